@@ -2,12 +2,12 @@
 
     python benchmarks/attack_server.py smollm2 --minutes 10
 
-Starts `outrider serve` as a process of its own, measures a well-behaved client alone, then under attack: grammar bombs, texts of 4 MB,
-streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies. Loopback addresses only; every attacker
-has an address of its own (127.0.0.2 and up), so that the server can tell them apart. Fails (exit code 1) when the client's p99 is
-more than three times its value alone, an answer differs, /health takes 100 ms, or the resident size is not back within 10 % of its
-start half a minute after prefixes that nobody uses are dropped (`--keep` minutes, the server's `--keep-prefixes`).
-One JSON object is printed at the end; --out appends it to a file.
+Starts `outrider serve` as a process of its own, measures a well-behaved client alone, then under attack: grammar bombs,
+texts of 4 MB, streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies. Loopback
+addresses only; every attacker has an address of its own (127.0.0.2 and up), so that the server can tell them apart.
+Fails (exit code 1) when the client's p99 is more than three times its value alone, an answer differs, /health takes 100
+ms, or the resident size is not back within 10 % of its start half a minute after prefixes that nobody uses are dropped
+(`--keep` minutes, the server's `--keep-prefixes`). One JSON object is printed at the end; --out appends it to a file.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ def family(pid: int) -> list[int]:
 def spent(pid: int) -> float:
     """Seconds of processor time of a process and of those of its children that have ended."""
     try:
-        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])) / os.sysconf(
+            "SC_CLK_TCK"
+        )
     except OSError:
         return 0.0
 
 
 class Busy:
-    """Processors that were kept busy by others than the server, its client and its attackers: a factor measured beside them says little."""
+    """Processors that were kept busy by others than the server, its client and its attackers: a factor measured beside
+    them says little."""
 
     def __init__(self, target: Target) -> None:
         self._target, self._began, self._was = target, time.monotonic(), self._others(target)
@@ -72,12 +75,15 @@ class Busy:
 
 
 class Target:
-    """`outrider serve` in a process of its own; its log is counted; what it says of the engine's failures is passed on."""
+    """`outrider serve` in a process of its own; its log is counted; what it says of the engine's failures is passed
+    on."""
 
     def __init__(self, model: str, options: list[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
         command = [sys.executable, "-m", "outrider.cli.main", "serve", model, "--port", "0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
+        )
         self.lines = 0
         self.port = self._port()
         threading.Thread(target=self._count, daemon=True).start()
@@ -108,7 +114,8 @@ class Target:
         return total
 
     def pool(self) -> int:
-        """Resident bytes of its large anonymous mappings: weights, and K/V, which is taken as the prefix cache fills."""
+        """Resident bytes of its large anonymous mappings: weights, and K/V, which is taken as the prefix cache
+        fills."""
         total, large = 0, False
         for line in Path(f"/proc/{self.process.pid}/smaps").read_text().splitlines():
             head = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(\S*)", line)
@@ -141,11 +148,24 @@ class Good:
 
     def body(self, i: int) -> Json:
         seed = i % 8
-        question = ("Why is the sky blue?", "Name three rivers.", "Write a short poem about rain.", "What is 12 times 12?")[seed % 4]
+        question = (
+            "Why is the sky blue?",
+            "Name three rivers.",
+            "Write a short poem about rain.",
+            "What is 12 times 12?",
+        )[seed % 4]
         body: Json = {"messages": [{"role": "user", "content": question}], "seed": seed, "temperature": seed % 3 / 2}
         body |= {"max_tokens": self.tokens, "logprobs": seed % 2 == 0, "stop": ["\n\n"]}
-        schema = {"type": "object", "properties": {"answer": {"type": "string", "maxLength": 40}}, "required": ["answer"]}
-        return body | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}} if seed == 7 else body
+        schema = {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "maxLength": 40}},
+            "required": ["answer"],
+        }
+        return (
+            body | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+            if seed == 7
+            else body
+        )
 
     async def ask(self, i: int) -> float:
         began = time.monotonic()
@@ -239,19 +259,29 @@ class Attack:
                 else:
                     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
                     body |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-                await asyncio.gather(*(self.post(client, "grammar bomb", "/v1/chat/completions", json=body) for _ in range(3)))
+                await asyncio.gather(
+                    *(self.post(client, "grammar bomb", "/v1/chat/completions", json=body) for _ in range(3))
+                )
 
     async def long_texts(self) -> None:
         body = {"prompt": "1" * 4_100_000, "max_tokens": 1}
         fitting = {"prompt": "1 " * 20_000, "max_tokens": 1}
         async with self.client() as client:
             while not self.stop.is_set():
-                await asyncio.gather(*(self.post(client, "long text", "/v1/completions", json=b) for b in [body] * 8 + [fitting] * 4))
+                await asyncio.gather(
+                    *(self.post(client, "long text", "/v1/completions", json=b) for b in [body] * 8 + [fitting] * 4)
+                )
                 await asyncio.sleep(0.2)
 
     async def unread(self) -> None:
         """Streams with everything in them, and nobody reads."""
-        body = {"messages": [{"role": "user", "content": "Count."}], "n": 8, "stream": True, "max_tokens": 2000, "ignore_eos": True}
+        body = {
+            "messages": [{"role": "user", "content": "Count."}],
+            "n": 8,
+            "stream": True,
+            "max_tokens": 2000,
+            "ignore_eos": True,
+        }
         text = json.dumps({**body, "logprobs": True, "top_logprobs": 20}).encode()
         kind = "Host: 127.0.0.1\r\nContent-Type: application/json\r\n"
         head = f"POST /v1/chat/completions HTTP/1.1\r\n{kind}Content-Length: {len(text)}\r\n\r\n"
@@ -266,9 +296,7 @@ class Attack:
 
     async def silent(self) -> None:
         address = self.address()
-        half_body = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
-        )
+        half_body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
         kinds = [b""] * 3 + [b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127"] * 3 + [half_body]
         open_ones: list[socket.socket] = []
         while not self.stop.is_set():
@@ -311,8 +339,16 @@ class Attack:
         async with self.client() as client:
             while not self.stop.is_set():
                 for body in bodies:
-                    await self.post(client, "malformed", "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
-                await self.post(client, "malformed", "/v1/chat/completions", content="hello", headers={"Content-Type": "text/plain"})
+                    await self.post(
+                        client,
+                        "malformed",
+                        "/v1/chat/completions",
+                        content=body,
+                        headers={"Content-Type": "application/json"},
+                    )
+                await self.post(
+                    client, "malformed", "/v1/chat/completions", content="hello", headers={"Content-Type": "text/plain"}
+                )
                 await asyncio.sleep(0.1)
 
     async def leavers(self) -> None:
@@ -320,7 +356,11 @@ class Attack:
         rng = random.Random(3)
         async with self.client() as client:
             while not self.stop.is_set():
-                body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 200, "stream": rng.random() < 0.5}
+                body = {
+                    "messages": [{"role": "user", "content": "Tell me a story."}],
+                    "max_tokens": 200,
+                    "stream": rng.random() < 0.5,
+                }
                 with contextlib.suppress(httpx.HTTPError):
                     await client.post("/v1/chat/completions", json=body, timeout=rng.choice([0.05, 0.3]))
                 self.counts["left early"] += 1
@@ -335,7 +375,8 @@ def say(text: str) -> None:
 
 
 def slowest(times: list[float], parts: list[dict[str, float]], most: int = 6) -> list[Json]:
-    """Which of the eight questions, seconds, and what the engine says: in all the rest it was not there yet, or no longer."""
+    """Which of the eight questions, seconds, and what the engine says: in all the rest it was not there yet, or no
+    longer."""
     ranked = sorted(range(len(times)), key=lambda i: -times[i])[:most]
     return [{"question": i % 8, "s": round(times[i], 3), **parts[i]} for i in ranked]
 
@@ -343,7 +384,9 @@ def slowest(times: list[float], parts: list[dict[str, float]], most: int = 6) ->
 def typical(times: list[float], parts: list[dict[str, float]]) -> Json:
     """The median of each part, in milliseconds; `outside` is what the engine does not see."""
     rows = [(t, p) for t, p in zip(times, parts) if p]
-    out: Json = {name: round(percentile([p[name] for _, p in rows], 0.5), 1) for name in ("ttft_ms", "prefill_ms", "decode_ms")}
+    out: Json = {
+        name: round(percentile([p[name] for _, p in rows], 0.5), 1) for name in ("ttft_ms", "prefill_ms", "decode_ms")
+    }
     return {"outside_ms": round(percentile([1e3 * t - p["ttft_ms"] - p["decode_ms"] for t, p in rows], 0.5), 1), **out}
 
 
@@ -364,9 +407,20 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     say(f"attack for {minutes:g} minutes, after {len(alone)} requests alone, p99 {percentile(alone, 0.99):.2f} s")
     stop, health = asyncio.Event(), list[float]()
     probing = asyncio.create_task(probe_health(target.port, stop, health))
-    command = [sys.executable, __file__, "--attack", str(target.port), "--minutes", str(minutes), "--connections", str(many)]
+    command = [
+        sys.executable,
+        __file__,
+        "--attack",
+        str(target.port),
+        "--minutes",
+        str(minutes),
+        "--connections",
+        str(many),
+    ]
     command += ["--only", kinds]
-    attackers = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)  # their work must not delay the measuring
+    attackers = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE
+    )  # their work must not delay the measuring
     attacked = await good.run(minutes * 60, least=1)
     attacked_parts = good.parts
     others = busy.others()
@@ -392,7 +446,8 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
         "p99_factor": round(factor, 2), "p99_afterwards_s": round(percentile(afterwards, 0.99), 3),
         "slowest_alone": slowest(alone, alone_parts), "slowest_attacked": slowest(attacked, attacked_parts),
         "typical_alone": typical(alone, alone_parts), "typical_attacked": typical(attacked, attacked_parts),
-        "health_p50_ms": round(1e3 * percentile(health, 0.5), 1), "health_p99_ms": round(1e3 * percentile(health, 0.99), 1),
+        "health_p50_ms": round(1e3 * percentile(health, 0.5), 1),
+        "health_p99_ms": round(1e3 * percentile(health, 0.99), 1),
         "health_max_ms": round(1e3 * max(health, default=0), 1),
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
         "memory_back_s": round(waited), "kv_filled_mb": filled >> 20, "kv_left_mb": left >> 20,
@@ -423,7 +478,8 @@ def verdict(result: Json) -> str:
 
 
 async def attack(port: int, minutes: float, many: int, kinds: list[str]) -> None:
-    """What the process of the attackers does. It is polite to this machine only: elsewhere they would have machines of their own."""
+    """What the process of the attackers does. It is polite to this machine only: elsewhere they would have machines of
+    their own."""
     os.nice(19)
     stop = asyncio.Event()
     attackers = Attack(port, stop, many, kinds)
@@ -441,9 +497,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=32, help="of the well-behaved client's answers")
     parser.add_argument("--connections", type=int, default=700, help="silent ones, open at once")
-    parser.add_argument("--keep", type=float, default=1.0, help="minutes: `--keep-prefixes` of the server; memory is back after them")
+    parser.add_argument(
+        "--keep", type=float, default=1.0, help="minutes: `--keep-prefixes` of the server; memory is back after them"
+    )
     parser.add_argument("--serve", default="--timeout 20", help="more options for `outrider serve`")
-    parser.add_argument("--only", default=",".join(Attack.KINDS), help="these attacks, to find out which of them hurts: %(default)s")
+    parser.add_argument(
+        "--only", default=",".join(Attack.KINDS), help="these attacks, to find out which of them hurts: %(default)s"
+    )
     parser.add_argument("--out", type=Path, help="append the result to this file")
     args = parser.parse_args()
     if args.attack is not None:

@@ -1,10 +1,12 @@
 """CPU kernels: products, whole passes and prefill of a GGUF model, beside llama.cpp where it is installed.
 
     python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
-    python benchmarks/cpu_kernels.py MODEL.gguf --passes --repeat 8 --rounds 20 --seconds 60   # no single products, many short rounds
+    python benchmarks/cpu_kernels.py MODEL.gguf --passes --repeat 8 --rounds 20 --seconds 60   # no single products,
+    many short rounds
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
     python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
-    python benchmarks/cpu_kernels.py MODEL.gguf --passes --cycles 1,2,3,4,5,7,9   # whole cycles that check given guesses
+    python benchmarks/cpu_kernels.py MODEL.gguf --passes --cycles 1,2,3,4,5,7,9   # whole cycles that check given
+    guesses
 
 Times are medians with (least to greatest) over the repetitions; `x` columns are multiples of one row in the same run.
 """
@@ -128,7 +130,9 @@ class Ours:
 
 
 def greedy(ours: Ours) -> SamplingBatch:
-    return SamplingBatch.build([SamplingParams(temperature=0.0)], [[5]], [[]], ours.config.vocab_size, torch.device("cpu"))
+    return SamplingBatch.build(
+        [SamplingParams(temperature=0.0)], [[5]], [[]], ours.config.vocab_size, torch.device("cpu")
+    )
 
 
 class Given:
@@ -145,13 +149,16 @@ class Given:
 
 
 class Cycles:
-    """An MTP drafter beside the target: rounds of K steps, and whole cycles (draft K, verify K + 1, choose, accept) in one call."""
+    """An MTP drafter beside the target: rounds of K steps, and whole cycles (draft K, verify K + 1, choose, accept) in
+    one call."""
 
     def __init__(self, ours: Ours, folder: str):
         own, weights = load_drafter(folder, ops=ours.ops, quantize=ours.ops.capabilities.draft_format)
         self.ours = ours
         self.drafter = ours.ops.compile_drafter(MTPNet(own, weights, ours.ops, ours.model.model))
-        self.features = torch.randn((8, ours.config.hidden * (1 + len(own.taps))), generator=torch.Generator().manual_seed(1))
+        self.features = torch.randn(
+            (8, ours.config.hidden * (1 + len(own.taps))), generator=torch.Generator().manual_seed(1)
+        )
         self.cycle = ours.ops.host_cycle(ours.model, self.drafter, ours.store.pages(), self.features, own.taps)
         assert self.cycle is not None and self.cycle.drafts, "the library runs no whole cycles of this pair"
         self.sampling = greedy(ours)
@@ -159,7 +166,14 @@ class Cycles:
 
     def draft(self, steps: int) -> None:
         self.drafter.draft(
-            self.zero + 5, self.features[:1], self.ours.view(CONTEXT - 1, 1), steps, torch.ones(1), self.cold, self.zero, self.zero + CONTEXT
+            self.zero + 5,
+            self.features[:1],
+            self.ours.view(CONTEXT - 1, 1),
+            steps,
+            torch.ones(1),
+            self.cold,
+            self.zero,
+            self.zero + CONTEXT,
         )
 
     def run(self, k: int) -> None:
@@ -184,7 +198,15 @@ class Peer:
     def __init__(self, path: str, threads: int, ids: list[int]):
         from llama_cpp import Llama
 
-        self.model = Llama(path, n_ctx=1024, n_threads=threads, n_threads_batch=threads, n_batch=PREFILL, n_ubatch=PREFILL, verbose=False)
+        self.model = Llama(
+            path,
+            n_ctx=1024,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_batch=PREFILL,
+            n_ubatch=PREFILL,
+            verbose=False,
+        )
         self.ids = ids
 
     def back_to(self, length: int) -> None:
@@ -234,7 +256,9 @@ def main() -> None:
     cycles = Cycles(ours, args.drafter) if args.drafter else None
     given, counts = Given(ours) if args.cycles else None, [int(rows) for rows in args.cycles.split(",") if rows]
     speed = read_speed(ours.ops.threads)
-    print(f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms at least")
+    print(
+        f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms at least"
+    )
     began = time.perf_counter()
     for turn in range(args.rounds):
         if turn and time.perf_counter() - began > args.seconds:
@@ -280,7 +304,9 @@ def main() -> None:
             clock.show(f"cycle, K = {k}", "cycle, K = 0")
     for rows in counts:
         clock.show(f"cycle of {rows} rows", f"cycle of {counts[0]} rows")
-    print(f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the memory limit")
+    print(
+        f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the memory limit"
+    )
     clock.show(f"prefill of {PREFILL}", per=PREFILL)
     clock.show(f"prefill of {PREFILL}, all rows", per=PREFILL)
     if peer is not None:
@@ -291,7 +317,12 @@ def main() -> None:
     if args.json:
         with open(args.json, "a") as file:
             figures = {name: [round(f(t), 3) for f in (statistics.median, min, max)] for name, t in clock.times.items()}
-            file.write(json.dumps({"model": Path(args.model).stem, "isa": ours.ops.version, "median, least, greatest ms": figures}) + "\n")
+            file.write(
+                json.dumps(
+                    {"model": Path(args.model).stem, "isa": ours.ops.version, "median, least, greatest ms": figures}
+                )
+                + "\n"
+            )
 
 
 if __name__ == "__main__":

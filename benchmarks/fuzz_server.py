@@ -3,8 +3,8 @@
     pip install schemathesis
     python benchmarks/fuzz_server.py smollm2 --cases 5000
 
-Requests are made from the schema and by breaking it. Besides the generated ones, hand-made bodies that parsers trip over are sent.
-Answers are kept short (max_tokens is overwritten) so that thousands of cases take minutes.
+Requests are made from the schema and by breaking it. Besides the generated ones, hand-made bodies that parsers trip
+over are sent. Answers are kept short (max_tokens is overwritten) so that thousands of cases take minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from outrider.server.settings import ServerSettings  # noqa: E402
 
 MODEL = "fuzzed"
 HAND_MADE: list[bytes] = [
-    b"", b"{", b"null", b"[]", b"0", b'""', b"NaN", b"\xff\xfe", b"[" * 50_000, b'{"a":' * 5_000, b'{"\\ud800":1}', b'{"model":"fuzzed"}',
+    b"", b"{", b"null", b"[]", b"0", b'""', b"NaN", b"\xff\xfe", b"[" * 50_000, b'{"a":' * 5_000, b'{"\\ud800":1}',
+    b'{"model":"fuzzed"}',
     b'{"model":"fuzzed","messages":[{"role":"user","content":"\\ud800"}]}',
     b'{"model":"fuzzed","messages":[{"role":"user","content":"\\u0000"}],"max_tokens":2}',
     b'{"model":"fuzzed","messages":[{"role":"user","content":"<|im_start|><|im_end|>"}],"max_tokens":1}',
@@ -89,7 +90,9 @@ def reconcile(body: Any) -> Any:
     bias = body.get("logit_bias")
     if isinstance(bias, dict):
         body["logit_bias"] = {str(i): v for i, v in enumerate(bias.values())}
-    body["stop"] = [s for s in body["stop"] if s][:4] if isinstance(body.get("stop"), list) else body.get("stop") or None
+    body["stop"] = (
+        [s for s in body["stop"] if s][:4] if isinstance(body.get("stop"), list) else body.get("stop") or None
+    )
     return body
 
 
@@ -131,7 +134,14 @@ def main() -> None:
                     except Exception as e:  # a route without parameters can't be broken
                         print(f"{operation.label}: no {mode.name.lower()} cases ({type(e).__name__})", file=sys.stderr)
                         continue
-                    fuzz(client, operation, strategy, each, note, reconcile if mode is GenerationMode.POSITIVE else lambda body: body)
+                    fuzz(
+                        client,
+                        operation,
+                        strategy,
+                        each,
+                        note,
+                        reconcile if mode is GenerationMode.POSITIVE else lambda body: body,
+                    )
         result = {"cases": sum(counts.values()), "by_status": dict(sorted(counts.items())), "failures": len(failures),
                   "seconds": round(time.monotonic() - began)}  # fmt: skip
         print(json.dumps(result))
@@ -145,7 +155,12 @@ def main() -> None:
 
 def fuzz(client: httpx.Client, operation: Any, strategy: Any, count: int, note: Any, mend: Any) -> None:
     @settings(
-        max_examples=count, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
     )
     @given(case=strategy)
     def run(case: Any) -> None:

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_archs.py [--all] [--model google/gemma-4-E2B-it] [--rows 1 17 512] [--only 89 120]
 
-For each architecture: shared memory must stay within what its programs may take, and the stack (spilled registers) below SPILLS bytes.
-Prints one JSON line a kernel; `tests/parity/test_triton_archs.py` runs the short list. --all: every format and number of rows.
+For each architecture: shared memory must stay within what its programs may take, and the stack (spilled registers)
+below SPILLS bytes. Prints one JSON line a kernel; `tests/parity/test_triton_archs.py` runs the short list. --all: every
+format and number of rows.
 --model: every kernel of a model and its drafter instead, in bfloat16; the model runs on tensors that have shapes only.
 """
 
@@ -42,7 +43,10 @@ from outrider.types import KVView
 from outrider.weights.names import tensor_plan
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take
-SPILLS, ATTENTION_SPILLS = 256, 768  # bytes of stack a thread; 544 for heads of 512 on sm_100, which has the tiles measured on the H200
+SPILLS, ATTENTION_SPILLS = (
+    256,
+    768,
+)  # bytes of stack a thread; 544 for heads of 512 on sm_100, which has the tiles measured on the H200
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # kind: (codes, planes of a group, columns of a plane, offset, whole-row factor)
 FORMATS = {
@@ -56,7 +60,11 @@ FORMATS = {
     "Q5_0": (Codes.INT5, 1, 32, False, False),
     "Q6_K": (Codes.INT6, 1, 16, False, False),
 }
-DENSE = {"out of E2B": (1536, 2048, False), "gate_up of 31B": (21504, 5376, True), "embed of 12B": (262144, 3840, False)}  # N, K, gated
+DENSE = {
+    "out of E2B": (1536, 2048, False),
+    "gate_up of 31B": (21504, 5376, True),
+    "embed of 12B": (262144, 3840, False),
+}  # N, K, gated
 ATTENTION = "full attention of 31B"
 EIGHT_BITS = "sliding attention of E2B, K/V in fp8"
 EXPERTS = "experts of 26B-A4B in "  # and a format
@@ -98,7 +106,8 @@ def weight(kind: str, n: int, k: int) -> QuantWeight:
     chunks, tiles, pairs = -(-k // (planes * plane)), n // 64, (planes // per + 1) // 2 if per else 0
     numbers = shell(tiles, chunks, 64, pairs, dtype=torch.int32) if per else None
     return QuantWeight(
-        (n, k), codes, plane, per, shell(tiles, chunks, 64, plane, dtype=torch.int32), numbers, numbers if lifted else None,
+        (n, k), codes, plane, per, shell(tiles, chunks, 64, plane, dtype=torch.int32), numbers,
+        numbers if lifted else None,
         shell(n, dtype=torch.float32) if whole else None, half=lifted or codes.above > 0,
         high=shell(tiles, chunks, 64, plane, dtype=torch.uint8 if codes.above == 1 else torch.int16) if codes.above else None,
     )  # fmt: skip
@@ -112,7 +121,9 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         quant_linear(shell(rows, 5376), weight(kind, 21504, 5376), seen, gated, pdl=pdl)
     elif kind.startswith(EXPERTS):
         count, hidden, inner, format = 128, 2816, 704, kind.removeprefix(EXPERTS)
-        each = [QuantExperts((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
+        each = [
+            QuantExperts((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))
+        ]
         z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
         moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
     elif kind in (ATTENTION, EIGHT_BITS):  # heads of 512 are what takes most shared memory
@@ -122,11 +133,18 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         attention.attend(shell(rows, spec.heads * spec.head_dim), spec, kv, pdl)
     else:
         n, k, both = DENSE[kind]
-        gemm.dense_gemm(shell(rows, k), shell(n * (1 + both), k), seen, gated=both, act="gelu_tanh" if both else "", pdl=pdl)
+        gemm.dense_gemm(
+            shell(rows, k), shell(n * (1 + both), k), seen, gated=both, act="gelu_tanh" if both else "", pdl=pdl
+        )
 
 
-def view(config: ModelConfig, count: int, context: int = 1024, page: int = 16, dtype: torch.dtype = torch.bfloat16) -> KVView:
-    kv = [shell(context // page, s.attn.kv_heads, page, s.attn.head_dim, dtype=dtype) if s.attn.writes else None for s in config.layers]
+def view(
+    config: ModelConfig, count: int, context: int = 1024, page: int = 16, dtype: torch.dtype = torch.bfloat16
+) -> KVView:
+    kv = [
+        shell(context // page, s.attn.kv_heads, page, s.attn.head_dim, dtype=dtype) if s.attn.writes else None
+        for s in config.layers
+    ]
     tables = {g: shell(1, context // page, dtype=torch.int32) for g in ("full", "sliding")}
     at = shell(count, dtype=torch.int64)
     return KVView(page, kv, kv, tables, at, at, shell(2, dtype=torch.int32), count, context)
@@ -139,10 +157,16 @@ def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int =
     noise = Noise(at, at, shell(1, dtype=torch.float32), shell(1, dtype=torch.bool))
     front = ops.branch(shell(WIDTH, vocab, dtype=torch.float32), None, noise, front, found, 0)
     ops.branch(shell(WIDTH, 4096, dtype=torch.float32), shell(WIDTH, 4096, dtype=torch.int64), None, front, found, 1)
-    ops.build_fixed_tree(ops.chain_with_runner_ups(shell(1, depth, 528, dtype=torch.float32), shell(1, depth, 528, dtype=torch.int32)), nodes, depth)
+    ops.build_fixed_tree(
+        ops.chain_with_runner_ups(shell(1, depth, 528, dtype=torch.float32), shell(1, depth, 528, dtype=torch.int32)),
+        nodes,
+        depth,
+    )
     planted, kv = ops.build_fixed_tree(found, nodes, depth), view(config, count)
     kv.kv_slots, kv.ancestors = kv.positions, planted.ancestors
-    for spec in {(s.group, s.heads, s.kv_heads, s.head_dim): s for s in (layer.attn for layer in config.layers)}.values():
+    for spec in {
+        (s.group, s.heads, s.kv_heads, s.head_dim): s for s in (layer.attn for layer in config.layers)
+    }.values():
         ops.attend(shell(count, spec.heads * spec.head_dim), spec, kv)
     _, _, rows = ops.accept_path(kv.positions, kv.positions, planted.parent_rows, kv.row_seq, kv.row_start, depth, at)
     ops.compact_kv(rows, at, at, [config.layers[i].attn for i in config.kv_layers], kv)
@@ -156,7 +180,10 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
         kinds = {"matrix": torch.bfloat16, "embedding": torch.bfloat16, "index": torch.int64}
         return {n: shell(*p.shape, dtype=kinds.get(p.role, torch.float32)) for n, p in tensor_plan(config).items()}
 
-    config, draft = ModelConfig.from_hf(BUILTIN_CONFIGS[name]), DrafterConfig.from_hf(BUILTIN_CONFIGS[name + "-assistant"])
+    config, draft = (
+        ModelConfig.from_hf(BUILTIN_CONFIGS[name]),
+        DrafterConfig.from_hf(BUILTIN_CONFIGS[name + "-assistant"]),
+    )
     model = TextModel(config, shapes(config), ops)
     for count in rows:
         kv = view(config, count)
@@ -215,7 +242,9 @@ def main() -> None:
     for arch in args.only:
         room = SHARED[arch]
         Stub.target = GPUTarget("cuda", arch, 32)
-        attention.shared_of = gemm.shared_of = moe.shared_of = quant.shared_of = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
+        attention.shared_of = gemm.shared_of = moe.shared_of = quant.shared_of = lambda device, room=room: (
+            (room - 1) << 10
+        )  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
             made.clear()
             call()
@@ -224,8 +253,18 @@ def main() -> None:
                 shared = kernel.metadata.shared
                 most = ATTENTION_SPILLS if ATTENTION in (title or "") else SPILLS
                 fits = shared <= room << 10 and stack <= most
-                widths = sorted({int(n) for n in re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])})  # neighbours that a thread multiplies
-                row = dict(sm=arch, kernel=title or name, registers=registers, stack=stack, shared=shared, fits=fits, widths=widths)
+                widths = sorted(
+                    {int(n) for n in re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])}
+                )  # neighbours that a thread multiplies
+                row = dict(
+                    sm=arch,
+                    kernel=title or name,
+                    registers=registers,
+                    stack=stack,
+                    shared=shared,
+                    fits=fits,
+                    widths=widths,
+                )
                 print(json.dumps(row), flush=True)
 
 

@@ -1,4 +1,5 @@
-"""What the GPU scripts share: lines with the time, results in one file, jobs of which one may fail, cycles, tables of kernels, inputs."""
+"""What the GPU scripts share: lines with the time, results in one file, jobs of which one may fail, cycles, tables of
+kernels, inputs."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def sections(names: list[str], jobs: Mapping[str, Callable[[], Any]], results: P
 
 
 def cycles(size: str, others: Callable[[Any], dict[str, Any]]) -> None:
-    """The full model: its plain step, and cycles over it with the drafter as it is and with what `others` makes of it."""
+    """The full model: its plain step, and cycles over it with the drafter as it is and with what `others` makes of
+    it."""
     with Rig.of(size, slots=1, context=2048) as rig:
         assert rig.drafter is not None
         seqs, old = rig.open(1, 1024, 128), rig.drafter.model
@@ -137,7 +139,8 @@ def kernel_table(events: list[dict[str, Any]], title: str) -> None:
     RESULTS.setdefault("kernels", {})[title] = [(n, len(d), sum(d)) for n, d in ranked]
 
 
-# ---- inputs and times ---------------------------------------------------------------------------------------------------
+# ---- inputs and times
+# ---------------------------------------------------------------------------------------------------
 def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") * scale).to(dtype)
 
@@ -180,7 +183,8 @@ def view(spec: AttnSpec, spans: list[tuple[int, int]], page: int = 16, bound: in
 
 
 def graph_us(fn: Any, count: int, replays: int = 5) -> float:
-    """Microseconds a call, `count` calls in one graph (fn takes the call's index). Without a GPU, to try a script: of one call."""
+    """Microseconds a call, `count` calls in one graph (fn takes the call's index). Without a GPU, to try a script: of
+    one call."""
     if not torch.cuda.is_available():
         return time_ms(lambda: fn(0), 1, 0) * 1000
     side = torch.cuda.Stream()

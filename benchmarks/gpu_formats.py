@@ -1,16 +1,21 @@
-"""Every stored format end to end on a GPU: logits against the float32 definition, rows alone and in company, plain against drafted.
+"""Every stored format end to end on a GPU: logits against the float32 definition, rows alone and in company, plain
+against drafted.
 
     python benchmarks/gpu_formats.py [--only ct-int4-g32 Q4_K] [--models E2B Llama] [--jobs 16] [--limit 150]
-    TRITON_INTERPRET=1 python benchmarks/gpu_formats.py --dry --jobs 1 --only awq Q4_0      # the script itself, small, without a GPU
+    TRITON_INTERPRET=1 python benchmarks/gpu_formats.py --dry --jobs 1 --only awq Q4_0      # the script itself, small,
+    without a GPU
 
-A model of two layers with the widths of Gemma 4 E2B (a sliding and a full layer) and one of Llama's kind, 2,048 wide, is written to disk
-in each format and loaded as any checkpoint is. One line a model and format:
+A model of two layers with the widths of Gemma 4 E2B (a sliding and a full layer) and one of Llama's kind, 2,048 wide,
+is written to disk in each format and loaded as any checkpoint is. One line a model and format:
 
 - products: the largest relative error of a product with a stored matrix against its values in float32; 1e-2 is allowed.
-- logits: the same of 200 logits of a prompt against the model in float32 of the values that the checkpoint means, and in brackets of the
+- logits: the same of 200 logits of a prompt against the model in float32 of the values that the checkpoint means, and
+in brackets of the
   same values in bfloat16 by the dense kernels: what bfloat16 itself costs.
-- rows: every row of a product has the same bits among 1, 2, 5, 9, 17, 40, 64, 200 and 2,048 rows; cut: hidden states of a prompt are the
-  same bits in one pass and in two; drafted: tokens and logits with K drafted tokens, a quarter of them wrong, are the plain ones' bits.
+- rows: every row of a product has the same bits among 1, 2, 5, 9, 17, 40, 64, 200 and 2,048 rows; cut: hidden states of
+a prompt are the
+  same bits in one pass and in two; drafted: tokens and logits with K drafted tokens, a quarter of them wrong, are the
+  plain ones' bits.
 
 Compiling is nearly all of the time: formats that share kernels share a process, and processes run side by side.
 """
@@ -56,7 +61,8 @@ FAMILIES = (  # formats that share kernels; those that take longest to compile f
     ("bf16",), ("Q4_K", "Q4_1"), ("Q5_K", "Q5_1"), ("Q6_K", "Q4_K_M"), ("Q5_0",), ("ct-nvfp4", "modelopt-nvfp4"),
     ("awq", "gptq-int4", "gptq-int4-actorder"), ("ct-int4-g64-asym",), ("gptq-int4-g128",),
     ("ct-int4-g32", "ct-int4-actorder", "--quantize int4"), ("Q4_0",), ("ct-int4-g128",), ("ct-int4-channel",),
-    ("Q8_0",), ("ct-int8-g32",), ("gptq-int8",), ("ct-int8-channel-asym",), ("ct-int8-channel", "ct-mixed"), ("--quantize int8",),
+    ("Q8_0",), ("ct-int8-g32",), ("gptq-int8",), ("ct-int8-channel-asym",), ("ct-int8-channel", "ct-mixed"),
+    ("--quantize int8",),
     ("ct-fp8-tensor", "ct-fp8-channel", "--quantize fp8"), ("ct-fp8-block128",),
 )  # fmt: skip
 
@@ -64,7 +70,8 @@ FAMILIES = (  # formats that share kernels; those that take longest to compile f
 def llama(hidden: int, inner: int, heads: int, kv: int, vocab: int) -> ForeignDict:
     return dict(
         model_type="llama", hidden_size=hidden, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv, head_dim=hidden // heads, vocab_size=vocab, rms_norm_eps=1e-5, rope_theta=5e5, hidden_act="silu",
+        num_key_value_heads=kv, head_dim=hidden // heads, vocab_size=vocab, rms_norm_eps=1e-5, rope_theta=5e5,
+        hidden_act="silu",
         max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=2,
     )  # fmt: skip
 
@@ -103,7 +110,8 @@ def scale_of(dry: bool) -> Scale:
     return Scale("cpu", torch.float32, small, (1, 2, 17), (1, 4), (1, 2), 6, 24)
 
 
-# ---- checkpoints -------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# -------------------------------------------------------------------------------------------------------
 def dense_state(config: ModelConfig, scale: Scale) -> dict[str, Tensor]:
     """Random tensors by their Hugging Face names, on the device."""
     rng, state = torch.Generator(device=scale.device).manual_seed(5), {}
@@ -121,7 +129,11 @@ def write_folder(folder: Path, raw: Foreign, state: dict[str, Tensor]) -> None:
     entries, at, data = {}, 0, []
     for name, tensor in state.items():
         data.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + len(data[-1])]}
+        entries[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + len(data[-1])],
+        }
         at += len(data[-1])
     head = json.dumps(entries).encode()
     head += b" " * (-len(head) % 8)
@@ -135,10 +147,15 @@ def write_folder(folder: Path, raw: Foreign, state: dict[str, Tensor]) -> None:
 
 def fused(config: ModelConfig, meant: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our names, in float32."""
-    return {n: torch.cat([meant[s].float() for s in plan.sources]).view(plan.shape) for n, plan in tensor_plan(config).items()}
+    return {
+        n: torch.cat([meant[s].float() for s in plan.sources]).view(plan.shape)
+        for n, plan in tensor_plan(config).items()
+    }
 
 
-def made(raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps) -> tuple[dict[str, DeviceWeight], dict[str, Tensor]]:
+def made(
+    raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps
+) -> tuple[dict[str, DeviceWeight], dict[str, Tensor]]:
     """A checkpoint in this format as the ops hold it, and the values it means in float32, both on the device."""
     config, device = ModelConfig.from_hf(raw), scale.device
     if name in GGUF:
@@ -155,7 +172,9 @@ def made(raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps) ->
     else:
         meant = fused(config, state)
         mode = name.removeprefix("--quantize ") if name in ROUNDED else None
-    write_folder(folder / name.replace(" ", ""), dict(raw) | ({"quantization_config": settings} if settings else {}), state)
+    write_folder(
+        folder / name.replace(" ", ""), dict(raw) | ({"quantization_config": settings} if settings else {}), state
+    )
     held = load(from_folder(folder / name.replace(" ", ""), name), config, device, scale.dtype, ops, quantize=mode)[1]
     if mode is not None:
         meant |= {n: MODES[mode][0].quantise(meant[n]).dense() for n, w in held.items() if not isinstance(w, Tensor)}
@@ -169,13 +188,16 @@ def soften(weights: dict[str, DeviceWeight] | dict[str, Tensor]) -> None:
             weight.mul_(0.3)
 
 
-# ---- checks ------------------------------------------------------------------------------------------------------------
+# ---- checks
+# ------------------------------------------------------------------------------------------------------------
 def off(got: Tensor, want: Tensor) -> float:
     """Relative; nan and infinity stay what they are."""
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def products(ops: TritonOps, held: dict[str, DeviceWeight], meant: dict[str, Tensor], scale: Scale) -> tuple[float, list[str]]:
+def products(
+    ops: TritonOps, held: dict[str, DeviceWeight], meant: dict[str, Tensor], scale: Scale
+) -> tuple[float, list[str]]:
     """The largest error, and which (matrix, number of rows) had other bits. One matrix of each name and shape."""
     worst, other, done = 0.0, [], set()
     for name, weight in held.items():
@@ -225,7 +247,8 @@ def drafted(rig: Rig, scale: Scale) -> dict[str, bool]:
 
 @torch.inference_mode()
 def family(names: list[str], models: list[str], dry: bool) -> bool:
-    """All of one process: first every product, which compiles what nobody else does, then whole models. Whether all was right."""
+    """All of one process: first every product, which compiles what nobody else does, then whole models. Whether all was
+    right."""
     scale, began = scale_of(dry), time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_num_threads(1)
@@ -278,10 +301,19 @@ def whole(
     return ok
 
 
-# ---- processes ---------------------------------------------------------------------------------------------------------
+# ---- processes
+# ---------------------------------------------------------------------------------------------------------
 def run(names: list[str], args: argparse.Namespace, deadline: float) -> str | None:
     """A family in a process of its own, which prints its lines; what went wrong with it, or None."""
-    command = [sys.executable, __file__, "--family", "--only", *(n.replace("--", "") for n in names), "--models", *args.models]
+    command = [
+        sys.executable,
+        __file__,
+        "--family",
+        "--only",
+        *(n.replace("--", "") for n in names),
+        "--models",
+        *args.models,
+    ]
     process = subprocess.Popen([*command, *(["--dry"] if args.dry else [])], stderr=subprocess.PIPE, text=True)
     try:
         _, err = process.communicate(timeout=max(1.0, deadline - time.perf_counter()))
@@ -309,8 +341,14 @@ def main() -> None:
     began = time.perf_counter()
     chosen = [[n for n in names if not only or n in only] for names in FAMILIES]
     with ThreadPoolExecutor(args.jobs) as pool:
-        failed = [f for f in pool.map(lambda names: run(names, args, began + args.limit), [c for c in chosen if c]) if f]
-    print(f"{time.perf_counter() - began:.0f} s;", "everything is right" if not failed else "\n".join(["FAILED", *failed]), flush=True)
+        failed = [
+            f for f in pool.map(lambda names: run(names, args, began + args.limit), [c for c in chosen if c]) if f
+        ]
+    print(
+        f"{time.perf_counter() - began:.0f} s;",
+        "everything is right" if not failed else "\n".join(["FAILED", *failed]),
+        flush=True,
+    )
     sys.exit(bool(failed))
 
 

@@ -1,13 +1,15 @@
-"""Quantised weights on a GPU: products against their definition and the bandwidth, and whole steps through the engine on dummy weights.
+"""Quantised weights on a GPU: products against their definition and the bandwidth, and whole steps through the engine
+on dummy weights.
 
     python benchmarks/gpu_quant.py products [--formats int4 fp8 Q4_0]        # 31B's four shapes, 1 to 320 rows
     python benchmarks/gpu_quant.py steps 31B --quantize int4 [--k 4] [--batch 1 8] [--kv fp8]
     python benchmarks/gpu_quant.py graphs 31B --formats int4 fp8 Q4_K_M --cycles 1x0 1x4 8x4 [--tables]
     python benchmarks/gpu_quant.py same E2B --quantize int4 --kv fp8         # tokens with drafts are those without
 
-Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s, and of up to 8 rows what Triton's
-kernel takes; every row must have the same bits alone and in company. Steps: milliseconds a cycle are (16 + n tokens) - (16 tokens), best of
-two; K = 4 counts 3.88 tokens a cycle. Graphs: a cycle of BATCHxK as the engine captures it, without the engine.
+Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s, and of up to 8
+rows what Triton's kernel takes; every row must have the same bits alone and in company. Steps: milliseconds a cycle are
+(16 + n tokens) - (16 tokens), best of two; K = 4 counts 3.88 tokens a cycle. Graphs: a cycle of BATCHxK as the engine
+captures it, without the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ from outrider.bench.gpu import SIZES, Rig
 from outrider.config import EngineConfig
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
-from outrider.ops.formats import BLOCKS, MODES, DeviceWeight, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, stays_dense
+from outrider.ops.formats import (
+    BLOCKS,
+    MODES,
+    DeviceWeight,
+    Float8Format,
+    GGUFBlockFormat,
+    IntegerFormat,
+    NvFp4Format,
+    Weight,
+    stays_dense,
+)
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quant_ops import QuantTritonOps
 from outrider.ops.triton.repack import repack
@@ -43,13 +55,21 @@ SHAPES = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376),
 
 def made(name: str, n: int, k: int, device: str = "cuda") -> Weight:
     """Random weights as this format holds them."""
-    formats = {"int4": IntegerFormat(4, 32), "int4-g128": IntegerFormat(4, 128), "int8": IntegerFormat(8, 128), "fp8": Float8Format(), "nvfp4": NvFp4Format()}
+    formats = {
+        "int4": IntegerFormat(4, 32),
+        "int4-g128": IntegerFormat(4, 128),
+        "int8": IntegerFormat(8, 128),
+        "fp8": Float8Format(),
+        "nvfp4": NvFp4Format(),
+    }
     if name in formats:
         return formats[name].quantise(torch.randn((n, k), device=device, dtype=torch.bfloat16) * 0.02)
     size, nbytes = BLOCKS[name]
     blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8, device=device)
     half = torch.tensor([1e-5 if name == "Q6_K" else 5e-4], dtype=torch.float16, device=device).view(torch.uint8)
-    for at in (208,) if name == "Q6_K" else (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):  # factors and offsets
+    for at in (
+        (208,) if name == "Q6_K" else (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
+    ):  # factors and offsets
         blocks[:, :, at : at + 2] = half
     return Weight(GGUFBlockFormat(name), (n, k), {"blocks": blocks.view(n, -1)})
 
@@ -69,8 +89,12 @@ def products(formats: list[str], shapes: list[str]) -> None:
             got = quant_linear(x, held, seen, Extras(), True)[:, : want.shape[1]]
             error = float((got.float() - want).norm() / want.norm())
             together = quant_linear(x, held, seen, extras, True)
-            alone = all(torch.equal(ops.multiply(x[:r], held, extras), together[:r]) for r in (*range(1, 9), 16, 17, 33, 64, 65))
-            many = [held] + [dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))]
+            alone = all(
+                torch.equal(ops.multiply(x[:r], held, extras), together[:r]) for r in (*range(1, 9), 16, 17, 33, 64, 65)
+            )
+            many = [held] + [
+                dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))
+            ]
             times, triton = {}, {}
             for rows in (1, 5, 8, 16, 40, 64, 320):
                 call = lambda i, x=x[:rows], many=many, extras=extras: ops.multiply(x, many[i], extras)  # noqa: E731
@@ -79,20 +103,39 @@ def products(formats: list[str], shapes: list[str]) -> None:
                     call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)  # noqa: E731
                     triton[rows] = round(graph_us(call, len(many), 6), 1)
             floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
-            row = dict(shape=shape, format=name, floor_us=floor, us=times, triton_us=triton, error=round(error, 5), prefill_idle=alone)
+            row = dict(
+                shape=shape,
+                format=name,
+                floor_us=floor,
+                us=times,
+                triton_us=triton,
+                error=round(error, 5),
+                prefill_idle=alone,
+            )
             print(json.dumps(row), flush=True)
 
 
 def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: str) -> LLM:
     """Dummy weights, and room for so many sequences of that length."""
-    engine = EngineConfig(max_batch=most, max_context=length + 128, kv_tokens=most * (length + 160), kv_dtype=kv, prefix_cache=False)
+    engine = EngineConfig(
+        max_batch=most, max_context=length + 128, kv_tokens=most * (length + 160), kv_dtype=kv, prefix_cache=False
+    )
     drafter = f"{SIZES[size]}-assistant" if k else "none"
-    return LLM.load(SIZES[size], drafter=drafter, draft_tokens=k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+    return LLM.load(
+        SIZES[size],
+        drafter=drafter,
+        draft_tokens=k,
+        device="cuda:0",
+        load_format="dummy",
+        quantize=quantize,
+        engine=engine,
+        say=print,
+    )
 
 
 class RecipeOps(QuantTritonOps):
-    """Matrices in the formats of a recipe, whatever `quantize` is asked for: a GGUF kind (Q4_K_M: every second down projection in Q6_K, all
-    else in Q4_K), `experts-int8`, or a mode of --quantize."""
+    """Matrices in the formats of a recipe, whatever `quantize` is asked for: a GGUF kind (Q4_K_M: every second down
+    projection in Q6_K, all else in Q4_K), `experts-int8`, or a mode of --quantize."""
 
     recipe, downs = "int4", 0
 
@@ -125,7 +168,16 @@ def graphs(size: str, recipes: list[str], cycles: list[str], context: int, kv: s
             run = rig.graph(seqs[:batch], k, context, context + 128)
             times = sorted(run.time(8) for _ in range(3))
             rate = round((3.88 if k == 4 else 1.0) * batch / times[1] * 1e3)
-            row = dict(size=size, recipe=recipe, kv=kv, batch=batch, k=k, context=context, ms=[round(t, 3) for t in times], tokens_s=rate)
+            row = dict(
+                size=size,
+                recipe=recipe,
+                kv=kv,
+                batch=batch,
+                k=k,
+                context=context,
+                ms=[round(t, 3) for t in times],
+                tokens_s=rate,
+            )
             print(json.dumps({**row, "weights_gb": round(rig.weight_bytes() / 1e9, 2)}), flush=True)
             if tables:
                 kernel_table(kernels(run.graph.replay, Path("/tmp")), f"{size} {recipe} {batch}x{k}")
@@ -148,13 +200,18 @@ def same(size: str, quantize: str | None, kv: str) -> None:
         got = [c.token_ids for c in llm.generate(prompts, ask)]
         want = want or got
         alone = [c.token_ids for c in llm.generate(prompts[2:3], ask)]
-        print(json.dumps(dict(size=size, quantize=quantize, kv=kv, k=k, same=got == want, alone=alone == want[2:3])), flush=True)
+        print(
+            json.dumps(dict(size=size, quantize=quantize, kv=kv, k=k, same=got == want, alone=alone == want[2:3])),
+            flush=True,
+        )
         del llm
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: int, context: int, kv: str = "auto") -> None:
+def steps(
+    size: str, quantize: str | None, k: int, batches: list[int], tokens: int, context: int, kv: str = "auto"
+) -> None:
     torch.cuda.reset_peak_memory_stats()
     llm = loaded(size, quantize, k, max(batches), context + tokens, kv)
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)  # while it was loaded; K/V included

@@ -1,11 +1,16 @@
-"""HTTP beside the engine alone, with dummy weights: throughput at 64 streams, and the time between tokens while long prompts arrive.
+"""HTTP beside the engine alone, with dummy weights: throughput at 64 streams, and the time between tokens while long
+prompts arrive.
 
-    PYTHONPATH=src[:FOLDER_WITH_FASTAPI] python3 benchmarks/gpu_serve.py [--size E2B] [--streams 64] [--tokens 512] [--long 8192] [--k 0]
-    PYTHONPATH=src python benchmarks/gpu_serve.py --stand-in 3.4 --row 10     # no GPU: steps of 3.4 ms, 10 us a row of a prompt
+    PYTHONPATH=src[:FOLDER_WITH_FASTAPI] python3 benchmarks/gpu_serve.py [--size E2B] [--streams 64] [--tokens 512]
+    [--long 8192] [--k 0]
+    PYTHONPATH=src python benchmarks/gpu_serve.py --stand-in 3.4 --row 10     # no GPU: steps of 3.4 ms, 10 us a row of
+    a prompt
 
-The same answers are made three times: by the engine driven directly, through HTTP from other processes (`/v1/completions`, streamed), and
-through HTTP while a prompt of --long tokens arrives every --every seconds. Every token's text begins with " w" (a vocabulary of such
-words), so clients count tokens in what arrives. A line of JSON for each, with the processor time of the server's threads. Without a GPU a tiny model runs, to see that it runs; with --stand-in its steps are not computed but take a given time (stand_in.py).
+The same answers are made three times: by the engine driven directly, through HTTP from other processes
+(`/v1/completions`, streamed), and through HTTP while a prompt of --long tokens arrives every --every seconds. Every
+token's text begins with " w" (a vocabulary of such words), so clients count tokens in what arrives. A line of JSON for
+each, with the processor time of the server's threads. Without a GPU a tiny model runs, to see that it runs; with
+--stand-in its steps are not computed but take a given time (stand_in.py).
 """
 
 from __future__ import annotations
@@ -30,9 +35,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 PROCESSES = 8  # of clients
 
 
-# ---- a client process: plain sockets, as little work as can be -----------------------------------------------------------------
+# ---- a client process: plain sockets, as little work as can be
+# -----------------------------------------------------------------
 def client() -> None:
-    """On stdin {port, streams: [{at, body}]}; prints for each stream [[seconds since the epoch, tokens], ...], or an error."""
+    """On stdin {port, streams: [{at, body}]}; prints for each stream [[seconds since the epoch, tokens], ...], or an
+    error."""
     import selectors
 
     asked = json.load(sys.stdin)
@@ -45,7 +52,12 @@ def client() -> None:
             i, stream = waiting.pop(0)
             body = json.dumps(stream["body"]).encode()
             sock = socket.create_connection(("127.0.0.1", asked["port"]))
-            lines = ("POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", "Connection: close")
+            lines = (
+                "POST /v1/completions HTTP/1.1",
+                "Host: 127.0.0.1",
+                "Content-Type: application/json",
+                "Connection: close",
+            )
             sock.sendall("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body)
             chosen.register(sock, selectors.EVENT_READ, i)
             rest[i], open_ones = b"", open_ones + 1
@@ -62,14 +74,17 @@ def client() -> None:
             end = text.rfind(b"\n\n") + 2
             rest[i] = text[end:] if end > 1 else text
             count = len(word.findall(text[:end])) if end > 1 else 0
-            if b'"error"' in text[:end] or (not seen[i] and text.startswith(b"HTTP/1.1") and b"200 OK" not in text[:20]):
+            if b'"error"' in text[:end] or (
+                not seen[i] and text.startswith(b"HTTP/1.1") and b"200 OK" not in text[:20]
+            ):
                 seen[i].append([now, -1, text[:300].decode(errors="replace")])
             elif count:
                 seen[i].append([now, count])
     json.dump(seen, sys.stdout)
 
 
-# ---- the server's side -----------------------------------------------------------------------------------------------------------
+# ---- the server's side
+# -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Load:
     """Streams that decode, and long prompts that arrive meanwhile."""
@@ -89,19 +104,25 @@ class Load:
         ids = lambda n: [rng.randrange(8, self.vocab) for _ in range(n)]  # noqa: E731
         asked = dict(model="dummy", stream=True, temperature=0, ignore_eos=True, outrider={"draft_tokens": self.k})
         out = [(0.0, {**asked, "prompt": ids(self.prompt), "max_tokens": self.tokens}) for _ in range(self.streams)]
-        return out + [(0.3 + self.every * i, {**asked, "prompt": ids(self.long), "max_tokens": 4}) for i in range(self.arrivals)]
+        return out + [
+            (0.3 + self.every * i, {**asked, "prompt": ids(self.long), "max_tokens": 4}) for i in range(self.arrivals)
+        ]
 
 
 def through_http(port: int, load: Load, seed: int, core: int | None) -> tuple[list[Any], float]:
     """What arrived of each stream, and when all were sent off."""
     start = time.time() + 1.5  # so that every process has started
     jobs = load.bodies(seed)
-    groups: list[list[int]] = [list(range(i, load.streams, PROCESSES)) for i in range(PROCESSES)] + [list(range(load.streams, len(jobs)))]
+    groups: list[list[int]] = [list(range(i, load.streams, PROCESSES)) for i in range(PROCESSES)] + [
+        list(range(load.streams, len(jobs)))
+    ]
     running = []
     for group in groups:
         if group:
             pinned = [] if core is None else ["taskset", "-c", str(core)]
-            process = subprocess.Popen([*pinned, sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = subprocess.Popen(
+                [*pinned, sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
             assert process.stdin is not None
             streams = [{"at": start + jobs[i][0], "body": jobs[i][1]} for i in group]
             process.stdin.write(json.dumps({"port": port, "streams": streams}).encode())
@@ -122,7 +143,9 @@ def directly(engine: Any, load: Load, seed: int) -> float:
     from outrider.types import SamplingParams
 
     for i, (_, body) in enumerate(load.bodies(seed)):
-        engine.submit(Request(str(i), body["prompt"], SamplingParams(max_tokens=body["max_tokens"], ignore_eos=True), load.k))
+        engine.submit(
+            Request(str(i), body["prompt"], SamplingParams(max_tokens=body["max_tokens"], ignore_eos=True), load.k)
+        )
     began = time.perf_counter()
     while engine.busy:
         engine.step()
@@ -145,7 +168,8 @@ def words(vocab: int) -> Any:
 
 
 def gaps(seen: list[Any], begin: float, end: float) -> dict[str, float]:
-    """Milliseconds between tokens (a chunk of m tokens after g is m times g/m), and between chunks, of what arrived in this time."""
+    """Milliseconds between tokens (a chunk of m tokens after g is m times g/m), and between chunks, of what arrived in
+    this time."""
     tokens, chunks = [], []
     for stream in seen:
         for (before, *_), (at, count, *_) in itertools.pairwise(stream):
@@ -200,7 +224,15 @@ def main() -> None:
     room = max(args.long, args.prompt + args.tokens) + 64
     tokens = args.streams * (args.prompt + args.tokens + 96) + arrivals * room
     settings = EngineConfig(args.streams + arrivals + 2, room, kv_tokens=tokens, prefix_cache=False)
-    llm = LLM.load(model, drafter="auto" if args.k else "none", draft_tokens=args.k, device=HERE.device, load_format="dummy", engine=settings, say=print)
+    llm = LLM.load(
+        model,
+        drafter="auto" if args.k else "none",
+        draft_tokens=args.k,
+        device=HERE.device,
+        load_format="dummy",
+        engine=settings,
+        say=print,
+    )
     llm.tokenizer = llm.engine.tokenizer = words(llm.config.vocab_size)
     if args.stand_in:
         stand_in.replace(llm.engine, args.stand_in / 1e3, args.row / 1e6)
@@ -221,10 +253,16 @@ def main() -> None:
     backend = ServedModel.of(llm, print)
     taken = (free - torch.cuda.mem_get_info()[0]) >> 20 if HERE.gpu else 0
     say(ready_s=time.perf_counter() - began, ready_mb=taken)
-    server = HttpServer(backend, ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))
+    server = HttpServer(
+        backend, ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning")
+    )
     with server.running() as url:
         port = int(url.rpartition(":")[2])
-        runs = (("http", busy, 2), ("http with long prompts, first time", mixed, 3), ("http with long prompts", mixed, 4))
+        runs = (
+            ("http", busy, 2),
+            ("http with long prompts, first time", mixed, 3),
+            ("http with long prompts", mixed, 4),
+        )
         for label, load, seed in runs:
             before, before_host, steps = stand_in.threads(), dict(llm.engine.host_times), llm.engine.metrics.steps
             seen, start = through_http(port, load, seed, args.cores and args.cores[1])
@@ -242,11 +280,14 @@ def main() -> None:
             host = {part: round(s - before_host[part], 3) for part, s in llm.engine.host_times.items()}
             late = [round(s[0][0] - start - 0.3 - args.every * i, 3) for i, s in enumerate(long) if s]
             say(
-                what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds), of_engine=tokens / max(1e-9, seconds) / rate,
-                chunks=sum(map(len, streams)), errors=len(wrong), first_error=wrong[0][2][:200] if wrong else None, long_first_token_s=late,
+                what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds),
+                of_engine=tokens / max(1e-9, seconds) / rate,
+                chunks=sum(map(len, streams)), errors=len(wrong), first_error=wrong[0][2][:200] if wrong else None,
+                long_first_token_s=late,
                 first_token_s=[firsts[0], firsts[len(firsts) // 2], firsts[-1]] if firsts else [],
                 host_s=host, steps=llm.engine.metrics.steps - steps,
-                us_a_token={name: round(s / max(1, tokens), 1) for name, s in spent.items() if s > tokens}, **gaps(streams, since, until),
+                us_a_token={name: round(s / max(1, tokens), 1) for name, s in spent.items() if s > tokens},
+                **gaps(streams, since, until),
             )  # fmt: skip
 
 

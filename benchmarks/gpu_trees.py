@@ -1,9 +1,11 @@
 """Trees of drafts on a GPU: bits, the cycle of a 31B, and what they bring to a model with a trained drafter.
 
-    PYTHONPATH=src python3 benchmarks/gpu_trees.py [--sections bits tokens cycles] [--file SmolLM2.gguf] [--out DIR] [--dry]
+    PYTHONPATH=src python3 benchmarks/gpu_trees.py [--sections bits tokens cycles] [--file SmolLM2.gguf] [--out DIR]
+    [--dry]
 
-bits: rows on the accepted paths of trees have the logits of plain decoding. cycles: a plain step, lines and trees of 31B and E2B.
-tokens: `smollm2` with its shipped drafter; plain, lines and trees in turn on the same prompts, greedy and at T = 1. Texts must be equal.
+bits: rows on the accepted paths of trees have the logits of plain decoding. cycles: a plain step, lines and trees of
+31B and E2B. tokens: `smollm2` with its shipped drafter; plain, lines and trees in turn on the same prompts, greedy and
+at T = 1. Texts must be equal.
 --dry: on a CPU with tiny models, to try the script itself.
 """
 
@@ -57,7 +59,9 @@ def bits(size: str, layers: int | None, dry: bool) -> None:
             rig.close(seqs)
             note = f"{got.tokens} tokens in {got.cycles} cycles, {got.accepted:.2f} drafts taken a cycle"
             ok = got.equal_tokens and (got.equal_logits or dry)  # torch's own products round by the number of rows
-            verdict(f"tree = line, bits, {size}, {layers or 'all'} layers, batch {batch}", ok and got.accepted > 1.0, note)
+            verdict(
+                f"tree = line, bits, {size}, {layers or 'all'} layers, batch {batch}", ok and got.accepted > 1.0, note
+            )
 
 
 def cycles(size: str, dry: bool) -> None:
@@ -77,7 +81,11 @@ def cycles(size: str, dry: bool) -> None:
         def of(k: int, **how: Any) -> float:
             return rig.graph(seqs, k, context, context + 256, **how).time(3 if dry else 15)
 
-        row = {"plain": of(0), "17 rows in a line": of(16, propose=line), "16 rows in a tree": of(5, propose=planted, nodes=15)}
+        row = {
+            "plain": of(0),
+            "17 rows in a line": of(16, propose=line),
+            "16 rows in a tree": of(5, propose=planted, nodes=15),
+        }
         row["line of 5, drafted"] = of(5)
         row |= {f"tree of 16 rows, {k} deep, drafted": of(k, nodes=15) for k in (5, 8)}
         row["plain again"] = of(0)
@@ -95,11 +103,18 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
     drafter = str(Path(__file__).resolve().parents[1] / "src/outrider/assets/drafters/smollm2")
     llm = LLM.load(file, drafter=drafter, engine=graphs, say=say)
     start = llm.engine.controller
-    say("costs, us by K:", {n or "verify": [round(1e6 * t) for t in start.cost.curve(n, 1, 300)[:9]] for n in (None, "mtp", "mtp tree")})
+    say(
+        "costs, us by K:",
+        {n or "verify": [round(1e6 * t) for t in start.cost.curve(n, 1, 300)[:9]] for n in (None, "mtp", "mtp tree")},
+    )
     card = json.loads((Path(drafter) / "acceptance.json").read_text())
     copy = lambda: CostTable.from_json(start.cost.to_json())  # noqa: E731
     before = lambda: Controller(copy(), start.drafters, {"mtp": card["accepted"]}, trust={"mtp": card["trust"]})  # noqa: E731
-    texts = [(c, ids) for c, t in prompts(per) if len(ids := llm.chat_prompt([{"role": "user", "content": t}])) + length < 1900]
+    texts = [
+        (c, ids)
+        for c, t in prompts(per)
+        if len(ids := llm.chat_prompt([{"role": "user", "content": t}])) + length < 1900
+    ]
     for temperature in (0.0, 1.0):
         controllers = {way: before() if way == "lines as before" else start.fresh(start.drafters) for way in WAYS}
         sums: dict[str, dict[str, float]] = {way: defaultdict(float) for way in WAYS}
@@ -114,7 +129,11 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
                 params = SamplingParams(temperature=temperature, seed=turn, max_tokens=length)
                 answers[way] = answer(llm, controllers[way], ids, params, *WAYS[way], sums[way])
             equal += all(a == answers["plain"] for a in answers.values())
-        verdict(f"T {temperature}: the same text whichever way", equal == turn + 1 or equal == turn, f"{equal} of {turn} prompts and more")
+        verdict(
+            f"T {temperature}: the same text whichever way",
+            equal == turn + 1 or equal == turn,
+            f"{equal} of {turn} prompts and more",
+        )
         speed = {way: s["made"] / max(1e-9, s["seconds"]) for way, s in sums.items()}
         for way, s in sums.items():
             per_cycle = (s["accepted"] + s["cycles"]) / max(1.0, s["cycles"])
@@ -123,7 +142,11 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
                 f"{per_cycle:.2f} tokens a cycle, {1e6 * s['seconds'] / max(1.0, s['cycles']):.0f} us a cycle, trees {s['trees']:.0f}"
             )  # fmt: skip
         RESULTS[f"tokens T {temperature}"] = {way: {**s, "speed": speed[way]} for way, s in sums.items()}
-        by_k = {way: [(k, n) for k, n in enumerate(c.snapshot()["by_k"]) if n] for way, c in controllers.items() if "auto" in way}  # type: ignore[arg-type]
+        by_k = {
+            way: [(k, n) for k, n in enumerate(c.snapshot()["by_k"]) if n]
+            for way, c in controllers.items()
+            if "auto" in way
+        }  # type: ignore[arg-type]
         say("  drafted tokens a cycle, how often:", by_k)
     del llm
     collect()
@@ -131,7 +154,9 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", nargs="+", default=["bits", "tokens", "cycles"], choices=["bits", "cycles", "tokens"])
+    parser.add_argument(
+        "--sections", nargs="+", default=["bits", "tokens", "cycles"], choices=["bits", "cycles", "tokens"]
+    )
     parser.add_argument("--file", default="smollm2")
     parser.add_argument("--sizes", nargs="+", default=["31B", "E2B"], choices=["31B", "E2B"], help="whose cycles")
     parser.add_argument("--per", type=int, default=2)

@@ -1,12 +1,14 @@
-"""A prompt file with more of the kinds in which the default model's drafter is weakest, made of the file's own passages.
+"""A prompt file with more of the kinds in which the default model's drafter is weakest, made of the file's own
+passages.
 
     python benchmarks/more_prompts.py prompts_train.jsonl.gz prompts_more.jsonl.gz prompts_judge.jsonl.gz
 
-What is added, after the lines of the file itself: "long", several passages with a question about one of them, and articles to summarise,
-of 350 to 1,000 tokens; "topic", open questions about what the passages are about. Passages are found by the prompts' `source`: boolq (with
-titles, and some with their question), p3/quoref, p3/duorc, standardebooks, and the English news sentences of ntrex-128. No benchmark's
-questions are read or written. The third file has the 512 prompts that the shipped drafter's own runs held out (data/smollm2_heldout.txt), which
-the second then lacks: a drafter that goes on from it is judged by prompts that it has never learnt from (`outrider train --judge`).
+What is added, after the lines of the file itself: "long", several passages with a question about one of them, and
+articles to summarise, of 350 to 1,000 tokens; "topic", open questions about what the passages are about. Passages are
+found by the prompts' `source`: boolq (with titles, and some with their question), p3/quoref, p3/duorc, standardebooks,
+and the English news sentences of ntrex-128. No benchmark's questions are read or written. The third file has the 512
+prompts that the shipped drafter's own runs held out (data/smollm2_heldout.txt), which the second then lacks: a drafter
+that goes on from it is judged by prompts that it has never learnt from (`outrider train --judge`).
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ ASK = (
     "{question}\n\n{passages}",
     "{passages}\n{question}",
 )
-SUM = ("Summarize: {text}", "Summarize the following article.\n\n{text}", "{text}\n\nTL;DR:", "Write a short summary of this text: {text}")
+SUM = (
+    "Summarize: {text}",
+    "Summarize the following article.\n\n{text}",
+    "{text}\n\nTL;DR:",
+    "Write a short summary of this text: {text}",
+)
 TOPIC = (
-    "Explain {a}.", "What is {a}, and why does it matter?", "Give me an overview of {a}, with examples.", "Tell me about the history of {a}.",
-    "What are the most important facts about {a}?", "Write a short essay about {a}.", "Write a blog post about {a} for a general audience.",
+    "Explain {a}.", "What is {a}, and why does it matter?", "Give me an overview of {a}, with examples.",
+    "Tell me about the history of {a}.",
+    "What are the most important facts about {a}?", "Write a short essay about {a}.",
+    "Write a blog post about {a} for a general audience.",
     "How does {a} relate to {b}?", "Compare {a} and {b}.", "What would a teacher say about {a} in a first lesson?",
-    "Describe {a} to somebody who has never heard of it, in detail.", "What questions do people ask about {a}? Answer three of them.",
+    "Describe {a} to somebody who has never heard of it, in detail.",
+    "What questions do people ask about {a}? Answer three of them.",
 )  # fmt: skip
 NEWS = r"(?s)(?:from English to \w+\.|English to \w+:)\s+(.*)"
 
@@ -48,7 +58,9 @@ class Passages:
         for row in rows:
             text = row["prompt"]
             if row["source"] == "boolq":
-                found = [p.removeprefix("Passage: ").strip() for p in re.findall(r"[A-Z][^\n]{2,60} -- [^\n]{200,}", text)]
+                found = [
+                    p.removeprefix("Passage: ").strip() for p in re.findall(r"[A-Z][^\n]{2,60} -- [^\n]{200,}", text)
+                ]
                 questions = [q.strip() for q in re.findall(r"Question: ([^\n]+)", text)]
                 alone.update(found)
                 asked.update(questions)
@@ -63,7 +75,9 @@ class Passages:
                 "extraction",
             ):
                 pieces = text.split("\n\n")
-                articles.add(("\n\n".join(pieces[1:]) if row["source"] == "standardebooks" else max(pieces, key=len)).strip())
+                articles.add(
+                    ("\n\n".join(pieces[1:]) if row["source"] == "standardebooks" else max(pieces, key=len)).strip()
+                )
         self.alone, self.asked, self.news, self.titles = sorted(alone), sorted(asked), sorted(news), sorted(titles)
         self.articles = sorted(a for a in articles if len(a) > 700)
 
@@ -95,17 +109,30 @@ class Passages:
 HELD_OUT = Path(__file__).parent / "data" / "smollm2_heldout.txt"  # ids
 
 
-def more_prompts(source: Path, to: Path, judge: Path, long: int = 4000, topics: int = 8000, seed: int = 0) -> dict[str, int]:
+def more_prompts(
+    source: Path, to: Path, judge: Path, long: int = 4000, topics: int = 8000, seed: int = 0
+) -> dict[str, int]:
     with gzip.open(source, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     held = set(HELD_OUT.read_text(encoding="utf-8").split())
     passages, rng = Passages([row for row in rows if row["id"] not in held]), np.random.default_rng(seed)
-    made = [("long", passages.long(n, rng)) for n in range(long)] + [("topic", passages.topic(rng)) for _ in range(topics)]
+    made = [("long", passages.long(n, rng)) for n in range(long)] + [
+        ("topic", passages.topic(rng)) for _ in range(topics)
+    ]
     with gzip.open(to, "wt", encoding="utf-8") as out, gzip.open(judge, "wt", encoding="utf-8") as apart:
-        rows += [{"id": f"{kind}{n}", "category": kind, "source": "made", "prompt": text} for n, (kind, text) in enumerate(made)]
+        rows += [
+            {"id": f"{kind}{n}", "category": kind, "source": "made", "prompt": text}
+            for n, (kind, text) in enumerate(made)
+        ]
         for row in rows:
             (apart if row["id"] in held else out).write(json.dumps(row) + "\n")
-    parts = {"alone": passages.alone, "own": passages.own, "asked": passages.asked, "news": passages.news, "titles": passages.titles}
+    parts = {
+        "alone": passages.alone,
+        "own": passages.own,
+        "asked": passages.asked,
+        "news": passages.news,
+        "titles": passages.titles,
+    }
     return {name: len(part) for name, part in parts.items()} | {"articles": len(passages.articles)}
 
 

@@ -1,10 +1,11 @@
-"""Are the tokens still the same? Records the answers of one version of the code, and compares those of another with them.
+"""Are the tokens still the same? Records the answers of one version of the code, and compares those of another with
+them.
 
     PYTHONPATH=old/src python benchmarks/same_tokens.py record tokens.json
     PYTHONPATH=new/src python benchmarks/same_tokens.py compare tokens.json
 
-50 prompts x {greedy, T = 1} x {plain, K = 4, auto}, eight at a time. Verification is coupled, so the three ways of drafting must also
-agree with each other; that is checked on the way. Exit code 1 where a token differs.
+50 prompts x {greedy, T = 1} x {plain, K = 4, auto}, eight at a time. Verification is coupled, so the three ways of
+drafting must also agree with each other; that is checked on the way. Exit code 1 where a token differs.
 """
 
 from __future__ import annotations

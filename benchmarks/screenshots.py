@@ -61,7 +61,9 @@ def main() -> None:
             page.screenshot(path=args.out / "server.png")
             drawn = open_page(browser, url, 1280, 1000, "light")
             drawn.locator("#k").evaluate("n => { n.value = 6; n.dispatchEvent(new Event('input')); }")
-            llm.engine.spec = replace(llm.engine.spec, tree=12)  # as with --tree 12: whatever pays here, the picture shows branches
+            llm.engine.spec = replace(
+                llm.engine.spec, tree=12
+            )  # as with --tree 12: whatever pays here, the picture shows branches
             ask(drawn, TREE)
             llm.engine.spec = replace(llm.engine.spec, tree=None)
             drawn.locator("#branches").scroll_into_view_if_needed()

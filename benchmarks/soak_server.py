@@ -1,10 +1,12 @@
-"""Soak: many streams for minutes, with joins, cancels, disconnects and bad requests, against one server in this process.
+"""Soak: many streams for minutes, with joins, cancels, disconnects and bad requests, against one server in this
+process.
 
     python benchmarks/soak_server.py smollm2 --streams 64 --minutes 5
 
-Fails when a request ends in anything but its answer or a deliberate 4xx, when a completed text differs from the same request
-run alone with the same seed, when a page is leaked (engine.check and the count of free pages), when JSON answers don't validate,
-or when memory grows after the first third. Prints one line of JSON at the end; --out appends it to a file.
+Fails when a request ends in anything but its answer or a deliberate 4xx, when a completed text differs from the same
+request run alone with the same seed, when a page is leaked (engine.check and the count of free pages), when JSON
+answers don't validate, or when memory grows after the first third. Prints one line of JSON at the end; --out appends it
+to a file.
 """
 
 from __future__ import annotations
@@ -30,7 +32,18 @@ from outrider.server.main import HttpServer  # noqa: E402
 from outrider.server.prepare import ServedModel  # noqa: E402
 from outrider.server.settings import ServerSettings  # noqa: E402
 
-TOPICS = ["the sea", "a lost key", "prime numbers", "bread", "the moon", "a slow train", "rivers", "a clever fox", "clocks", "old maps"]
+TOPICS = [
+    "the sea",
+    "a lost key",
+    "prime numbers",
+    "bread",
+    "the moon",
+    "a slow train",
+    "rivers",
+    "a clever fox",
+    "clocks",
+    "old maps",
+]
 WAYS = ["stream"] * 5 + ["whole"] * 3 + ["json"] * 2 + ["leave"] * 3 + ["bad"] * 2 + ["plain"]
 SCHEMA = {
     "type": "object",
@@ -39,7 +52,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 BAD: list[dict[str, Any]] = [
-    {"foo": 1}, {"temperature": 9}, {"messages": []}, {"model": "nope"}, {"max_tokens": 10**7}, {"n": 0}, {"tools": [{"type": "x"}]},
+    {"foo": 1}, {"temperature": 9}, {"messages": []}, {"model": "nope"}, {"max_tokens": 10**7}, {"n": 0},
+    {"tools": [{"type": "x"}]},
 ]  # fmt: skip
 
 
@@ -50,12 +64,16 @@ def body_of(seed: int, model: str, most: int) -> dict[str, Any]:
     words = " ".join(rng.choice(TOPICS) for _ in range(rng.choice([1, 3, 25])))
     body: dict[str, Any] = {
         "model": model, "messages": [{"role": "user", "content": f"Write about {words}."}], "seed": seed,
-        "temperature": rng.choice([0.0, 0.7, 1.0]), "max_tokens": rng.randint(4, most), "stream": way in ("stream", "leave", "plain"),
+        "temperature": rng.choice([0.0, 0.7, 1.0]), "max_tokens": rng.randint(4, most),
+        "stream": way in ("stream", "leave", "plain"),
     }  # fmt: skip
     if way == "plain":
         body["outrider"] = {"draft_tokens": 0}
     if way == "json":
-        body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}, "max_tokens": 200}
+        body |= {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}},
+            "max_tokens": 200,
+        }
     if way == "bad":
         body |= rng.choice(BAD)
     body["way"], body["leave_after"] = way, rng.randint(0, 12)
@@ -153,7 +171,9 @@ async def run(url: str, model: str, streams: int, seconds: float, most: int, ver
             alone = await soak.one(seed)
             soak.counts["compared with alone"] += 1
             if alone != soak.texts[seed]:
-                soak.problems.append(f"request {seed} alone gives another text: {alone!r:.200} instead of {soak.texts[seed]!r:.200}")
+                soak.problems.append(
+                    f"request {seed} alone gives another text: {alone!r:.200} instead of {soak.texts[seed]!r:.200}"
+                )
         return soak, memory
 
 
@@ -172,7 +192,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--max-context", type=int, default=1024)
-    parser.add_argument("--verify", type=int, default=10**9, help="how many completed texts to compare with alone (default: all)")
+    parser.add_argument(
+        "--verify", type=int, default=10**9, help="how many completed texts to compare with alone (default: all)"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = EngineConfig(max_batch=args.batch, max_context=args.max_context)
@@ -197,10 +219,12 @@ def main() -> None:
         if growth > 64:
             soak.problems.append(f"memory grew by {growth:.0f} MB in the last third")
     result = {
-        "model": args.model, "streams": args.streams, "minutes": args.minutes, "completed": len(soak.texts), "counts": dict(soak.counts),
+        "model": args.model, "streams": args.streams, "minutes": args.minutes, "completed": len(soak.texts),
+        "counts": dict(soak.counts),
         "problems": len(soak.problems), "first_problems": soak.problems[:5],
         "memory_mb": [round(m) for m in memory[:: max(1, len(memory) // 12)]],
-        "tokens": llm.engine.metrics.new_tokens, "preemptions": llm.engine.metrics.preemptions, "seconds": round(time.monotonic() - began),
+        "tokens": llm.engine.metrics.new_tokens, "preemptions": llm.engine.metrics.preemptions,
+        "seconds": round(time.monotonic() - began),
     }  # fmt: skip
     print(json.dumps(result))
     if args.out:

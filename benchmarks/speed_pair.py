@@ -1,10 +1,12 @@
-"""Is one version of the code as fast as another? Two processes with the same model, measured in turn, so that a slow moment meets both.
+"""Is one version of the code as fast as another? Two processes with the same model, measured in turn, so that a slow
+moment meets both.
 
-    python benchmarks/speed_pair.py OLD/src NEW/src [--rounds 9] [--model smollm2] [--batch 1] [--prompts 2] [--temperature 0]
+    python benchmarks/speed_pair.py OLD/src NEW/src [--rounds 9] [--model smollm2] [--batch 1] [--prompts 2]
+    [--temperature 0]
 
-Each process loads the model once and answers the same prompts (of Spec-Bench, evenly spread over it; so many batches of them) whenever it is
-told to: plain, K = 4, auto. What is printed is the median
-of the rounds' ratios new / old (of tokens a second while decoding); above 1 the new one is faster.
+Each process loads the model once and answers the same prompts (of Spec-Bench, evenly spread over it; so many batches of
+them) whenever it is told to: plain, K = 4, auto. What is printed is the median of the rounds' ratios new / old (of
+tokens a second while decoding); above 1 the new one is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def work(model: str, batch: int, tokens: int, batches: int, temperature: float) 
     from outrider.config import EngineConfig
 
     rows = (Path(__file__).parent / "data" / "spec_bench_question.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [str(json.loads(line)["turns"][0])[:600] for line in rows[:: len(rows) // (batches * batch)][: batches * batch]]
+    prompts = [
+        str(json.loads(line)["turns"][0])[:600] for line in rows[:: len(rows) // (batches * batch)][: batches * batch]
+    ]
     llm = LLM.load(model, engine=EngineConfig(max_batch=batch, max_context=1024, prefix_cache=False))
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature)
     print("ready", flush=True)
@@ -55,7 +59,17 @@ def main() -> None:
         return
     if len(args.sources) != 2:
         parser.error("two source folders: the old one and the new one")
-    command = [sys.executable, __file__, "--child", "--model", args.model, "--batch", str(args.batch), "--tokens", str(args.tokens)]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        "--model",
+        args.model,
+        "--batch",
+        str(args.batch),
+        "--tokens",
+        str(args.tokens),
+    ]
     command += ["--prompts", str(args.prompts), "--temperature", str(args.temperature)]
     pair = []
     for source in args.sources:
@@ -78,7 +92,10 @@ def main() -> None:
             for i in (0, 1) if turn % 2 == 0 else (1, 0):
                 speeds[i].append(ask(pair[i], way))
         ratio = median(new / old for old, new in zip(*speeds))
-        print(f"batch {args.batch} {way}: old {median(speeds[0]):.1f} tokens/s, new {median(speeds[1]):.1f}, ratio {ratio:.4f}", flush=True)
+        print(
+            f"batch {args.batch} {way}: old {median(speeds[0]):.1f} tokens/s, new {median(speeds[1]):.1f}, ratio {ratio:.4f}",
+            flush=True,
+        )
     for child in pair:
         assert child.stdin is not None
         child.stdin.close()

@@ -1,8 +1,9 @@
 """A stand-in for a GPU, to see on any machine what the server costs an engine whose steps take no processor time.
 
-`replace(engine, ...)` swaps an engine's executors for one whose steps take the given time by the clock, one after another as on a device,
-and hand out random tokens. Like a real launch, its own lets go of the interpreter again and again: where another thread computes meanwhile it
-has to wait for it each time. Scheduler, commit, text and server are the real ones.
+`replace(engine, ...)` swaps an engine's executors for one whose steps take the given time by the clock, one after
+another as on a device, and hand out random tokens. Like a real launch, its own lets go of the interpreter again and
+again: where another thread computes meanwhile it has to wait for it each time. Scheduler, commit, text and server are
+the real ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SOME = bytes(6 << 10)
 
 @dataclass
 class StandIn:
-    """An executor (engine/step.py) whose steps take `step` seconds, and `row` more for every row of a prompt's chunk."""
+    """An executor (engine/step.py) whose steps take `step` seconds, and `row` more for every row of a prompt's
+    chunk."""
 
     step: float
     row: float
@@ -77,7 +79,12 @@ class StandIn:
 def replace(engine: Engine, step: float, row: float) -> None:
     """Prompts are cut as they are on a GPU."""
     scheduler = engine.scheduler
-    scheduler.chunk, scheduler.prefill_with_decodes, scheduler.max_batched_prefill, scheduler.prefill_idle = 1024, 512, 2048, 8192
+    scheduler.chunk, scheduler.prefill_with_decodes, scheduler.max_batched_prefill, scheduler.prefill_idle = (
+        1024,
+        512,
+        2048,
+        8192,
+    )
     engine.executors = [StandIn(step, row, engine.model.config.vocab_size)]
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/trees.py [--per 1] [--tokens 256] [--temperatures 0,1] [--seconds 0] [--out trees.json]
 
-Spec-Bench's prompts (`benchmarks/data`), so many of each category. Every prompt is answered three times, in an order that changes from
-prompt to prompt; each way has a controller of its own, which starts from the same costs and card. All three texts must be the same.
-Then, with --second: how often the drafter's second best token is right where its best is wrong (on the answers' own text).
+Spec-Bench's prompts (`benchmarks/data`), so many of each category. Every prompt is answered three times, in an order
+that changes from prompt to prompt; each way has a controller of its own, which starts from the same costs and card. All
+three texts must be the same. Then, with --second: how often the drafter's second best token is right where its best is
+wrong (on the answers' own text).
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from outrider.spec.choose import SamplingBatch
 from outrider.spec.controller import Controller
 from outrider.spec.mtp import MTPDrafter
 
-WAYS: dict[str, tuple[int | None, int | None]] = {"plain": (0, 0), "lines": (None, 0), "trees": (None, 16)}  # draft tokens, tree
+WAYS: dict[str, tuple[int | None, int | None]] = {
+    "plain": (0, 0),
+    "lines": (None, 0),
+    "trees": (None, 16),
+}  # draft tokens, tree
 Sums = dict[str, float]
 
 
@@ -60,7 +65,8 @@ def answer(
 
 @torch.inference_mode()
 def second_best(llm: LLM, ids: list[int], answer: list[int], temperature: float, seed: int) -> tuple[int, int, int]:
-    """At every token of an answer: how many, how often the best guess is right, how often the second where the best is wrong."""
+    """At every token of an answer: how many, how often the best guess is right, how often the second where the best is
+    wrong."""
     runner, drafter, text = llm.engine.runner, llm.drafter, [*ids, *answer]
     assert isinstance(drafter, MTPDrafter)
     slots, count = torch.tensor(runner.scratch_slots(1, len(text))), len(text)
@@ -71,8 +77,12 @@ def second_best(llm: LLM, ids: list[int], answer: list[int], temperature: float,
     params = SamplingParams(temperature=temperature, seed=seed)
     sampling = SamplingBatch.build([params], [[0]], [[]], runner.vocab, runner.device).select(torch.zeros_like(at))
     state = drafter.model.start(runner.store.view(slots, at - 1, *as_rows(len(at))), features[at - 1])
-    g, _ = drafter.model.step(runner.model.embed(torch.tensor(text)[at]), features[at - 1, : runner.model.config.hidden], state)
-    ids_of, logits = drafter.model.candidates(g, sampling.cluster_bonus(drafter.model.cluster_ids, at + 1, runner.model.ops))
+    g, _ = drafter.model.step(
+        runner.model.embed(torch.tensor(text)[at]), features[at - 1, : runner.model.config.hidden], state
+    )
+    ids_of, logits = drafter.model.candidates(
+        g, sampling.cluster_bonus(drafter.model.cluster_ids, at + 1, runner.model.ops)
+    )
     best = sampling.scores(logits.float(), at + 1, ids_of).topk(2).indices
     tokens = best if ids_of is None else ids_of.gather(1, best)
     right = tokens == torch.tensor(text)[at + 1][:, None]
@@ -113,7 +123,11 @@ def main() -> None:
                 to = [sums[temperature, where, way] for where in (category, "all")]
                 texts[way] = answer(llm, controllers[temperature, way], ids, params, *WAYS[way], *to)
             now = {way: s["made"] / s["seconds"] for way in WAYS if (s := sums[temperature, "all", way])["seconds"]}
-            print(f"{category}, T {temperature}: so far " + ", ".join(f"{w} {v:.1f}" for w, v in now.items()), file=sys.stderr, flush=True)
+            print(
+                f"{category}, T {temperature}: so far " + ", ".join(f"{w} {v:.1f}" for w, v in now.items()),
+                file=sys.stderr,
+                flush=True,
+            )
             assert texts["plain"] == texts["lines"] == texts["trees"], "the texts differ"
             if args.second:
                 got = second_best(llm, ids, texts["plain"], temperature, turn)
@@ -121,17 +135,21 @@ def main() -> None:
     rows = []
     for temperature in temperatures:
         for category in dict.fromkeys(c for t, c, _ in sums if t == temperature):
-            speed = {way: s["made"] / s["seconds"] for way in WAYS if (s := sums[temperature, category, way])["seconds"]}
+            speed = {
+                way: s["made"] / s["seconds"] for way in WAYS if (s := sums[temperature, category, way])["seconds"]
+            }
             if len(speed) < len(WAYS):
                 continue
             lines, trees = sums[temperature, category, "lines"], sums[temperature, category, "trees"]
             rows.append({
                 "temperature": temperature, "category": category, **{way: round(v, 1) for way, v in speed.items()},
-                "lines/plain": round(speed["lines"] / speed["plain"], 3), "trees/plain": round(speed["trees"] / speed["plain"], 3),
+                "lines/plain": round(speed["lines"] / speed["plain"], 3),
+                "trees/plain": round(speed["trees"] / speed["plain"], 3),
                 "trees/lines": round(speed["trees"] / speed["lines"], 3),
                 "a cycle, lines": round(1 + lines["accepted"] / lines["cycles"], 2),
                 "a cycle, trees": round(1 + trees["accepted"] / trees["cycles"], 2),
-                "rows, lines": round(lines["drafted"] / lines["cycles"], 2), "rows, trees": round(trees["drafted"] / trees["cycles"], 2),
+                "rows, lines": round(lines["drafted"] / lines["cycles"], 2),
+                "rows, trees": round(trees["drafted"] / trees["cycles"], 2),
                 "of branches": round(trees["branched"] / max(1.0, trees["accepted"]), 3),
             })  # fmt: skip
             print(" ".join(f"{k} {v}" for k, v in rows[-1].items()))

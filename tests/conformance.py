@@ -1,4 +1,5 @@
-"""What the conformance cases are written with: a client that expects a status, a table of cases, and a few ways to compare."""
+"""What the conformance cases are written with: a client that expects a status, a table of cases, and a few ways to
+compare."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # ruff: noqa: E501 (a case is a line)
-"""What well-known clients send that is in no description of an API: harmless fields, other spellings, histories as they come back."""
+"""What well-known clients send that is in no description of an API: harmless fields, other spellings, histories as they
+come back."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def history(*parts: Any) -> list[Any]:
 
 def call_with(arguments: Any, **more: Any) -> list[Any]:
     call = {"id": "a", "function": {"name": "time", "arguments": arguments}, **more}
-    return [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "12:00"}]
+    return [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "12:00"},
+    ]
 
 
 def raw(api: Api, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> Any:
@@ -91,7 +96,9 @@ many("body", {
 @case
 def paths_with_a_slash_too_many(api: Api) -> None:
     for path in ("/v1/chat/completions/", "//v1/chat/completions", "/v1//chat/completions//"):
-        assert api.http.post(path, json={"messages": HI, "max_tokens": 2}, follow_redirects=False).status_code == 200, path
+        assert api.http.post(path, json={"messages": HI, "max_tokens": 2}, follow_redirects=False).status_code == 200, (
+            path
+        )
     assert api.http.get("/v1/models/").json() == api.http.get("/v1/models").json()
     assert "/v1/v1/models" in api.http.get("/v1/v1/models").json()["error"]["message"]
     assert "POST is" in api.http.get("/v1/completions").json()["error"]["message"]
@@ -101,22 +108,34 @@ def paths_with_a_slash_too_many(api: Api) -> None:
 
 ASK: Any = {"model": "fake", "max_tokens": 8, "messages": HI, "temperature": 0}
 CLAUDE: Any = {
-    **ASK, "max_tokens": 32000, "stop_sequences": ["\n"], "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"},
-    "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}], "output_config": {"effort": "medium"},
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "cache_control": {"type": "ephemeral"},
+    **ASK, "max_tokens": 32000, "stop_sequences": ["\n"], "metadata": {"user_id": "u"},
+    "thinking": {"type": "adaptive"},
+    "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+    "output_config": {"effort": "medium"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "cache_control": {"type": "ephemeral"},
     "tools": [{"name": "time", "description": "d", "input_schema": TOOL["function"]["parameters"], "eager_input_streaming": True}],
 }  # fmt: skip
 
 
 def results(*blocks: Any) -> list[Any]:
     use = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "time", "input": {"zone": None}}]}
-    return [*HI, use, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": list(blocks)}]}]
+    return [
+        *HI,
+        use,
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": list(blocks)}]},
+    ]
 
 
 @case
 def claude_code(api: Api) -> None:
     assert api.post("/v1/messages?beta=true", CLAUDE)["type"] == "message"
-    assert api.post("/v1/messages/count_tokens?beta=true", {k: v for k, v in CLAUDE.items() if k != "max_tokens"})["input_tokens"] > 20
+    assert (
+        api.post("/v1/messages/count_tokens?beta=true", {k: v for k, v in CLAUDE.items() if k != "max_tokens"})[
+            "input_tokens"
+        ]
+        > 20
+    )
 
 
 @case
@@ -133,8 +152,13 @@ def anthropic_stop_sequence(api: Api) -> None:
     first = api.post("/v1/completions", text)["choices"][0]
     [token, *_], letter = first["token_ids"], first["text"][0]
     by_token = api.post("/v1/completions", {**text, "stop_token_ids": [token], "stop": letter})["choices"][0]
-    assert by_token["finish_reason"] == "stop" and "stop_reason" not in by_token  # what the token says is not part of the answer
-    assert "stop_reason" not in api.post("/v1/completions", {**text, "max_tokens": 0, "echo": True, "stop": letter})["choices"][0]
+    assert (
+        by_token["finish_reason"] == "stop" and "stop_reason" not in by_token
+    )  # what the token says is not part of the answer
+    assert (
+        "stop_reason"
+        not in api.post("/v1/completions", {**text, "max_tokens": 0, "echo": True, "stop": letter})["choices"][0]
+    )
 
 
 @case
@@ -161,8 +185,10 @@ many("anthropic", {
 
 FLAT: Any = {"type": "function", **TOOL["function"], "strict": False}
 CODEX: Any = {
-    "model": "fake", "instructions": "be brief", "store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
-    "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}, "parallel_tool_calls": False, "tool_choice": "auto",
+    "model": "fake", "instructions": "be brief", "store": False, "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}, "parallel_tool_calls": False,
+    "tool_choice": "auto",
     "client_metadata": {"a": "b"}, "max_output_tokens": 8, "temperature": 0,
     "input": [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]}, {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}],
     "tools": [FLAT, {"type": "web_search", "external_web_access": True}, {"type": "image_generation"}, {"type": "namespace", "name": "mcp__clock__", "description": "d", "tools": [{**FLAT, "name": "alarm"}]}],
@@ -176,7 +202,15 @@ def codex(api: Api) -> None:
     last = api.lines("/v1/responses", {**CODEX, "stream": True})[-1]["response"]
     assert last["output"][0]["content"][0]["text"] == whole["output"][0]["content"][0]["text"]
     for answer in (whole, last):
-        asked = ("instructions", "text", "reasoning", "temperature", "parallel_tool_calls", "max_output_tokens", "prompt_cache_key")
+        asked = (
+            "instructions",
+            "text",
+            "reasoning",
+            "temperature",
+            "parallel_tool_calls",
+            "max_output_tokens",
+            "prompt_cache_key",
+        )
         assert {k: answer[k] for k in asked} == {k: CODEX[k] for k in asked}
 
 
@@ -187,7 +221,11 @@ def codex_namespace(api: Api) -> None:
     whole = api.post("/v1/responses", ask)
     call = next(i for i in whole["output"] if i["type"] == "function_call")
     assert (call["namespace"], call["name"]) == ("mcp__clock__", "alarm")
-    done = [e["item"] for e in api.lines("/v1/responses", {**ask, "stream": True}) if e["type"] == "response.output_item.done"]
+    done = [
+        e["item"]
+        for e in api.lines("/v1/responses", {**ask, "stream": True})
+        if e["type"] == "response.output_item.done"
+    ]
     assert [(i["namespace"], i["name"], i["arguments"]) for i in done] == [("mcp__clock__", "alarm", call["arguments"])]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "y"}]}  # fmt: skip
     api.post("/v1/responses", {**CODEX, "input": [*CODEX["input"], call, result]})
@@ -238,7 +276,8 @@ many("ollama", {
     "suffix": lambda api: holds("suffix" in api.post("/api/generate", {**OLLAMA, "prompt": "a", "suffix": "b"}, 400)["error"]),
     "template": lambda api: holds("template" in api.post("/api/generate", {**OLLAMA, "prompt": "a", "template": "b"}, 400)["error"]),
     "older_embeddings": lambda api: same(api.post("/api/embeddings", {"model": "fake", "prompt": "hi"})["embedding"], api.post("/api/embed", {"model": "fake", "input": "hi"})["embeddings"][0]),
-    "new_enough": lambda api: holds(tuple(map(int, api.http.get("/api/version").json()["version"].split("."))) >= (0, 6, 4)),  # VS Code asks for it
+    # VS Code asks for it
+    "new_enough": lambda api: holds(tuple(map(int, api.http.get("/api/version").json()["version"].split("."))) >= (0, 6, 4)),
     "error_of_a_route": lambda api: holds(isinstance(api.post("/api/pull", {"model": "x"}, 404)["error"], str)),
     "error_of_show": lambda api: holds(isinstance(api.post("/api/show", {"model": "other"}, 404)["error"], str)),
 })  # fmt: skip

@@ -55,7 +55,9 @@ def embeddings_dimensions(api: Api) -> None:
 @case
 def responses_logprobs(api: Api) -> None:
     ask = {"input": "hello", "max_output_tokens": 6, "seed": 1}
-    part = api.post("/v1/responses", {**ask, "top_logprobs": 2, "include": ["message.output_text.logprobs"]})["output"][0]["content"][0]
+    part = api.post("/v1/responses", {**ask, "top_logprobs": 2, "include": ["message.output_text.logprobs"]})["output"][
+        0
+    ]["content"][0]
     assert len(part["logprobs"]) == 6 and all(len(e["top_logprobs"]) == 2 for e in part["logprobs"])
     assert api.post("/v1/responses", ask)["output"][0]["content"][0]["logprobs"] == []
     events = api.lines("/v1/responses", {**ask, "top_logprobs": 2, "stream": True})

@@ -1,5 +1,5 @@
-"""Without a GPU, Triton kernels run in its interpreter; the switch must be set before anything imports triton. No property is lost to a
-slow machine: examples have no deadline, and nobody asks how long it took to make them."""
+"""Without a GPU, Triton kernels run in its interpreter; the switch must be set before anything imports triton. No
+property is lost to a slow machine: examples have no deadline, and nobody asks how long it took to make them."""
 
 from __future__ import annotations
 

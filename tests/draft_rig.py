@@ -17,13 +17,23 @@ def draft_rig(sliding: int, **assistant: Any) -> Rig:
     """sliding: windowed layers before the full one."""
     kinds = ["sliding_attention"] * sliding + ["full_attention"]
     text = dict(
-        vocab_size=256, hidden_size=HIDDEN, num_hidden_layers=len(kinds), layer_types=kinds, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, global_head_dim=64, intermediate_size=64, sliding_window=24, max_position_embeddings=512, final_logit_softcapping=30.0,
+        vocab_size=256, hidden_size=HIDDEN, num_hidden_layers=len(kinds), layer_types=kinds, num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32, global_head_dim=64, intermediate_size=64, sliding_window=24, max_position_embeddings=512,
+        final_logit_softcapping=30.0,
         num_kv_shared_layers=0, tie_word_embeddings=True, hidden_size_per_layer_input=0,
     )  # fmt: skip
     draft = {**text, "hidden_size": 32, "num_kv_shared_layers": len(kinds), "final_logit_softcapping": None}
     drafter = {"model_type": "gemma4_assistant", "text_config": draft, "backbone_hidden_size": HIDDEN, **assistant}
-    rig = Rig({"model_type": "gemma4", "text_config": text}, drafter, ReferenceOps(), DEVICE, torch.float32, slots=4, context=128)
+    rig = Rig(
+        {"model_type": "gemma4", "text_config": text},
+        drafter,
+        ReferenceOps(),
+        DEVICE,
+        torch.float32,
+        slots=4,
+        context=128,
+    )
     assert rig.drafter is not None
     g = torch.Generator().manual_seed(5)
     for name, w in rig.drafter_weights.items():  # not all alike: a forgotten factor or norm shows

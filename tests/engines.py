@@ -21,12 +21,15 @@ from outrider.weights.load import dummy_weights
 
 VOCAB = 64
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
-    "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 16384, "tie_word_embeddings": False, "eos_token_id": 1,
+    "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 16384, "tie_word_embeddings": False,
+    "eos_token_id": 1,
 }  # fmt: skip
 GEMMA4 = {
     "model_type": "gemma4_text", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "global_head_dim": 16, "num_global_key_value_heads": 1, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": VOCAB,
+    "global_head_dim": 16, "num_global_key_value_heads": 1, "num_hidden_layers": 4, "intermediate_size": 48,
+    "vocab_size": VOCAB,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12, "attention_k_eq_v": True,
     "final_logit_softcapping": 30.0, "max_position_embeddings": 16384, "eos_token_id": 1,
 }  # fmt: skip
@@ -36,13 +39,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 9},
     "gemma3": {
-        "model_type": "gemma3_text", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "num_hidden_layers": 3, "intermediate_size": 48, "vocab_size": VOCAB, "sliding_window": 12, "sliding_window_pattern": 3,
+        "model_type": "gemma3_text", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": 3, "intermediate_size": 48, "vocab_size": VOCAB, "sliding_window": 12,
+        "sliding_window_pattern": 3,
         "tie_word_embeddings": False,
     },
     "dense": GEMMA4,
     "edge": {
-        **GEMMA4, "attention_k_eq_v": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
+        **GEMMA4, "attention_k_eq_v": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB, "num_global_key_value_heads": None,
     },
     "moe": {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
@@ -51,10 +57,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def assistant(target: dict[str, Any], clustered: bool) -> dict[str, Any]:
     text = {
-        "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": target["num_key_value_heads"], "head_dim": 8,
-        "global_head_dim": 16, "num_global_key_value_heads": target.get("num_global_key_value_heads"), "num_hidden_layers": 2,
+        "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": target["num_key_value_heads"],
+        "head_dim": 8,
+        "global_head_dim": 16, "num_global_key_value_heads": target.get("num_global_key_value_heads"),
+        "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 24, "vocab_size": VOCAB,
-        "num_kv_shared_layers": 2, "sliding_window": target["sliding_window"], "attention_k_eq_v": target["attention_k_eq_v"],
+        "num_kv_shared_layers": 2, "sliding_window": target["sliding_window"],
+        "attention_k_eq_v": target["attention_k_eq_v"],
     }  # fmt: skip
     return {
         "model_type": "gemma4_assistant", "backbone_hidden_size": target["hidden_size"], "text_config": text,
@@ -79,7 +88,8 @@ def mtp_drafter(model: Any, variant: str, clustered: bool = False, seed: int = 1
 
 
 def tiny_engine(
-    variant: str = "llama", drafter: Any = None, names: tuple[str, ...] = ("ngram",), verify: str = "coupled", k: int | None = 4,
+    variant: str = "llama", drafter: Any = None, names: tuple[str, ...] = ("ngram",), verify: str = "coupled",
+    k: int | None = 4,
     model: Any = None, kv: torch.dtype = torch.float32, **config: Any,
 ) -> Engine:  # fmt: skip
     model = model or tiny_model(variant)
@@ -89,9 +99,14 @@ def tiny_engine(
 
 
 def run_joining(
-    engine: Engine, jobs: list[tuple[int, Request]], steps: int = 2000, audited: bool = True, logprobs: dict[str, list[Any]] | None = None
+    engine: Engine,
+    jobs: list[tuple[int, Request]],
+    steps: int = 2000,
+    audited: bool = True,
+    logprobs: dict[str, list[Any]] | None = None,
 ) -> dict[str, list[int]]:
-    """Each request joins at its step; audited after every one, or at the end. Tokens by request id; what was told of them in `logprobs`."""
+    """Each request joins at its step; audited after every one, or at the end. Tokens by request id; what was told of
+    them in `logprobs`."""
     got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
     for step in range(steps):
         for at, r in jobs:

@@ -1,4 +1,5 @@
-"""The CPU kernels, built once for all tests: in a cache of its own a test would have them compiled anew, for half a minute or longer."""
+"""The CPU kernels, built once for all tests: in a cache of its own a test would have them compiled anew, for half a
+minute or longer."""
 
 from __future__ import annotations
 

@@ -59,5 +59,8 @@ def build_kv(
         values.append(torch.full(shape, nothing, dtype=dtype, device=device) if spec.writes else None)
     order = torch.Generator().manual_seed(pages)
     groups: tuple[GroupName, GroupName] = ("full", "sliding")
-    tables = {group: (1 + torch.randperm(pages - 1, generator=order)).view(batch, per_seq).to(torch.int32).to(device) for group in groups}
+    tables = {
+        group: (1 + torch.randperm(pages - 1, generator=order)).view(batch, per_seq).to(torch.int32).to(device)
+        for group in groups
+    }
     return PagedKV(page_size, keys, values, tables, torch.device(device))

@@ -1,7 +1,9 @@
-"""What every process of a tensor-parallel test runs: `python tests/process_group_run.py OUT CASES.json WORLD`; the first starts the others.
+"""What every process of a tensor-parallel test runs: `python tests/process_group_run.py OUT CASES.json WORLD`; the
+first starts the others.
 
-A case is {"name", "model", "drafter"?, "plain"?: no engine}. The processes load their parts of each in turn; rank 0 also loads it whole
-and compares logits (plain torch operators, float32), then runs an engine, drafting and not, and the findings go to OUT."""
+A case is {"name", "model", "drafter"?, "plain"?: no engine}. The processes load their parts of each in turn; rank 0
+also loads it whole and compares logits (plain torch operators, float32), then runs an engine, drafting and not, and the
+findings go to OUT."""
 
 from __future__ import annotations
 
@@ -75,14 +77,21 @@ def trained_on(case: dict[str, Any], team: ProcessGroup) -> None:
 
 
 def engine(case: dict[str, Any], team: ProcessGroup, graphs: bool) -> Engine:
-    """graphs: by the executor that captures steps on a GPU; here the captured function itself runs, one step ahead of the host."""
+    """graphs: by the executor that captures steps on a GPU; here the captured function itself runs, one step ahead of
+    the host."""
     ops, cpu = CpuOps(1), torch.device("cpu")
     config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, tp=team.tp)
     target = TextModel(config, weights, ops, team)
     drafter, names, _ = pick_drafter(hub.resolve(case["model"]), case.get("drafter", "ngram"), target, torch.float32)
     settings = EngineConfig(max_batch=4, max_context=256, page_size=8, prefill_chunk=16, graphs=graphs)
     return Engine(
-        target, None, settings, SpecConfig(4, "coupled"), drafter, Controller(CostTable(), names), ops.kv_dtype(torch.float32, "auto")
+        target,
+        None,
+        settings,
+        SpecConfig(4, "coupled"),
+        drafter,
+        Controller(CostTable(), names),
+        ops.kv_dtype(torch.float32, "auto"),
     )
 
 

@@ -1,7 +1,8 @@
-"""Quantised checkpoints made from dense ones, container by container, from the containers' own definitions (none of ours is used).
+"""Quantised checkpoints made from dense ones, container by container, from the containers' own definitions (none of
+ours is used).
 
-meant = quantised.rewrite(folder, "awq")      # the folder now holds the quantised model; `meant` are the values it stands for
-stored, meant = quantised.convert(state, "awq")       # the same without a file, on the tensors' own device
+meant = quantised.rewrite(folder, "awq")      # the folder now holds the quantised model; `meant` are the values it
+stands for stored, meant = quantised.convert(state, "awq")       # the same without a file, on the tensors' own device
 
 Needs torch alone until a file is rewritten: benchmarks/gpu_formats.py makes its models with it on a bare machine.
 """
@@ -19,7 +20,9 @@ from torch import Tensor
 Made = tuple[dict[str, Tensor], Tensor]  # the stored tensors by suffix, and the values they mean
 
 
-def grid(w: Tensor, bits: int, group: int, symmetric: bool, kind: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def grid(
+    w: Tensor, bits: int, group: int, symmetric: bool, kind: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q and zero (unsigned), scale, values."""
     g = w.float().view(w.shape[0], -1, group)
     top = (1 << bits) - 1
@@ -133,7 +136,12 @@ def nvfp4(modelopt: bool) -> Callable[[Tensor], Made]:
 
 def groups(layout: str, ignore: list[str], **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ignore}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+    }
 
 
 def ct(bits: int, group: int, symmetric: bool = True, **more: Any) -> dict[str, Any]:
@@ -145,7 +153,8 @@ def mixed() -> dict[str, Any]:
     """int4, but int8 for down projections; attention's values are left alone."""
     settings = ct(4, 32)
     settings["config_groups"]["down"] = {
-        "targets": [r"re:.*\.mlp\.down_proj$"], "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32},
+        "targets": [r"re:.*\.mlp\.down_proj$"],
+        "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32},
     }  # fmt: skip
     return settings | {"ignore": ["lm_head", "re:.*v_proj$"]}
 
@@ -159,7 +168,8 @@ def dynamic() -> dict[str, Any]:
 
 
 Maker = Callable[[Tensor], Made]
-SCHEMES: dict[str, tuple[Maker | dict[str, Maker | None], dict[str, Any]]] = {  # a maker, or one by part of the module's name
+# a maker, or one by part of the module's name
+SCHEMES: dict[str, tuple[Maker | dict[str, Maker | None], dict[str, Any]]] = {
     "ct-int4-g32": (compressed(4, 32, True), ct(4, 32)),
     "ct-int4-g64-asym": (compressed(4, 64, False), ct(4, 64, False)),
     "ct-int4-g128": (compressed(4, 128, True), ct(4, 128)),
@@ -171,7 +181,8 @@ SCHEMES: dict[str, tuple[Maker | dict[str, Maker | None], dict[str, Any]]] = {  
     "ct-fp8-tensor": (fp8("tensor"), groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="tensor")),
     "ct-fp8-channel": (fp8("channel"), groups("float-quantized", ["re:.*lm_head"], num_bits=8, type="float", strategy="channel")),
     "ct-fp8-block": (
-        fp8("block"), groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
+        fp8("block"),
+        groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
     ),
     "ct-fp8-block128": (
         fp8("block", block=(128, 128)),
@@ -180,7 +191,8 @@ SCHEMES: dict[str, tuple[Maker | dict[str, Maker | None], dict[str, Any]]] = {  
     "ct-fp8-dynamic": (fp8("channel"), dynamic()),
     "ct-mixed": ({"down_proj": compressed(8, 32, True), "v_proj": None, "": compressed(4, 32, True)}, mixed()),
     "ct-nvfp4": (
-        nvfp4(False), groups("nvfp4-pack-quantized", ["lm_head"], num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        nvfp4(False),
+        groups("nvfp4-pack-quantized", ["lm_head"], num_bits=4, type="float", strategy="tensor_group", group_size=16),
     ),
     "modelopt-nvfp4": (nvfp4(True), {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
     "fp8-block": (fp8("block", "weight_scale_inv"), {"quant_method": "fp8", "weight_block_size": [16, 32]}),
@@ -193,13 +205,20 @@ SCHEMES: dict[str, tuple[Maker | dict[str, Maker | None], dict[str, Any]]] = {  
 
 
 def linear(name: str, values: Tensor) -> bool:
-    return name.endswith(".weight") and values.dim() == 2 and ".layers." in name and "vision" not in name and "audio" not in name
+    return (
+        name.endswith(".weight")
+        and values.dim() == 2
+        and ".layers." in name
+        and "vision" not in name
+        and "audio" not in name
+    )
 
 
 def convert(
     state: dict[str, Tensor], scheme: str, dense: Callable[[str], bool] = lambda name: False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every linear matrix of the layers quantised but those that `dense` names: the tensors a checkpoint stores, and the values meant."""
+    """Every linear matrix of the layers quantised but those that `dense` names: the tensors a checkpoint stores, and
+    the values meant."""
     makers = SCHEMES[scheme][0] if isinstance(SCHEMES[scheme][0], dict) else {"": SCHEMES[scheme][0]}
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}

@@ -1,7 +1,8 @@
-"""Draft rounds with dummy weights held against a float32 drafter: are the guesses of a fast path those of the plain arithmetic?
+"""Draft rounds with dummy weights held against a float32 drafter: are the guesses of a fast path those of the plain
+arithmetic?
 
-The float32 drafter follows the guesses of the path under test, so one near tie that falls otherwise does not spoil what comes
-after it. `short` is how far a guess lies below the best score, in standard deviations of the scores.
+The float32 drafter follows the guesses of the path under test, so one near tie that falls otherwise does not spoil what
+comes after it. `short` is how far a guess lies below the best score, in standard deviations of the scores.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from outrider.types import SamplingParams
 
 
 def gentle(rig: Rig) -> None:
-    """Norms that differ from one, and attention scores as moderate as trained weights keep them: with norms of one a softmax
-    picks a single key, and which one is up to rounding. Before anything packs the weights; after the cache was filled."""
+    """Norms that differ from one, and attention scores as moderate as trained weights keep them: with norms of one a
+    softmax picks a single key, and which one is up to rounding. Before anything packs the weights; after the cache was
+    filled."""
     rng = torch.Generator(device=rig.device).manual_seed(9)
     for name, w in rig.drafter_weights.items():
         if isinstance(w, Tensor) and w.is_floating_point() and w.dim() < 2:
@@ -82,7 +84,8 @@ def follow(reference: MTPNet, rig: Rig, batch: DraftBatch, tokens: Tensor) -> Fo
         own.append(guess)
         before = token
         if not sampling.any_sampled:
-            # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
+            # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no
+            # candidate here.
             row = token if clusters is None else (clusters.flatten() == token[:, None]).int().argmax(1)
             score = (as_tensor(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
             short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))

@@ -1,4 +1,5 @@
-"""A server without a model: a byte-level tokenizer with Gemma 4's control tokens, and an engine that says what a script says.
+"""A server without a model: a byte-level tokenizer with Gemma 4's control tokens, and an engine that says what a script
+says.
 
 The fake engine keeps the engine's contract (submit, abort, step, busy, check, metrics): tokens come several a step with
 their kinds, stop strings and limits cut, grammars mask. So the HTTP side is tested without torch in its way.
@@ -69,7 +70,8 @@ class _Running:
 
 
 def masks(matcher: Matcher, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
-    """What a grammar allows along a draft, bool [len(drafts) + 1, VOCAB], and how many of the drafted tokens are inside it."""
+    """What a grammar allows along a draft, bool [len(drafts) + 1, VOCAB], and how many of the drafted tokens are inside
+    it."""
     rows = unpacked(matcher.bits(drafts), VOCAB)
     return rows, next((i for i, token in enumerate(drafts) if not rows[i, token]), len(drafts))
 
@@ -84,7 +86,8 @@ class FakeEngine:
         batch: int = 8,
         hold: int | None = None,
     ) -> None:
-        """`hold`: after so many tokens an answer waits for `go`, so that what is shown of a running answer is shown on any machine."""
+        """`hold`: after so many tokens an answer waits for `go`, so that what is shown of a running answer is shown on
+        any machine."""
         self.tokenizer, self.say, self.draft, self.delay, self.batch = tok, say or self.babble, draft, delay, batch
         self.hold, self.go = hold, threading.Event()
         self.metrics = Metrics()
@@ -133,7 +136,9 @@ class FakeEngine:
             time.sleep(self.delay)
         if self.fail_steps:
             self.fail_steps -= 1
-            raise RuntimeError(f"made to fail on {[self.tokenizer.decode(r.request.prompt) for r in self.running.values()]}")
+            raise RuntimeError(
+                f"made to fail on {[self.tokenizer.decode(r.request.prompt) for r in self.running.values()]}"
+            )
         events, self._events = self._events, []
         ready = [r for r in self.running.values() if not r.paused and not self._held(r)]
         if not ready and not events:
@@ -174,8 +179,21 @@ class FakeEngine:
         if self.branching and k:
             run.stats.trees, run.stats.branched = run.stats.trees + 1, run.stats.branched + accepted
             guesses = [self.tokenizer.encode("owl")[0], *tokens[:accepted]]
-            tree = VerifiedTree.of([0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses)
-        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, taken.finish, stats, taken.error, tree, taken.stopped_by)
+            tree = VerifiedTree.of(
+                [0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses
+            )
+        return Event(
+            run.request.id,
+            tokens[:n],
+            kinds,
+            taken.texts,
+            tables,
+            taken.finish,
+            stats,
+            taken.error,
+            tree,
+            taken.stopped_by,
+        )
 
     def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
         """(tokens of this cycle, how many of them were drafted)"""
@@ -223,9 +241,12 @@ class FakeEngine:
 class Served:
     """The real HTTP server in a thread of its own, on a free port. `with Served(engine, tok) as s: s.client()`
 
-    Grammars are tried with more patience than a server has: whoever runs the tests may have other work for the processors."""
+    Grammars are tried with more patience than a server has: whoever runs the tests may have other work for the
+    processors."""
 
-    def __init__(self, engine: Any, tok: Tokenizer, max_context: int = 2048, vocab: int = VOCAB, **settings: Any) -> None:
+    def __init__(
+        self, engine: Any, tok: Tokenizer, max_context: int = 2048, vocab: int = VOCAB, **settings: Any
+    ) -> None:
         from outrider.server.main import HttpServer
         from outrider.server.prepare import ServedModel as ServerBackend
         from outrider.server.settings import ServerSettings
@@ -233,7 +254,8 @@ class Served:
         self.engine = engine
         self._clients: dict[str, Any] = {}
         self.server = HttpServer(
-            ServerBackend(engine, tok, vocab, max_context, "drafter: fake"), ServerSettings(**{"model_name": "fake", "port": 0, **settings})
+            ServerBackend(engine, tok, vocab, max_context, "drafter: fake"),
+            ServerSettings(**{"model_name": "fake", "port": 0, **settings}),
         )
         self.state = self.server.app.state.server
         self.model = self.state.shelf.loaded[0]
@@ -252,10 +274,13 @@ class Served:
 
     @cached_property
     def http(self) -> Any:
-        """A connection a request, none of them kept; for those who have seconds to wait on a busy machine, not httpx's five."""
+        """A connection a request, none of them kept; for those who have seconds to wait on a busy machine, not httpx's
+        five."""
         import httpx
 
-        self._clients["http"] = made = httpx.Client(base_url=self.url, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0))
+        self._clients["http"] = made = httpx.Client(
+            base_url=self.url, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         return made
 
     def client(self, key: str = "none") -> Any:
@@ -268,4 +293,7 @@ class Served:
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
-        until(lambda: not (self.state.admission.in_flight or self.engine.busy), lambda: f"{self.state.admission.in_flight} in flight")
+        until(
+            lambda: not (self.state.admission.in_flight or self.engine.busy),
+            lambda: f"{self.state.admission.in_flight} in flight",
+        )

@@ -12,7 +12,8 @@ from outrider.types import MAX_DRAFT
 
 
 def synthetic(
-    count: int, seed: int, tokens: tuple[int, int] = (48, 256), easiness: tuple[float, float] = (0.35, 0.9), decay: float = 0.02,
+    count: int, seed: int, tokens: tuple[int, int] = (48, 256), easiness: tuple[float, float] = (0.35, 0.9),
+    decay: float = 0.02,
     copying: float = 0.0, drafter: str = "mtp", confident: bool = False,
 ) -> list[Trace]:  # fmt: skip
     """Answers with a made-up drafter: each token has a difficulty that wanders slowly (easy and hard stretches), and is
@@ -26,7 +27,9 @@ def synthetic(
         for _ in range(n + MAX_DRAFT):
             mood = 0.9 * mood + rng.gauss(0.0, 0.06)
             hard.append(rng.random() + mood)
-        runs = tuple(next((j for j in range(MAX_DRAFT) if hard[p + j] > level - decay * j), MAX_DRAFT) for p in range(n))
+        runs = tuple(
+            next((j for j in range(MAX_DRAFT) if hard[p + j] > level - decay * j), MAX_DRAFT) for p in range(n)
+        )
         sure: list[tuple[float, ...]] = []
         for p in range(n if confident else 0):
             margins = [level - decay * j - hard[p + j] + rng.gauss(0.0, 0.15) for j in range(MAX_DRAFT)]
@@ -51,7 +54,10 @@ def broken(count: int, seed: int, tokens: tuple[int, int] = (48, 256), drafter: 
     """A drafter with random weights: right once in a thousand tokens."""
     rng = random.Random(seed)
     lengths = [rng.randint(*tokens) for _ in range(count)]
-    return [Trace(f"{seed}-{i}", "broken", drafter, tuple(int(rng.random() < 1e-3) for _ in range(n))) for i, n in enumerate(lengths)]
+    return [
+        Trace(f"{seed}-{i}", "broken", drafter, tuple(int(rng.random() < 1e-3) for _ in range(n)))
+        for i, n in enumerate(lengths)
+    ]
 
 
 class Fixed:
@@ -70,7 +76,9 @@ class Fixed:
             out.append(DraftPlan(self.drafter, k) if k > 0 else NO_DRAFT)
         return out
 
-    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+    def observe(
+        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None
+    ) -> None:
         pass
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 120.0  # seconds after which a test takes what it waits for to hang; whoever runs it may have other work for the processors
+# seconds after which a test takes what it waits for to hang; whoever runs it may have other work for the processors
+PATIENCE = 120.0
 
 
 def until(true: Callable[[], object], told: Callable[[], str] = lambda: "it did not come true") -> None:

@@ -1,4 +1,5 @@
-"""mkdocs hook: pages made from the code are added, and links from docs/ into the repository are made to work on the site."""
+"""mkdocs hook: pages made from the code are added, and links from docs/ into the repository are made to work on the
+site."""
 
 from __future__ import annotations
 

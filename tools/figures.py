@@ -47,11 +47,17 @@ def cycle() -> str:
     for i, word in enumerate(("fox", "can", "count", "eggs")):
         out += [box(110 + 90 * i, 40, 80, 34, DRAFT, word)]
     out += [note(500, 61, "small: it reads the target's own K/V cache", "start")]
-    out += [note(20, 108, "2  the target runs over all five at once, and says what it would have said at each", "start", "b")]
+    out += [
+        note(
+            20, 108, "2  the target runs over all five at once, and says what it would have said at each", "start", "b"
+        )
+    ]
     for i, (word, colour) in enumerate((("fox", GOOD), ("can", GOOD), ("count", GOOD), ("to", BAD), ("…", "#fff"))):
         out += [box(110 + 90 * i, 120, 80, 34, TARGET if colour == "#fff" else colour, word)]
     out += [note(575, 141, "one pass over the weights,", "start"), note(575, 156, "as for a single token", "start")]
-    out += [note(20, 188, "3  kept: every guess up to the first that differs, then the target's own token", "start", "b")]
+    out += [
+        note(20, 188, "3  kept: every guess up to the first that differs, then the target's own token", "start", "b")
+    ]
     for i, (word, colour) in enumerate((("fox", GOOD), ("can", GOOD), ("count", GOOD), ("to", TARGET))):
         out += [box(110 + 90 * i, 200, 80, 34, colour, word)]
     out += [
@@ -64,11 +70,22 @@ def cycle() -> str:
 def coupled() -> str:
     label = "Coupled choosing: the target's choice at a position is a function of its logits, the seed and the position; a draft is kept while it equals that choice."
     out = [HEAD.format(w=760, h=230, label=label)]
-    out += [box(20, 30, 150, 46, TARGET, "target's logits z", "at position p"), box(20, 100, 150, 46, "#fff", "seed, position p")]
+    out += [
+        box(20, 30, 150, 46, TARGET, "target's logits z", "at position p"),
+        box(20, 100, 150, 46, "#fff", "seed, position p"),
+    ]
     out += [box(230, 100, 150, 46, "#fff", "noise g(seed, p)", "one number a token"), arrow(170, 123, 228, 123)]
-    out += [box(440, 30, 150, 46, TARGET, "argmax(z + g)", "the target's choice"), arrow(170, 53, 438, 53), arrow(380, 115, 460, 78)]
+    out += [
+        box(440, 30, 150, 46, TARGET, "argmax(z + g)", "the target's choice"),
+        arrow(170, 53, 438, 53),
+        arrow(380, 115, 460, 78),
+    ]
     out += [box(230, 170, 150, 46, DRAFT, "drafter's guess", "with the same noise"), arrow(305, 146, 305, 168)]
-    out += [box(440, 170, 150, 46, GOOD, "equal? keep it", "not? the target's"), arrow(380, 193, 438, 193), arrow(515, 76, 515, 168)]
+    out += [
+        box(440, 170, 150, 46, GOOD, "equal? keep it", "not? the target's"),
+        arrow(380, 193, 438, 193),
+        arrow(515, 76, 515, 168),
+    ]
     out += [
         note(610, 50, "depends on nothing else:", "start"),
         note(610, 66, "not on K, not on the", "start"),
@@ -81,7 +98,12 @@ def choosing() -> str:
     newest: dict[int, float] = {}
     for row in read(ROOT / "benchmarks" / "history" / "gpu.jsonl"):
         times = row.get("cycles_ms")
-        if row.get("model") == "google/gemma-4-31B-it" and isinstance(times, dict) and row.get("batch") == 1 and "16" in times:
+        if (
+            row.get("model") == "google/gemma-4-31B-it"
+            and isinstance(times, dict)
+            and row.get("batch") == 1
+            and "16" in times
+        ):
             newest = {int(k): t / times["0"] for k, t in times.items() if k != "0"}
     steps = [i / 100 for i in range(0, 96)]
     series = [("plain", [(100 * a, 1.0) for a in steps])]

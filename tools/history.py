@@ -39,7 +39,9 @@ def page(folder: Path) -> tuple[str, dict[str, str]]:
         ]
         for row in reversed(entries):
             what = row.get("run") or row.get("model") or row.get("command") or row.get("engine") or ""
-            out.append(f"| {row.get('date') or row.get('at') or ''} | {row.get('commit', '')} | {cell(str(what))} | {cell(figures(row))} |")
+            out.append(
+                f"| {row.get('date') or row.get('at') or ''} | {row.get('commit', '')} | {cell(str(what))} | {cell(figures(row))} |"
+            )
         out.append("")
     return "\n".join(out), pictures
 
@@ -61,8 +63,14 @@ def cycles(rows: list[Row]) -> str | None:
         times = row.get("cycles_ms")
         if isinstance(times, dict) and row.get("batch") == 1 and times.get("0") and len(times) > 2:
             newest[str(row.get("model", "")).removeprefix("google/gemma-4-").removesuffix("-it")] = times
-    series = [(name, [(float(k), t / times["0"]) for k, t in times.items() if float(k) > 0]) for name, times in newest.items()]
-    return svg.lines("cycle / plain step, by drafted tokens K", "K", "times a plain step", series, log=False) if series else None
+    series = [
+        (name, [(float(k), t / times["0"]) for k, t in times.items() if float(k) > 0]) for name, times in newest.items()
+    ]
+    return (
+        svg.lines("cycle / plain step, by drafted tokens K", "K", "times a plain step", series, log=False)
+        if series
+        else None
+    )
 
 
 def passes(rows: list[Row]) -> str | None:
@@ -73,11 +81,17 @@ def passes(rows: list[Row]) -> str | None:
             if what in ("pass", "llama.cpp") and count.endswith(" rows") and isinstance(value, int | float):
                 newest.setdefault("Outrider" if what == "pass" else what, {})[float(count.split()[0])] = float(value)
     series = [(name, sorted(points.items())) for name, points in newest.items()]
-    return svg.lines("one pass of smollm2", "rows (tokens verified at once)", "ms", series, log=False) if series else None
+    return (
+        svg.lines("one pass of smollm2", "rows (tokens verified at once)", "ms", series, log=False) if series else None
+    )
 
 
 def figures(row: Row) -> str:
-    known = {k: v for k, v in row.items() if k not in ("date", "at", "commit", "machine", "command", "run", "model", "engine")}
+    known = {
+        k: v
+        for k, v in row.items()
+        if k not in ("date", "at", "commit", "machine", "command", "run", "model", "engine")
+    }
     inner = known.pop("figures", None)
     if isinstance(inner, dict):
         known = {**inner, **known}

@@ -35,12 +35,18 @@ def command_line() -> str:
         out += [f"## outrider {name}", ""]
         out += [_paragraphs(inspect.cleandoc(command.help or "")), ""]
         arguments = [p for p in command.params if p.param_type_name == "argument"]
-        usage = " ".join(["outrider", name, *(p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments)])
+        usage = " ".join(
+            ["outrider", name, *(p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments)]
+        )
         out += ["```text", f"{usage} [OPTIONS]", "```", "", "| option | default | |", "|---|---|---|"]
         for p in command.params:
             if p.name == "help":
                 continue
-            names = ", ".join(f"`{o}`" for o in [*p.opts, *p.secondary_opts]) if p.param_type_name == "option" else f"`{p.name.upper()}`"
+            names = (
+                ", ".join(f"`{o}`" for o in [*p.opts, *p.secondary_opts])
+                if p.param_type_name == "option"
+                else f"`{p.name.upper()}`"
+            )
             default = "required" if p.required else _default(p.default)
             variable = f" Environment: `{p.envvar}`." if p.envvar else ""
             out.append(f"| {names} | {default} | {_cell(p.help or '')}{variable} |")
@@ -50,7 +56,10 @@ def command_line() -> str:
 
 def _paragraphs(text: str) -> str:
     """Examples as code."""
-    lines = [f"`{line[9:]}`" if line.startswith("Example: ") and "," not in line else line for line in text.replace("\b", "").splitlines()]
+    lines = [
+        f"`{line[9:]}`" if line.startswith("Example: ") and "," not in line else line
+        for line in text.replace("\b", "").splitlines()
+    ]
     return "\n".join(lines)
 
 
@@ -77,7 +86,16 @@ def python_api() -> str:
     for name in ("load", "generate", "stream", "chat", "chat_prompt"):
         function = getattr(LLM, name)
         call = f"LLM.{name}" if name == "load" else f"llm.{name}"
-        out += [f"### {call}", "", "```python", _signature(call, function), "```", "", inspect.cleandoc(function.__doc__ or ""), ""]
+        out += [
+            f"### {call}",
+            "",
+            "```python",
+            _signature(call, function),
+            "```",
+            "",
+            inspect.cleandoc(function.__doc__ or ""),
+            "",
+        ]
     for kind in (SamplingParams, Completion, Event, RequestStats):
         out += [f"## {kind.__name__}", "", *_dataclass(kind), ""]
     out += ["## OutriderError", "", inspect.cleandoc(OutriderError.__doc__ or ""), ""]
@@ -105,7 +123,9 @@ def _dataclass(kind: type) -> Iterator[str]:
     yield "| field | default | |"
     yield "|---|---|---|"
     for name, type_, default, comment in fields(kind):
-        yield f"| `{name}: {type_}` | {f'`{default}`' if default else ''} | {_cell(comment)} |".replace(" | None", " \\| None")
+        yield f"| `{name}: {type_}` | {f'`{default}`' if default else ''} | {_cell(comment)} |".replace(
+            " | None", " \\| None"
+        )
 
 
 def fields(kind: type) -> Iterator[tuple[str, str, str, str]]:
@@ -119,7 +139,12 @@ def fields(kind: type) -> Iterator[tuple[str, str, str, str]]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
             tail = lines[(node.end_lineno or 1) - 1].encode()[node.end_col_offset or 0 :].decode().strip()
             default = "" if node.value is None or isinstance(node.value, ast.Call) else ast.unparse(node.value)
-            yield node.target.id, ast.unparse(node.annotation), default, tail.lstrip("# ") if tail.startswith("#") else ""
+            yield (
+                node.target.id,
+                ast.unparse(node.annotation),
+                default,
+                tail.lstrip("# ") if tail.startswith("#") else "",
+            )
 
 
 # ---- settings

@@ -1,7 +1,8 @@
 """Settings, validated once, frozen. Torch-free.
 
-A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, its default and its help stand
-here and nowhere else (`OPTIONS`). What is refused is told by the field's name; commands write it as the option it was (cli.common).
+A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, its default
+and its help stand here and nowhere else (`OPTIONS`). What is refused is told by the field's name; commands write it as
+the option it was (cli.common).
 """
 
 from __future__ import annotations
@@ -36,15 +37,19 @@ def whole(what: str, value: object) -> int:
 @dataclass(frozen=True)
 class EngineConfig:
     max_batch: int | None = None  # sequences that run at once; None: 256 on a GPU, else 8
-    max_context: Annotated[int | None, "Most tokens of prompt and answer together. Default: what model and memory hold."] = None
+    max_context: Annotated[
+        int | None, "Most tokens of prompt and answer together. Default: what model and memory hold."
+    ] = None
     page_size: int = 32
     prefill_chunk: int | None = None  # prompt tokens of one sequence in one pass; None: what the backend does best
     kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
-    kv_dtype: Annotated[KvDtype, "Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact."] = (
-        "auto"
-    )
+    kv_dtype: Annotated[
+        KvDtype, "Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact."
+    ] = "auto"
     gpu_memory: Annotated[float, "Share of the GPU's memory for weights, K/V and work together."] = 0.9
-    swap: Annotated[float, "GiB of host memory for K/V that makes room for others when pages run out. 0: it is computed again."] = 0.0
+    swap: Annotated[
+        float, "GiB of host memory for K/V that makes room for others when pages run out. 0: it is computed again."
+    ] = 0.0
     prefix_cache: bool = True
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
 
@@ -58,7 +63,9 @@ class EngineConfig:
         if not 0.0 <= self.swap < 1 << 20:
             raise OutriderError(f"swap must be 0 or more GiB of host memory, got {self.swap:g}")
         if self.prefill_chunk is not None and self.prefill_chunk % self.page_size:
-            raise OutriderError(f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})")
+            raise OutriderError(
+                f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,19 @@ class LoadSettings:
         "a folder or id of an MTP drafter or Medusa heads | draft:MODEL (a small model).",
     ] = "auto"
     draft_tokens: Annotated[
-        int | str | None, "Tokens to guess in a cycle, 0..16; 0 is plain decoding, auto decides every cycle by what pays."
+        int | str | None,
+        "Tokens to guess in a cycle, 0..16; 0 is plain decoding, auto decides every cycle by what pays.",
     ] = "auto"
-    tree: Annotated[int | str | None, "Guesses that branch: most tokens of a tree, 2..16; off: a line; auto: where it pays."] = "auto"
-    verify: Annotated[Verify, "coupled: same seed, same text as without drafts | rejection, block: the same distribution only."] = "coupled"
+    tree: Annotated[
+        int | str | None, "Guesses that branch: most tokens of a tree, 2..16; off: a line; auto: where it pays."
+    ] = "auto"
+    verify: Annotated[
+        Verify, "coupled: same seed, same text as without drafts | rejection, block: the same distribution only."
+    ] = "coupled"
     device: Annotated[str | None, "cpu or cuda. Default: cuda where there is one."] = None
-    dtype: Annotated[str | None, "Of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32."] = None
+    dtype: Annotated[
+        str | None, "Of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32."
+    ] = None
     ops: Annotated[
         str,
         "Kernels: auto | reference (plain torch) | cpu | cpu:LEVEL (`outrider inspect --cpu` lists them) | triton | "
@@ -100,7 +114,9 @@ class LoadSettings:
     ] = "auto"
     threads: Annotated[int | None, "CPU threads. Default, and at most: the cores this process may use."] = None
     quantize: Annotated[str | None, "Round a dense checkpoint while loading: int8 | int4, on a GPU also fp8."] = None
-    tensor_parallel: Annotated[int, "Divide the model over so many processes, each with a GPU of its own (or on one CPU)."] = 1
+    tensor_parallel: Annotated[
+        int, "Divide the model over so many processes, each with a GPU of its own (or on one CPU)."
+    ] = 1
     load_format: Annotated[LoadFormat, "auto | dummy (seeded random weights from the config alone)."] = "auto"
     seed: int = 0  # of dummy weights
     engine: EngineConfig = EngineConfig()
@@ -111,7 +127,9 @@ class LoadSettings:
         if not isinstance(self.drafter, str):
             raise OutriderError(f"drafter must be 'auto', 'none', 'ngram' or where one is, got {self.drafter!r}")
         if not isinstance(self.engine, EngineConfig):
-            raise OutriderError(f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)")
+            raise OutriderError(
+                f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)"
+            )
         if self.threads is not None:
             whole("threads", self.threads)
         self.spec  # noqa: B018  # checks what it is made of
@@ -142,7 +160,9 @@ class LoadSettings:
             if name in (f.name for f in fields(self.engine)):
                 raise OutriderError(f"{name!r} is a field of the engine's: say engine=EngineConfig({name}=...)")
             if name not in known:
-                raise OutriderError(f"unknown field {name!r}; known: {', '.join(get_close_matches(name, known) or known)}")
+                raise OutriderError(
+                    f"unknown field {name!r}; known: {', '.join(get_close_matches(name, known) or known)}"
+                )
         given = {name: value for name, value in changes.items() if name != "engine" or value is not None}
         return replace(self, **given)  # type: ignore[arg-type]  # they are checked as they are set
 
@@ -176,7 +196,9 @@ def parse_tree(text: str | int | None) -> int | None:
     try:
         return SpecConfig(tree=0 if text == "off" else int(str(text))).tree
     except ValueError:
-        raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {text!r}") from None
+        raise OutriderError(
+            f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {text!r}"
+        ) from None
 
 
 def parse_draft_tokens(text: str | int | None) -> int | None:

@@ -65,18 +65,35 @@ class Completion:
 
 
 class LLM:
-    def __init__(self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0, team: ProcessGroup | None = None):
-        self.engine, self.name, self.drafter_note, self._weight_bytes, self.team = engine, name, drafter_note, weight_bytes, team
+    def __init__(
+        self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0, team: ProcessGroup | None = None
+    ):
+        self.engine, self.name, self.drafter_note, self._weight_bytes, self.team = (
+            engine,
+            name,
+            drafter_note,
+            weight_bytes,
+            team,
+        )
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
         self._ids, self._shared = itertools.count(), SharedEngine(engine)
 
     @classmethod
-    def load(cls, model: str, settings: LoadSettings = LoadSettings(), *, say: Callable[[str], None] = log.info, **changes: object) -> LLM:
-        """`changes`: fields of the settings, as in LLM.load("smollm2", drafter="none"). Where the model is divided over several processes
-        (`tensor_parallel`, outrider.parallel) the others never come back from here."""
+    def load(
+        cls,
+        model: str,
+        settings: LoadSettings = LoadSettings(),
+        *,
+        say: Callable[[str], None] = log.info,
+        **changes: object,
+    ) -> LLM:
+        """`changes`: fields of the settings, as in LLM.load("smollm2", drafter="none"). Where the model is divided over
+        several processes (`tensor_parallel`, outrider.parallel) the others never come back from here."""
         if not isinstance(settings, LoadSettings):
-            raise OutriderError(f"LLM.load takes {settings!r} by its name only: LLM.load({model!r}, drafter=..., draft_tokens=...)")
+            raise OutriderError(
+                f"LLM.load takes {settings!r} by its name only: LLM.load({model!r}, drafter=..., draft_tokens=...)"
+            )
         settings = settings.changed(changes)
         if settings.tensor_parallel == 1:
             return cls._open(model, settings, say)
@@ -93,12 +110,16 @@ class LLM:
             raise
 
     @classmethod
-    def _open(cls, model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None) -> LLM:
+    def _open(
+        cls, model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
+    ) -> LLM:
         engine, note, size, key = assemble(model, settings, say, team)
         if team is not None:
             Leader(engine, team)
         if key is not None:
-            digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
+            digest = hashlib.blake2b(
+                "|".join((key.machine, key.model, key.version)).encode(), digest_size=8
+            ).hexdigest()
             engine.controller.cost = calibrate(engine, key, hub.cache_path("costs", f"{digest}.json"))
         return cls(engine, model, note, size, team)
 
@@ -130,7 +151,9 @@ class LLM:
         ids, group = self._encode(prompt), next(self._ids)
         draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
         answers = [replace(params, seed=params.seed + i, n=1) for i in range(params.n)]
-        return [Request(f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree) for i, answer in enumerate(answers)]
+        return [
+            Request(f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree) for i, answer in enumerate(answers)
+        ]
 
     def generate(
         self,
@@ -140,8 +163,13 @@ class LLM:
         drafter: bool | str = True,
         tree: int | str | None = None,
     ) -> list[Completion]:
-        """All answers, in order (n of them for each prompt). `draft_tokens`, `tree`: None leaves them as they were loaded."""
-        requests = [r for p in each_prompt(prompts) for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree)]
+        """All answers, in order (n of them for each prompt). `draft_tokens`, `tree`: None leaves them as they were
+        loaded."""
+        requests = [
+            r
+            for p in each_prompt(prompts)
+            for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree)
+        ]
         done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}
         with closing(self._shared.run(requests)) as events:
             for event in events:
@@ -149,14 +177,23 @@ class LLM:
         return [done[r.id] for r in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | str | None = None, drafter: bool | str = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        draft_tokens: int | str | None = None,
+        drafter: bool | str = True,
     ) -> Generator[Event, None, None]:
-        """One answer as it comes (the first of `params.n`). Closing the iterator aborts the request and frees its pages."""
+        """One answer as it comes (the first of `params.n`). Closing the iterator aborts the request and frees its
+        pages."""
         (request, *_) = self.requests(prompt, params or SamplingParams(), draft_tokens, drafter)
         yield from self._shared.run([request])
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, draft_tokens: int | str | None = None, drafter: bool | str = True
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        draft_tokens: int | str | None = None,
+        drafter: bool | str = True,
     ) -> Completion:
         return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter)[0]
 
@@ -182,7 +219,9 @@ class LLM:
         try:
             return [index(token) for token in prompt]
         except TypeError:
-            raise OutriderError(f"a prompt is a text or a list of token ids, got {str(prompt)[:60]!r} (conversations: LLM.chat)") from None
+            raise OutriderError(
+                f"a prompt is a text or a list of token ids, got {str(prompt)[:60]!r} (conversations: LLM.chat)"
+            ) from None
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -205,7 +244,9 @@ def _take(completion: Completion, event: Event) -> None:
     completion.token_ids += event.tokens
     assert completion.kinds is not None
     completion.kinds += event.kinds
-    completion.logprobs = completion.logprobs + event.logprobs if event.logprobs is not None and completion.logprobs is not None else None
+    completion.logprobs = (
+        completion.logprobs + event.logprobs if event.logprobs is not None and completion.logprobs is not None else None
+    )
     if event.finish_reason is not None:
         completion.finish_reason = event.finish_reason
         assert event.stats is not None
@@ -217,8 +258,8 @@ def _take(completion: Completion, event: Event) -> None:
 def assemble(
     model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
 ) -> tuple[Engine, str, int, CostKey | None]:  # fmt: skip
-    """The engine, the line that says who drafts, the bytes of the weights, and what its costs are kept by (None: nobody will ask).
-    With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
+    """The engine, the line that says who drafts, the bytes of the weights, and what its costs are kept by (None: nobody
+    will ask). With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
     agreed = False
 
     def agree(budget: KVBudget) -> KVBudget:
@@ -227,7 +268,9 @@ def assemble(
             return budget
         agreed = True
         window = -1 if budget.window_tokens is None else budget.window_tokens
-        context, tokens, window, rows = team.all_reduce_min((budget.max_context, budget.tokens, window, budget.pass_rows))
+        context, tokens, window, rows = team.all_reduce_min(
+            (budget.max_context, budget.tokens, window, budget.pass_rows)
+        )
         return KVBudget(context, tokens, None if window < 0 else window, rows)
 
     try:
@@ -239,7 +282,11 @@ def assemble(
 
 
 def _assemble(
-    model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None, agree: Callable[[KVBudget], KVBudget]
+    model: str,
+    settings: LoadSettings,
+    say: Callable[[str], None],
+    team: ProcessGroup | None,
+    agree: Callable[[KVBudget], KVBudget],
 ) -> tuple[Engine, str, int, CostKey | None]:
     quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
     spec, engine_config = settings.spec, settings.engine
@@ -251,12 +298,16 @@ def _assemble(
         threads = threads or max(1, default_threads() // team.tp.world)  # the processes share the cores
     ops = ops_module.choose(device, settings.ops, threads)
     if ops.name == "cpu" or (team is not None and device.type == "cpu"):
-        torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
+        torch.set_num_threads(
+            1
+        )  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     tp, together = (None, SOLO) if team is None else (team.tp, team)
     files = hub.resolve(model, weights=load_format == "auto")
     # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
     tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
-    config, weights, _ = load_target(files, device, dtype, ops, quantize=quantize, load_format=load_format, seed=seed, tp=tp)
+    config, weights, _ = load_target(
+        files, device, dtype, ops, quantize=quantize, load_format=load_format, seed=seed, tp=tp
+    )
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = TextModel(config, weights, ops, together)
@@ -272,12 +323,25 @@ def _assemble(
     prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
     if isinstance(drafter, DraftModel):  # what small models of a family were seen to do
         prior, trust = {drafter.name: draft_model.ACCEPTED}, {drafter.name: draft_model.TRUST}
-    captured = ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs  # then no draft ends by its confidence
+    captured = (
+        ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
+    )  # then no draft ends by its confidence
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust)
-    engine = Engine(runner, tokenizer, engine_config, spec, drafter, controller, ops.kv_dtype(dtype, engine_config.kv_dtype), agree=agree)
+    engine = Engine(
+        runner,
+        tokenizer,
+        engine_config,
+        spec,
+        drafter,
+        controller,
+        ops.kv_dtype(dtype, engine_config.kv_dtype),
+        agree=agree,
+    )
     if device.type == "cuda":
         gib = engine.store.bytes() / 2**30
-        say(f"K/V: {engine.kv_budget.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
+        say(
+            f"K/V: {engine.kv_budget.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each"
+        )
     if spec.draft_tokens is not None or not names:
         return engine, note, size, None
     trained_for = drafter.model.config.target_hash if isinstance(drafter, MTPDrafter) else None
@@ -325,8 +389,8 @@ def pick_drafter(
     model: Files, drafter: str, target: TextModel, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0,
     always: Callable[[], Iterable[int]] = tuple,
 ) -> tuple[Drafter | None, tuple[str, ...], str]:  # fmt: skip
-    """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always: tokens that a draft
-    model scores wherever they stand in the vocabulary."""
+    """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
+    tokens that a draft model scores wherever they stand in the vocabulary."""
     if drafter == "none":
         return None, (), "drafter: none (plain decoding)"
     if drafter == "ngram":
@@ -338,7 +402,11 @@ def pick_drafter(
         return _load_drafter(model, where, note, target, dtype, load_format, seed, always)
     except OutriderError as error:
         if drafter != "auto":
-            kinds = "" if "/" in drafter or Path(drafter).exists() else " (a drafter may also be auto, none, ngram or draft:MODEL)"
+            kinds = (
+                ""
+                if "/" in drafter or Path(drafter).exists()
+                else " (a drafter may also be auto, none, ngram or draft:MODEL)"
+            )
             raise OutriderError(f"{error}{kinds}") from None
         return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
 
@@ -352,8 +420,8 @@ def _load_drafter(
         name, counts = where[6:], [0, 0]
 
         def cheaper(part: str, weight: DeviceWeight) -> DeviceWeight:
-            """A draft model's weight, rounded where that makes guessing quicker: a guess need not be exact. The embedding stays as it is,
-            since a step reads only one row of it."""
+            """A draft model's weight, rounded where that makes guessing quicker: a guess need not be exact. The
+            embedding stays as it is, since a step reads only one row of it."""
             made = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
             counts[made is weight] += 1
             return made

@@ -1,8 +1,9 @@
 """Files of prompts: one reader for every command.
 
-A file holds JSON lines, gzipped where its name ends in .gz. A line has what is asked under `prompt`, `text` or `turns` (a list, of which
-the first counts where one question is asked), and may have `id` (Spec-Bench: `question_id`), `category`, `max_tokens` and `check` (how an
-answer is graded: bench.quality). Whatever is wrong is one line that names the file and the line. Torch-free.
+A file holds JSON lines, gzipped where its name ends in .gz. A line has what is asked under `prompt`, `text` or `turns`
+(a list, of which the first counts where one question is asked), and may have `id` (Spec-Bench: `question_id`),
+`category`, `max_tokens` and `check` (how an answer is graded: bench.quality). Whatever is wrong is one line that names
+the file and the line. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from pathlib import Path
 from .types import OutriderError
 
 UTF8 = "utf-8-sig"  # some editors begin a file with a mark of its encoding
-CHECKS = {"gsm8k": ("answer",), "mmlu": ("answer",), "humaneval": ("prompt", "test", "entry_point")}  # what each kind needs
+CHECKS = {
+    "gsm8k": ("answer",),
+    "mmlu": ("answer",),
+    "humaneval": ("prompt", "test", "entry_point"),
+}  # what each kind needs
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
         raise OutriderError(f"{where}: cannot be read ({error})") from None
     if not isinstance(row, dict):
-        raise OutriderError(f"{where}: a JSON object with 'prompt', 'text' or 'turns' is needed, got {type(row).__name__}")
+        raise OutriderError(
+            f"{where}: a JSON object with 'prompt', 'text' or 'turns' is needed, got {type(row).__name__}"
+        )
     turns = row.get("turns")
     written = [row.get("prompt"), row.get("text"), *(turns[:1] if isinstance(turns, list) else [])]
     text = next((t for t in written if t is not None), None)
@@ -85,8 +92,12 @@ def _check(given: object, where: str) -> dict[str, str] | None:
         return None
     kind = given.get("kind") if isinstance(given, dict) else None
     if not isinstance(given, dict) or not isinstance(kind, str) or kind not in CHECKS:
-        raise OutriderError(f"{where}: check must be an object whose 'kind' is one of {', '.join(CHECKS)}, got {json.dumps(given)[:80]}")
+        raise OutriderError(
+            f"{where}: check must be an object whose 'kind' is one of {', '.join(CHECKS)}, got {json.dumps(given)[:80]}"
+        )
     for key in CHECKS[kind]:
         if isinstance(given.get(key), bool) or not isinstance(given.get(key), str | int | float):
-            raise OutriderError(f"{where}: a check of kind {kind} needs a text under '{key}', got {json.dumps(given.get(key))[:80]}")
+            raise OutriderError(
+                f"{where}: a check of kind {kind} needs a text under '{key}', got {json.dumps(given.get(key))[:80]}"
+            )
     return {key: str(given[key]) for key in ("kind", *CHECKS[kind])}

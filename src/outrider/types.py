@@ -77,7 +77,8 @@ class TextFiles:
 @dataclass
 class KVPages:
     """The cache as kernels see it. A position p of the sequence in table row b lives in physical page
-    `tables[group][b, p // page_size]` at slot `p % page_size`. Page 0 is a scratch page: rows that pad a batch write there."""
+    `tables[group][b, p // page_size]` at slot `p % page_size`. Page 0 is a scratch page: rows that pad a batch write
+    there."""
 
     page_size: int
     keys: Sequence[Tensor | None]  # per target layer that owns K/V: [pages, kv_heads, page_size, head_dim]
@@ -86,7 +87,9 @@ class KVPages:
 
     def view(self, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
         """For a pass over these rows of the B sequences."""
-        return KVView(self.page_size, self.keys, self.values, self.tables, positions, row_seq, row_start, max_rows, max_context)
+        return KVView(
+            self.page_size, self.keys, self.values, self.tables, positions, row_seq, row_start, max_rows, max_context
+        )
 
 
 @dataclass
@@ -102,18 +105,19 @@ class KVView(KVPages):
     row_start: Tensor  # int32 [B + 1]
     max_rows: int  # most rows of any one sequence (a host number: kernels choose tiles with it)
     max_context: int  # an upper bound of positions + 1, and of places + 1 (a host number)
-    # Rows of a tree: a sequence's first row is its newest token, at position `base`; row r is written at `places[r]` = base + its number
-    # among the sequence's rows, and where it sees a position base + d it reads what lies at base + `paths[r, d]`: the number of its
-    # ancestor of depth d (of itself at its own depth). None: rows stand in a line, each written at its position and read there.
+    # Rows of a tree: a sequence's first row is its newest token, at position `base`; row r is written at `places[r]` =
+    # base + its number among the sequence's rows, and where it sees a position base + d it reads what lies at base +
+    # `paths[r, d]`: the number of its ancestor of depth d (of itself at its own depth). None: rows stand in a line,
+    # each written at its position and read there.
     kv_slots: Tensor | None = None  # int64 [R]
     ancestors: Tensor | None = None  # int32 [R, deepest + 1]
 
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Rows of a pass whose output somebody reads, where not everybody's is read: while a prompt is computed K/V of all rows is, and what
-    comes out of few or none. The others go no further than the last layer that writes K/V. Rows stand alone, so the wanted ones have the
-    bits that they would have in company."""
+    """Rows of a pass whose output somebody reads, where not everybody's is read: while a prompt is computed K/V of all
+    rows is, and what comes out of few or none. The others go no further than the last layer that writes K/V. Rows stand
+    alone, so the wanted ones have the bits that they would have in company."""
 
     rows: Tensor  # int64 [W] of the pass's R rows, none before the one in front of it; one may come twice
     kv: KVView  # the same cache as the W rows see it
@@ -131,8 +135,9 @@ class DraftRound:
 @dataclass(frozen=True)
 class Draft:
     """A guess: `tokens` [B, K]; the first `lengths[b]` count. `q` [B, K, V] is the distribution each token was drawn
-    from, or None when it was guessed with the shared noise or is a point mass. With `parents` it is a tree: the token j (from 1)
-    follows the token parents[b, j - 1] < j, where 0 is the newest token of the sequence; without, each follows the one before."""
+    from, or None when it was guessed with the shared noise or is a point mass. With `parents` it is a tree: the token j
+    (from 1) follows the token parents[b, j - 1] < j, where 0 is the newest token of the sequence; without, each follows
+    the one before."""
 
     tokens: Tensor  # int64 [B, K]
     lengths: Tensor  # int64 [B]
@@ -148,7 +153,9 @@ class Verdict:
     accepted: Tensor  # int64 [B] how many drafted tokens were right
     tokens: Tensor  # int64 [B, K + 1] the emitted tokens: accepted drafts, then the target's own next token
     counts: Tensor  # int64 [B] = accepted + 1
-    rows: Tensor | None = None  # int64 [B, K + 1] of a tree: which of the sequence's rows chose each emitted token; None: 0, 1, 2, ...
+    rows: Tensor | None = (
+        None  # int64 [B, K + 1] of a tree: which of the sequence's rows chose each emitted token; None: 0, 1, 2, ...
+    )
 
 
 class Matcher(Protocol):
@@ -195,7 +202,9 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # None: off; 0: the chosen token only; n: also the n most likely
     grammar: Grammar | None = None  # masks logits position by position
-    keep_special: bool = False  # text keeps control tokens other than EOS (the server parses tool calls and thoughts from them)
+    keep_special: bool = (
+        False  # text keeps control tokens other than EOS (the server parses tool calls and thoughts from them)
+    )
 
     def __post_init__(self) -> None:
         given: object = self.stop
@@ -228,16 +237,28 @@ class SamplingParams:
             require(_is(getattr(self, name), Integral), f"{name} must be a whole number, got {getattr(self, name)!r}")
         for name in REAL:
             require(_is(getattr(self, name), Real), f"{name} must be a number, got {getattr(self, name)!r}")
-        require(self.logprobs is None or _is(self.logprobs, Integral), f"logprobs must be a whole number or None, got {self.logprobs!r}")
+        require(
+            self.logprobs is None or _is(self.logprobs, Integral),
+            f"logprobs must be a whole number or None, got {self.logprobs!r}",
+        )
         require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 turns it off), got {self.top_k}")
         require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
         require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
-        require(0.0 < self.repetition_penalty <= 10.0, f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}")
-        require(-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}")
-        require(-2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}")
+        require(
+            0.0 < self.repetition_penalty <= 10.0,
+            f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}",
+        )
+        require(
+            -2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"
+        )
+        require(
+            -2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}"
+        )
         require(self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}")
-        require(0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}")
+        require(
+            0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}"
+        )
         require(1 <= self.n <= 128, f"n must be in [1, 128], got {self.n}")
         require(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
         require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty")

@@ -21,7 +21,9 @@ HERE = Path(__file__).parent
 def check(level: str, folder: str) -> tuple[str, bool]:
     program = f"{folder}/check-{level}"
     common = [flag for flag in COMMON if flag != "-fPIC"]
-    built = subprocess.run([CC, *common, *FLAGS[level], str(HERE / "check.c"), "-o", program, "-lm"], capture_output=True, text=True)
+    built = subprocess.run(
+        [CC, *common, *FLAGS[level], str(HERE / "check.c"), "-o", program, "-lm"], capture_output=True, text=True
+    )
     if built.returncode:
         return f"{level}: {built.stderr[-2000:]}", False
     done = subprocess.run([QEMU, "-cpu", "max", "-L", LIBRARIES, program], capture_output=True, text=True, timeout=600)
@@ -31,7 +33,9 @@ def check(level: str, folder: str) -> tuple[str, bool]:
 def main() -> None:
     missing = [tool for tool in (CC, QEMU) if shutil.which(tool) is None]
     if missing:
-        sys.exit(f"{' and '.join(missing)} not found: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user")
+        sys.exit(
+            f"{' and '.join(missing)} not found: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+        )
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda level: check(level, folder), WHEEL_LEVELS["aarch64"]))
     for said, _ in results:

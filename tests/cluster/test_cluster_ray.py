@@ -16,9 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    own = {"PYTHONPATH": str(ROOT / "src"), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
+    own = {
+        "PYTHONPATH": str(ROOT / "src"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "RAY_ADDRESS": "local",
+    }
     environment = {**os.environ, **own}  # local: never a cluster that somebody else has here
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=seconds, env=environment, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=seconds, env=environment, cwd=ROOT
+    )
 
 
 @pytest.mark.timeout(1500)
@@ -42,7 +49,8 @@ def test_a_kill_an_update_and_prefix_routing() -> None:
 
 @pytest.mark.timeout(900)
 def test_two_nodes_keys_and_a_replica_over_two_processes() -> None:
-    """One of two nodes killed under load, and the second process of a tensor-parallel replica: every answer right or a clean error."""
+    """One of two nodes killed under load, and the second process of a tensor-parallel replica: every answer right or a
+    clean error."""
     done = python("tests/stress/cluster_nodes.py", "--requests", "120", seconds=800)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "14 of 14 verdicts ok" in done.stdout and "FAIL" not in done.stdout
@@ -62,11 +70,24 @@ def test_a_batch_file_on_ray_equals_one_on_this_machine(tmp_path: Path) -> None:
     source.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no request\n")
     texts = []
     for out, more in ((tmp_path / "local.jsonl", ()), (tmp_path / "ray.jsonl", ("--ray", "--replicas", "2"))):
-        done = python("-m", "outrider.cli.main", "batch", str(source), "--out", str(out), "--max-concurrent", "4", *more, seconds=400)
+        done = python(
+            "-m",
+            "outrider.cli.main",
+            "batch",
+            str(source),
+            "--out",
+            str(out),
+            "--max-concurrent",
+            "4",
+            *more,
+            seconds=400,
+        )
         assert done.returncode == 0, done.stderr
         rows = {r["id"]: r for r in map(json.loads, out.read_text().splitlines())}
         assert len(rows) == 25
-        texts.append({id: r["response"]["body"]["choices"][0]["text"] if r["response"] else r["error"] for id, r in rows.items()})
+        texts.append(
+            {id: r["response"]["body"]["choices"][0]["text"] if r["response"] else r["error"] for id, r in rows.items()}
+        )
     assert texts[0] == texts[1]
 
 
@@ -80,7 +101,9 @@ def test_a_model_that_does_not_load_is_tried_once_and_a_divided_one_stays_on_one
     assert made._deployment_config.max_constructor_retry_count == 1
     assert made._replica_config.placement_group_bundles == [{"CPU": 4.0, "GPU": 2.0}]
     assert made._replica_config.placement_group_strategy == "STRICT_PACK"
-    assert made.ray_actor_options["num_gpus"] == 2  # it starts the second process itself, which finds its GPU among these
+    assert (
+        made.ray_actor_options["num_gpus"] == 2
+    )  # it starts the second process itself, which finds its GPU among these
 
 
 @pytest.mark.timeout(400)

@@ -1,12 +1,13 @@
-"""Kernels in CUDA C++ on a CPU: the sources of `ops/cuda`, compiled by g++ behind `emulate.h`, launched on torch tensors.
+"""Kernels in CUDA C++ on a CPU: the sources of `ops/cuda`, compiled by g++ behind `emulate.h`, launched on torch
+tensors.
 
     with Memory() as memory:  # tensors made in here end where unmapped memory begins
         kernel = memory.kernel(SOURCE.read_text(), "wna16_gemv", flags)
         kernel(blocks, threads, shared, [x.data_ptr(), ..., shape], pdl=False)
 
-A kernel is called as `outrider.ops.cuda.runtime.Kernel` is, so what plans a launch for a GPU can plan one here. It raises
-`EmulatorError`, one line that names block and thread, for what machine.cpp lists. `seed` draws the order in which
-threads run; 0: one after the other.
+A kernel is called as `outrider.ops.cuda.runtime.Kernel` is, so what plans a launch for a GPU can plan one here. It
+raises `EmulatorError`, one line that names block and thread, for what machine.cpp lists. `seed` draws the order in
+which threads run; 0: one after the other.
 """
 
 from __future__ import annotations
@@ -70,12 +71,19 @@ def compiled(source: str, name: str, flags: Mapping[str, int | str], folder: Pat
     """The program of a kernel. folder: of its headers."""
     ctypes.CDLL(str(_made((HERE / "machine.cpp").read_text(), ["-O3"], HERE, "*.h")), mode=ctypes.RTLD_GLOBAL)
     text = f'#include "emulate.h"\n#line 1 "{name}.cu"\n{source}\nEMULATED({name})\n'
-    return ctypes.CDLL(str(_made(text, [*OF_KERNELS, *(f"-D{key}={value}" for key, value in flags.items())], folder, "*.cuh")))
+    return ctypes.CDLL(
+        str(_made(text, [*OF_KERNELS, *(f"-D{key}={value}" for key, value in flags.items())], folder, "*.cuh"))
+    )
 
 
 def _made(text: str, options: Sequence[str], folder: Path, headers: str) -> Path:
     """A library, in a folder of one's own among temporary files; compiled where the same was not compiled before."""
-    parts = [text, *OPTIONS, *options, *(f.read_text() for f in (*sorted(HERE.glob("*.h")), *sorted(folder.glob(headers))))]
+    parts = [
+        text,
+        *OPTIONS,
+        *options,
+        *(f.read_text() for f in (*sorted(HERE.glob("*.h")), *sorted(folder.glob(headers)))),
+    ]
     cache = Path(tempfile.gettempdir()) / f"outrider-emulator-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
     if cache.stat().st_uid != os.getuid():
@@ -83,7 +91,20 @@ def _made(text: str, options: Sequence[str], folder: Path, headers: str) -> Path
     library = cache / (hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32] + ".so")
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
-        command = ["g++", *OPTIONS, *options, f"-I{HERE}", f"-I{folder}", "-x", "c++", "-", "-lm", "-lc", "-o", str(made)]
+        command = [
+            "g++",
+            *OPTIONS,
+            *options,
+            f"-I{HERE}",
+            f"-I{folder}",
+            "-x",
+            "c++",
+            "-",
+            "-lm",
+            "-lc",
+            "-o",
+            str(made),
+        ]
         done = subprocess.run(command, input=text, capture_output=True, text=True)
         if done.returncode:
             raise EmulatorError(done.stderr.strip())
@@ -94,7 +115,12 @@ def _made(text: str, options: Sequence[str], folder: Path, headers: str) -> Path
 class Buffer(ctypes.Structure):
     """`Buffer` of interface.h."""
 
-    _fields_ = [("at", ctypes.c_void_p), ("bytes", ctypes.c_uint64), ("element", ctypes.c_uint64), ("ahead", ctypes.c_uint64)]
+    _fields_ = [
+        ("at", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("element", ctypes.c_uint64),
+        ("ahead", ctypes.c_uint64),
+    ]
 
 
 class Launch(ctypes.Structure):
@@ -103,19 +129,26 @@ class Launch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "buffers", "message")),
         ("seed", ctypes.c_uint64),
-        *((name, ctypes.c_uint) for name in ("blocks", "threads", "shared", "buffer_count", "message_room", "overlaps")),
+        *(
+            (name, ctypes.c_uint)
+            for name in ("blocks", "threads", "shared", "buffer_count", "message_room", "overlaps")
+        ),
     ]
 
 
 class Memory(TorchFunctionMode):
-    """Buffers that a kernel may touch. Each lies between two unmapped pages, its end (filled up to 16 bytes) right at the second one."""
+    """Buffers that a kernel may touch. Each lies between two unmapped pages, its end (filled up to 16 bytes) right at
+    the second one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffers: list[tuple[mmap.mmap, int, int, int, bool]] = []  # the mapping, where in it the tensor begins; as `Buffer` has it
+        self.buffers: list[
+            tuple[mmap.mmap, int, int, int, bool]
+        ] = []  # the mapping, where in it the tensor begins; as `Buffer` has it
 
     def hold(self, tensor: Tensor, ahead: bool = False, empty: bool = False) -> Tensor:
-        """A copy with the same shape and strides that kernels may touch. ahead: the kernel ahead writes it; empty: nothing is in it yet."""
+        """A copy with the same shape and strides that kernels may touch. ahead: the kernel ahead writes it; empty:
+        nothing is in it yet."""
         assert tensor.device.type == "cpu"
         size = tensor.element_size()
         count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
@@ -125,7 +158,9 @@ class Memory(TorchFunctionMode):
         begin = (pages + 1) * PAGE - -(-count * size // 16) * 16
         self.buffers.append((mapping, begin, count * size, size, ahead))
         with torch._C.DisableTorchFunction():
-            raw = torch.frombuffer(mapping, dtype=torch.uint8, count=max(count * size, 1), offset=begin if count else PAGE)
+            raw = torch.frombuffer(
+                mapping, dtype=torch.uint8, count=max(count * size, 1), offset=begin if count else PAGE
+            )
             held = raw[: count * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
             if not empty:
                 held.copy_(tensor)
@@ -135,7 +170,9 @@ class Memory(TorchFunctionMode):
                 raise OSError(ctypes.get_errno(), "mprotect")
         return held
 
-    def kernel(self, source: str, name: str, flags: Mapping[str, int | str], folder: Path = FOLDER, seed: int = 0) -> Emulated:
+    def kernel(
+        self, source: str, name: str, flags: Mapping[str, int | str], folder: Path = FOLDER, seed: int = 0
+    ) -> Emulated:
         return Emulated(self, source, name, flags, folder, seed)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,15 +187,22 @@ def address_of(mapping: mmap.mmap) -> int:
 
 
 class Emulated:
-    """A kernel that touches the buffers of one memory. Called as `runtime.Kernel` is. pdl: it begins before the kernel ahead is done,
-    so until it waits it writes nothing and reads nothing that was said to be of that kernel. Blocks are always together."""
+    """A kernel that touches the buffers of one memory. Called as `runtime.Kernel` is. pdl: it begins before the kernel
+    ahead is done, so until it waits it writes nothing and reads nothing that was said to be of that kernel. Blocks are
+    always together."""
 
     def __init__(self, memory: Memory, source: str, name: str, flags: Mapping[str, int | str], folder: Path, seed: int):
         self.memory, self.seed = memory, seed
         self.launch = compiled(source, name, flags, folder).emulated_launch
 
     def __call__(
-        self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool = False, together: bool = False
+        self,
+        blocks: int,
+        threads: int,
+        shared: int,
+        values: Sequence[int | ctypes.Structure],
+        pdl: bool = False,
+        together: bool = False,
     ) -> None:
         held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))

@@ -1,4 +1,5 @@
-"""`outrider batch` under SIGKILL: a thousand lines, two kills, each line exactly once and what an undisturbed run says."""
+"""`outrider batch` under SIGKILL: a thousand lines, two kills, each line exactly once and what an undisturbed run
+says."""
 
 from __future__ import annotations
 
@@ -27,14 +28,37 @@ def test_killed_twice_each_line_once(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     with source.open("w") as file:
         for i in range(LINES):
-            body: dict[str, Any] = {"model": "tiny", "max_tokens": 1 + i % 4, "temperature": (i % 3) / 2, "prompt": f"Line {i % 90}"}
-            file.write(json.dumps({"custom_id": f"n{i}", "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
-    environment = os.environ | {"OUTRIDER_CACHE": str(put_kernels(tmp_path / "cache")), "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+            body: dict[str, Any] = {
+                "model": "tiny",
+                "max_tokens": 1 + i % 4,
+                "temperature": (i % 3) / 2,
+                "prompt": f"Line {i % 90}",
+            }
+            file.write(
+                json.dumps({"custom_id": f"n{i}", "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
+            )
+    environment = os.environ | {
+        "OUTRIDER_CACHE": str(put_kernels(tmp_path / "cache")),
+        "PYTHONPATH": "src",
+        "OMP_NUM_THREADS": "1",
+    }
 
     def start(out: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "outrider.cli.main", "batch", str(source), "--out", str(out), "--model", str(model)]
+        command = [
+            sys.executable,
+            "-m",
+            "outrider.cli.main",
+            "batch",
+            str(source),
+            "--out",
+            str(out),
+            "--model",
+            str(model),
+        ]
         options = ["--drafter", "ngram", "--threads", "1", "--max-context", "128", "--max-concurrent", "64"]
-        return subprocess.Popen([*command, *options], env=environment, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
+        return subprocess.Popen(
+            [*command, *options], env=environment, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        )
 
     out = tmp_path / "killed.jsonl"
     for stop_at in (150, 500):  # far from the end: whoever counts may get a processor late

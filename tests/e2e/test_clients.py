@@ -1,4 +1,5 @@
-"""Well-known clients as they are, against one server with a tiny model: chat, stream, tools, structured output, history round trip.
+"""Well-known clients as they are, against one server with a tiny model: chat, stream, tools, structured output, history
+round trip.
 
 `openai` is always here; the others are skipped where they are not installed (`pip install 'outrider[clients]'`).
 """
@@ -19,7 +20,9 @@ from outrider.llm import LLM
 
 HI: list[Any] = [{"role": "user", "content": "hello"}]
 PARAMETERS = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "time", "description": "the time", "parameters": PARAMETERS}}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "time", "description": "the time", "parameters": PARAMETERS}}
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tiny.write_target("llama", path / "target")
     config = path / "target" / "config.json"  # a token is a byte here: tools need room
     config.write_text(config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 2048'))
-    llm = LLM.load(str(path / "target"), drafter="ngram", draft_tokens=2, threads=1, engine=EngineConfig(max_batch=10, max_context=2048))
+    llm = LLM.load(
+        str(path / "target"),
+        drafter="ngram",
+        draft_tokens=2,
+        threads=1,
+        engine=EngineConfig(max_batch=10, max_context=2048),
+    )
     assert llm.tokenizer is not None
     with Served(llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=8) as s:
         yield s
@@ -37,7 +46,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_openai_chat_with_history(served: Served) -> None:
     client = served.client()
     ask: dict[str, Any] = dict(model="fake", seed=1, max_tokens=200, tools=TOOLS)
-    first = client.chat.completions.create(messages=HI, tool_choice="required", parallel_tool_calls=False, store=False, **ask)
+    first = client.chat.completions.create(
+        messages=HI, tool_choice="required", parallel_tool_calls=False, store=False, **ask
+    )
     message = first.choices[0].message
     (call,) = message.tool_calls
     assert json.loads(call.function.arguments)["zone"] in ("UTC", "CET")
@@ -71,10 +82,19 @@ def test_openai_responses(served: Served) -> None:
     assert text == whole.output_text
     tools: list[Any] = [{"type": "function", "name": "time", "parameters": PARAMETERS, "strict": False}]
     called = client.responses.create(
-        model="fake", input="hello", tools=tools, tool_choice="required", parallel_tool_calls=False, max_output_tokens=200
+        model="fake",
+        input="hello",
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=200,
     )
     call = next(item for item in called.output if item.type == "function_call")
-    history: list[Any] = [*HI, *called.output, {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}]
+    history: list[Any] = [
+        *HI,
+        *called.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"},
+    ]
     client.responses.create(model="fake", input=history, tools=tools, max_output_tokens=4)
 
 
@@ -95,15 +115,25 @@ def test_anthropic(served: Served) -> None:
         assert stream.get_final_message().usage.output_tokens == 8
     tools = [{"name": "time", "description": "the time", "input_schema": PARAMETERS}]
     called = client.messages.create(
-        model="fake", max_tokens=200, messages=HI, tools=tools, tool_choice={"type": "any", "disable_parallel_tool_use": True}
+        model="fake",
+        max_tokens=200,
+        messages=HI,
+        tools=tools,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )
     use = next(b for b in called.content if b.type == "tool_use")
-    results = [{"type": "tool_result", "tool_use_id": b.id, "content": "12:00"} for b in called.content if b.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": b.id, "content": "12:00"} for b in called.content if b.type == "tool_use"
+    ]
     assert use.input["zone"] in ("UTC", "CET")
     talk = [*HI, {"role": "assistant", "content": called.content}, {"role": "user", "content": results}]
     client.messages.create(model="fake", max_tokens=4, messages=talk, tools=tools)
     with client.messages.stream(
-        model="fake", max_tokens=200, messages=HI, tools=tools, tool_choice={"type": "any", "disable_parallel_tool_use": True}
+        model="fake",
+        max_tokens=200,
+        messages=HI,
+        tools=tools,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
     ) as stream:
         final = stream.get_final_message()
     assert any(b.type == "tool_use" and b.input["zone"] in ("UTC", "CET") for b in final.content)
@@ -131,7 +161,9 @@ def test_ollama(served: Served) -> None:
 def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no other host is asked
     litellm = pytest.importorskip("litellm")
-    ask: dict[str, Any] = dict(model="openai/fake", api_base=f"{served.url}/v1", api_key="none", max_tokens=200, seed=1, tools=TOOLS)
+    ask: dict[str, Any] = dict(
+        model="openai/fake", api_base=f"{served.url}/v1", api_key="none", max_tokens=200, seed=1, tools=TOOLS
+    )
     first = litellm.completion(messages=HI, tool_choice="required", parallel_tool_calls=False, **ask)
     message = first.choices[0].message
     results = [{"role": "tool", "tool_call_id": c.id, "content": "12:00"} for c in message.tool_calls]
@@ -161,4 +193,7 @@ def test_instructor(served: Served) -> None:
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(served.client(), mode=mode)
-        assert client.chat.completions.create(model="fake", messages=HI, response_model=Zone, max_tokens=200).zone in ("UTC", "CET")
+        assert client.chat.completions.create(model="fake", messages=HI, response_model=Zone, max_tokens=200).zone in (
+            "UTC",
+            "CET",
+        )

@@ -1,8 +1,8 @@
 # ruff: noqa: E501 (a case is a line)
 """What clients of llama.cpp's and vLLM's servers rely on, as small cases against one server with a tiny model.
 
-Written from the behaviour that their server tests describe; each case is a line or two. The share that passes is printed
-(`pytest -s`), and what fails is named. KNOWN holds what we do otherwise on purpose, with the reason.
+Written from the behaviour that their server tests describe; each case is a line or two. The share that passes is
+printed (`pytest -s`), and what fails is named. KNOWN holds what we do otherwise on purpose, with the reason.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0
 # ---- accepted, and of no effect
 
 PLAIN_FIELDS: dict[str, Any] = {
-    "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "user": "u",
-    "modalities": ["text"], "cache_prompt": True, "request_id": "r", "skip_special_tokens": True, "spaces_between_special_tokens": True,
-    "add_special_tokens": False, "timings_per_token": True, "id_slot": 0, "prompt_cache_retention": "24h", "verbosity": "low",
+    "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s",
+    "user": "u",
+    "modalities": ["text"], "cache_prompt": True, "request_id": "r", "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "add_special_tokens": False, "timings_per_token": True, "id_slot": 0, "prompt_cache_retention": "24h",
+    "verbosity": "low",
 }  # fmt: skip
 for field_name, given in PLAIN_FIELDS.items():
-    many("inert", {field_name: lambda api, f=field_name, v=given: same(content(api.chat(**{f: v})), content(api.chat()))})
+    many(
+        "inert", {field_name: lambda api, f=field_name, v=given: same(content(api.chat(**{f: v})), content(api.chat()))}
+    )
 NULLS = (
     "stop",
     "tools",
@@ -57,11 +62,16 @@ NULLS = (
 for field_name in NULLS:
     many("null", {field_name: lambda api, f=field_name: api.chat(**{f.rstrip("_"): None})})
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "top_k_minus_one": {"top_k": -1}, "top_k_zero": {"top_k": 0}, "stop_empty": {"stop": ""}, "stop_list_empty": {"stop": []},
-    "stop_list_of_empty": {"stop": [""]}, "top_p_one": {"top_p": 1.0}, "min_p_zero": {"min_p": 0.0}, "penalty_one": {"repetition_penalty": 1.0},
-    "repeat_penalty": {"repeat_penalty": 1.0}, "n_one": {"n": 1}, "tools_empty": {"tools": []}, "format_text": {"response_format": {"type": "text"}},
-    "bias_empty": {"logit_bias": {}}, "priority": {"priority": 3}, "prediction": {"prediction": {"type": "content", "content": "hello there"}},
-    "temperature_int": {"temperature": 1}, "outrider": {"outrider": {"draft_tokens": 0}}, "kwargs_empty": {"chat_template_kwargs": {}},
+    "top_k_minus_one": {"top_k": -1}, "top_k_zero": {"top_k": 0}, "stop_empty": {"stop": ""},
+    "stop_list_empty": {"stop": []},
+    "stop_list_of_empty": {"stop": [""]}, "top_p_one": {"top_p": 1.0}, "min_p_zero": {"min_p": 0.0},
+    "penalty_one": {"repetition_penalty": 1.0},
+    "repeat_penalty": {"repeat_penalty": 1.0}, "n_one": {"n": 1}, "tools_empty": {"tools": []},
+    "format_text": {"response_format": {"type": "text"}},
+    "bias_empty": {"logit_bias": {}}, "priority": {"priority": 3},
+    "prediction": {"prediction": {"type": "content", "content": "hello there"}},
+    "temperature_int": {"temperature": 1}, "outrider": {"outrider": {"draft_tokens": 0}},
+    "kwargs_empty": {"chat_template_kwargs": {}},
     "completion_tokens": {"max_completion_tokens": 8}, "both_limits": {"max_completion_tokens": 8, "max_tokens": 8},
 }  # fmt: skip
 for field_name, given in DEFAULTS.items():
@@ -72,19 +82,34 @@ for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
 # ---- refused, by name
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": -1}, "top_p": {"top_p": 2}, "n": {"n": 0}, "max_tokens": {"max_tokens": 0}, "unknown": {"foo": 1},
-    "logprobs": {"logprobs": True, "top_logprobs": 21}, "top_logprobs": {"top_logprobs": 2}, "messages": {"messages": []},
-    "role": {"messages": [{"role": "king", "content": "x"}]}, "image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-    "stream_options": {"stream_options": {"include_usage": True}}, "schema": {"response_format": {"type": "json_schema"}},
-    "schema_not": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "regex": {"guided_regex": "("},
+    "temperature": {"temperature": -1}, "top_p": {"top_p": 2}, "n": {"n": 0}, "max_tokens": {"max_tokens": 0},
+    "unknown": {"foo": 1},
+    "logprobs": {"logprobs": True, "top_logprobs": 21}, "top_logprobs": {"top_logprobs": 2},
+    "messages": {"messages": []},
+    "role": {"messages": [{"role": "king", "content": "x"}]},
+    "image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    "stream_options": {"stream_options": {"include_usage": True}},
+    "schema": {"response_format": {"type": "json_schema"}},
+    "schema_not": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+    "regex": {"guided_regex": "("},
     "format_type": {"response_format": {"type": "xml"}}, "two_formats": {"guided_regex": "a", "guided_choice": ["a"]},
-    "tool_choice": {"tool_choice": "required"}, "bias": {"logit_bias": {"x": 1}}, "bias_range": {"logit_bias": {"5": 101}}, "bias_id": {"logit_bias": {"999999": 1}},
-    "seed": {"seed": "x"}, "stops": {"stop": ["x"] * 17}, "allowed": {"allowed_token_ids": [999999]}, "allowed_empty": {"allowed_token_ids": []},
+    "tool_choice": {"tool_choice": "required"}, "bias": {"logit_bias": {"x": 1}},
+    "bias_range": {"logit_bias": {"5": 101}}, "bias_id": {"logit_bias": {"999999": 1}},
+    "seed": {"seed": "x"}, "stops": {"stop": ["x"] * 17}, "allowed": {"allowed_token_ids": [999999]},
+    "allowed_empty": {"allowed_token_ids": []},
     "kwargs": {"chat_template_kwargs": {"messages": []}}, "continue_user": {"continue_final_message": True},
-    "modalities": {"modalities": ["audio"]}, "presence": {"presence_penalty": 3}, "frequency": {"frequency_penalty": -3}, "grammar": {"grammar": "root ::= ("},
+    "modalities": {"modalities": ["audio"]}, "presence": {"presence_penalty": 3},
+    "frequency": {"frequency_penalty": -3}, "grammar": {"grammar": "root ::= ("},
 }  # fmt: skip
 for field_name, given in REFUSED.items():
-    many("refused", {field_name: lambda api, v=given: holds(set(api.chat(400, **v)["error"]) == {"message", "type", "param", "code"})})
+    many(
+        "refused",
+        {
+            field_name: lambda api, v=given: holds(
+                set(api.chat(400, **v)["error"]) == {"message", "type", "param", "code"}
+            )
+        },
+    )
 many("missing", {
     "messages": lambda api: same(api.post("/v1/chat/completions", {}, 400)["error"]["param"], "messages"),
     "prompt": lambda api: same(api.post("/v1/completions", {}, 400)["error"]["param"], "prompt"),
@@ -108,7 +133,10 @@ def whole_shape(api: Api) -> None:
 def stream_shape(api: Api) -> None:
     chunks = api.stream()
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
-    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant" and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert (
+        chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    )
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == content(api.chat())
 
 
@@ -146,20 +174,26 @@ def stop_is_left_out(api: Api) -> None:
 def stop_is_included(api: Api) -> None:
     text = api.text(max_tokens=60, temperature=1, ignore_eos=True)["choices"][0]["text"]
     stop = text[len(text) // 2]
-    got = api.text(max_tokens=60, temperature=1, stop=stop, include_stop_str_in_output=True, ignore_eos=True)["choices"][0]["text"]
+    got = api.text(max_tokens=60, temperature=1, stop=stop, include_stop_str_in_output=True, ignore_eos=True)[
+        "choices"
+    ][0]["text"]
     assert got == text[: text.index(stop) + 1]
 
 
 @case
 def stop_token_ids_end(api: Api) -> None:
     ids = api.text(max_tokens=20, return_token_ids=True, temperature=1, ignore_eos=True)["choices"][0]["token_ids"]
-    got = api.text(max_tokens=20, return_token_ids=True, temperature=1, stop_token_ids=[ids[9]], ignore_eos=True)["choices"][0]["token_ids"]
+    got = api.text(max_tokens=20, return_token_ids=True, temperature=1, stop_token_ids=[ids[9]], ignore_eos=True)[
+        "choices"
+    ][0]["token_ids"]
     assert got == ids[: ids.index(ids[9]) + 1]
 
 
 @case
 def allowed_tokens_only(api: Api) -> None:
-    ids = api.text(max_tokens=20, temperature=1, allowed_token_ids=[70, 71, 72], return_token_ids=True)["choices"][0]["token_ids"]
+    ids = api.text(max_tokens=20, temperature=1, allowed_token_ids=[70, 71, 72], return_token_ids=True)["choices"][0][
+        "token_ids"
+    ]
     assert set(ids) <= {70, 71, 72}
 
 
@@ -205,8 +239,18 @@ many("choosing", {
 @case
 def echo_logprobs_zero_tokens(api: Api) -> None:
     got = api.text(prompt="hello", echo=True, logprobs=1, max_tokens=0)["choices"][0]
-    assert got["text"] == "hello" and got["logprobs"]["tokens"] == list("hello") and got["logprobs"]["token_logprobs"][0] is None
-    assert all(p < 0 for p in got["logprobs"]["token_logprobs"][1:]) and got["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    assert (
+        got["text"] == "hello"
+        and got["logprobs"]["tokens"] == list("hello")
+        and got["logprobs"]["token_logprobs"][0] is None
+    )
+    assert all(p < 0 for p in got["logprobs"]["token_logprobs"][1:]) and got["logprobs"]["text_offset"] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert len(got["logprobs"]["top_logprobs"]) == 5 and got["logprobs"]["top_logprobs"][0] is None
 
 
@@ -285,14 +329,18 @@ def forced_tool(api: Api) -> None:
 
 @case
 def named_tool(api: Api) -> None:
-    choice = api.chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "time"}}, max_tokens=200)["choices"][0]
+    choice = api.chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "time"}}, max_tokens=200)[
+        "choices"
+    ][0]
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "time" and choice["message"]["content"] is None
 
 
 @case
 def streamed_tool(api: Api) -> None:
     deltas = [
-        d for c in api.stream(tools=[TOOL], tool_choice="required", max_tokens=200) for d in c["choices"][0]["delta"].get("tool_calls", [])
+        d
+        for c in api.stream(tools=[TOOL], tool_choice="required", max_tokens=200)
+        for d in c["choices"][0]["delta"].get("tool_calls", [])
     ]
     first = [d for d in deltas if d["index"] == 0]
     assert first[0]["id"] and first[0]["function"]["name"] == "time"
@@ -312,14 +360,19 @@ def old_functions(api: Api) -> None:
 CALL = {"id": "c1", "index": 0, "type": "function", "function": {"name": "time", "arguments": '{"zone":"UTC"}'}}
 HISTORY: dict[str, list[dict[str, Any]]] = {
     "annotations": [{"role": "assistant", "content": "x", "annotations": [], "refusal": None, "audio": None, "function_call": None, "tool_calls": None}],
-    "litellm": [{"role": "assistant", "content": "x", "provider_specific_fields": {"a": 1}}], "null_content": [{"role": "assistant", "content": None}],
+    "litellm": [{"role": "assistant", "content": "x", "provider_specific_fields": {"a": 1}}],
+    "null_content": [{"role": "assistant", "content": None}],
     "calls": [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c1", "content": "12:00"}],
-    "calls_empty": [{"role": "assistant", "content": "x", "tool_calls": []}], "cache_control": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}],
-    "reasoning": [{"role": "assistant", "content": "x", "reasoning_content": "hm", "reasoning": "hm"}], "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+    "calls_empty": [{"role": "assistant", "content": "x", "tool_calls": []}],
+    "cache_control": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}],
+    "reasoning": [{"role": "assistant", "content": "x", "reasoning_content": "hm", "reasoning": "hm"}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
     "name": [{"role": "user", "content": "x", "name": "bob"}], "developer": [{"role": "developer", "content": "x"}],
     "old_function": [{"role": "assistant", "content": None, "function_call": {"name": "time", "arguments": "{}"}}, {"role": "function", "name": "time", "content": "12"}],
-    "tool_without_id": [{"role": "tool", "content": "12"}], "tool_parts": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "12"}]}],
-    "empty_user": [{"role": "user", "content": ""}], "dict_arguments": [{"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}]}],
+    "tool_without_id": [{"role": "tool", "content": "12"}],
+    "tool_parts": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "12"}]}],
+    "empty_user": [{"role": "user", "content": ""}],
+    "dict_arguments": [{"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}]}],
 }  # fmt: skip
 for field_name, messages in HISTORY.items():
     many("history", {field_name: lambda api, m=messages: api.chat(messages=[*HI, *m, *HI])})
@@ -327,7 +380,9 @@ for field_name, messages in HISTORY.items():
 
 @case
 def history_round_trip(api: Api) -> None:
-    message = api.chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)["choices"][0]["message"]
+    message = api.chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)["choices"][0][
+        "message"
+    ]
     results = [{"role": "tool", "tool_call_id": c["id"], "content": "12:00"} for c in message["tool_calls"]]
     api.chat(messages=[*HI, message, *results], tools=[TOOL])
 
@@ -335,10 +390,15 @@ def history_round_trip(api: Api) -> None:
 @case
 def prefill(api: Api) -> None:
     shown = api.post(
-        "/apply-template", {"messages": [*HI, {"role": "assistant", "content": "The answer"}], "continue_final_message": True}
+        "/apply-template",
+        {"messages": [*HI, {"role": "assistant", "content": "The answer"}], "continue_final_message": True},
     )["prompt"]
     assert shown.endswith("<|im_start|>assistant\nThe answer")
-    api.chat(messages=[*HI, {"role": "assistant", "content": "The answer"}], continue_final_message=True, add_generation_prompt=False)
+    api.chat(
+        messages=[*HI, {"role": "assistant", "content": "The answer"}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
 
 
 # ---- other routes
@@ -350,7 +410,12 @@ ANTHROPIC = {"model": "fake", "max_tokens": 8, "messages": HI}
 def anthropic_stream(api: Api) -> None:
     events = api.lines("/v1/messages", {**ANTHROPIC, "stream": True})
     kinds = [e["type"] for e in events]
-    assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "content_block_delta" in kinds and "message_delta" in kinds
+    assert (
+        kinds[0] == "message_start"
+        and kinds[-1] == "message_stop"
+        and "content_block_delta" in kinds
+        and "message_delta" in kinds
+    )
     assert kinds.count("content_block_start") == kinds.count("content_block_stop")
 
 
@@ -358,14 +423,23 @@ def anthropic_stream(api: Api) -> None:
 def anthropic_tools(api: Api) -> None:
     tools = [{"name": "time", "description": "d", "input_schema": TOOL["function"]["parameters"]}]  # type: ignore[index]
     got = api.post(
-        "/v1/messages", {**ANTHROPIC, "max_tokens": 200, "tools": tools, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        "/v1/messages",
+        {
+            **ANTHROPIC,
+            "max_tokens": 200,
+            "tools": tools,
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        },
     )
     use = next(b for b in got["content"] if b["type"] == "tool_use")
     assert got["stop_reason"] == "tool_use" and use["input"]["zone"] in ("UTC", "CET")
     cut = api.post("/v1/messages", {**ANTHROPIC, "max_tokens": 40, "tools": tools, "tool_choice": {"type": "any"}})
     assert cut["stop_reason"] == "max_tokens"  # and the call that was cut off is no 500
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use["id"], "content": "12:00"}]}
-    api.post("/v1/messages", {**ANTHROPIC, "tools": tools, "messages": [*HI, {"role": "assistant", "content": got["content"]}, result]})
+    api.post(
+        "/v1/messages",
+        {**ANTHROPIC, "tools": tools, "messages": [*HI, {"role": "assistant", "content": got["content"]}, result]},
+    )
 
 
 @case
@@ -374,9 +448,9 @@ def responses_stream(api: Api) -> None:
     kinds = [e["type"] for e in events]
     assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
     text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == text and [e["sequence_number"] for e in events] == list(
-        range(len(events))
-    )
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == text and [
+        e["sequence_number"] for e in events
+    ] == list(range(len(events)))
 
 
 @case
@@ -384,20 +458,36 @@ def responses_tools(api: Api) -> None:
     tools = [{"type": "function", **TOOL["function"]}]  # type: ignore[dict-item]
     got = api.post(
         "/v1/responses",
-        {"input": "hello", "tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200},
+        {
+            "input": "hello",
+            "tools": tools,
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "max_output_tokens": 200,
+        },
     )
     call = next(i for i in got["output"] if i["type"] == "function_call")
-    again = [{"role": "user", "content": "hello"}, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "12:00"}]
+    again = [
+        {"role": "user", "content": "hello"},
+        call,
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "12:00"},
+    ]
     assert api.post("/v1/responses", {"input": again, "tools": tools, "max_output_tokens": 4})["object"] == "response"
 
 
 @case
 def ollama_stream(api: Api) -> None:
     text = api.http.post(
-        "/api/chat", json={"model": "fake:latest", "messages": HI, "options": {"num_predict": 8, "seed": 1, "num_ctx": 4096}}
+        "/api/chat",
+        json={"model": "fake:latest", "messages": HI, "options": {"num_predict": 8, "seed": 1, "num_ctx": 4096}},
     ).text
     lines = [json.loads(x) for x in text.splitlines()]
-    assert lines[-1]["done"] and lines[-1]["done_reason"] == "length" and lines[-1]["eval_count"] == 8 and not lines[0]["done"]
+    assert (
+        lines[-1]["done"]
+        and lines[-1]["done_reason"] == "length"
+        and lines[-1]["eval_count"] == 8
+        and not lines[0]["done"]
+    )
 
 
 many("routes", {
@@ -449,14 +539,26 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     path = tmp_path_factory.mktemp("conformance")
     tiny.write_target("llama", path / "target")
     config = path / "target" / "config.json"  # a token is a byte here: tools need room
-    config.write_text(config.read_text().replace('"max_position_embeddings": 512', f'"max_position_embeddings": {CONTEXT}'))
-    llm = LLM.load(str(path / "target"), drafter="ngram", draft_tokens=2, threads=1, engine=EngineConfig(max_batch=10, max_context=CONTEXT))
+    config.write_text(
+        config.read_text().replace('"max_position_embeddings": 512', f'"max_position_embeddings": {CONTEXT}')
+    )
+    llm = LLM.load(
+        str(path / "target"),
+        drafter="ngram",
+        draft_tokens=2,
+        threads=1,
+        engine=EngineConfig(max_batch=10, max_context=CONTEXT),
+    )
     assert llm.tokenizer is not None
-    with Served(llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=8, max_queued=64) as s:
+    with Served(
+        llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=8, max_queued=64
+    ) as s:
         yield Api(s.url)
     passed = sum(OUTCOMES.values())
     failed = sorted(name for name, ok in OUTCOMES.items() if not ok)
-    print(f"\nconformance: {passed} of {len(OUTCOMES)} cases ({100 * passed / max(1, len(OUTCOMES)):.1f} %); failed: {failed or 'none'}")
+    print(
+        f"\nconformance: {passed} of {len(OUTCOMES)} cases ({100 * passed / max(1, len(OUTCOMES)):.1f} %); failed: {failed or 'none'}"
+    )
 
 
 @pytest.mark.parametrize("name", list(CASES))

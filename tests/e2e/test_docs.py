@@ -1,4 +1,5 @@
-"""Every command in the docs: parsed by the real parser; and run, on a tiny model called smollm2, where a block is marked so.
+"""Every command in the docs: parsed by the real parser; and run, on a tiny model called smollm2, where a block is
+marked so.
 
 A comment before a fenced block says what to do with it:
 
@@ -7,8 +8,8 @@ A comment before a fenced block says what to do with it:
     <!-- serve --> / <!-- ask -->   start it and keep it running / run it against what was started
     <!-- skip: WHY -->      neither run nor parsed
 
-Without one, each command of a shell block is parsed: options of `outrider` by its own parser, scripts and their options, make
-targets and extras by what the repository has. So a renamed option fails here, on every page.
+Without one, each command of a shell block is parsed: options of `outrider` by its own parser, scripts and their
+options, make targets and extras by what the repository has. So a renamed option fails here, on every page.
 """
 
 from __future__ import annotations
@@ -81,12 +82,17 @@ def blocks() -> list[Block]:
             if mark.strip() not in MARKS:
                 mark = argument = ""
             line = text.count("\n", 0, match.start("language")) + 1
-            found.append(Block(str(page.relative_to(ROOT)), line, mark.strip(), argument.strip(), match["language"], match["body"]))
+            found.append(
+                Block(
+                    str(page.relative_to(ROOT)), line, mark.strip(), argument.strip(), match["language"], match["body"]
+                )
+            )
     return found
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The commands of a block as words. In blocks without a language only lines that look like ours count: the rest is output."""
+    """The commands of a block as words. In blocks without a language only lines that look like ours count: the rest is
+    output."""
     if block.mark in ("skip", "file") or block.language not in ("", "bash", "sh", "shell", "console"):
         return []
     out = []
@@ -138,7 +144,9 @@ def test_commands_are_what_the_repository_has(block: Block, words: list[str]) ->
         for names in re.findall(r"(?:\.|outrider)\[([^\]]*)\]", " ".join(arguments)):
             assert set(names.split(",")) <= set(extras), f"no such extra: {names}"
     else:
-        assert program in FREE, f"{block}: nobody checks {program!r}; mark the block <!-- skip: why --> or teach this test"
+        assert program in FREE, (
+            f"{block}: nobody checks {program!r}; mark the block <!-- skip: why --> or teach this test"
+        )
 
 
 # ---- names in running text
@@ -154,13 +162,21 @@ def test_options_and_files_in_the_text_exist() -> None:
     parameters = [*group.params, *(p for command in group.commands.values() for p in command.params)]
     options = {o for p in parameters for o in (*p.opts, *p.secondary_opts)} | FOREIGN
     scripts = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks").glob("*.py"))
-    files = [str(p.relative_to(ROOT)) for top in ("src", "benchmarks", "tests", "tools", "deploy") for p in (ROOT / top).rglob("*.*")]
+    files = [
+        str(p.relative_to(ROOT))
+        for top in ("src", "benchmarks", "tests", "tools", "deploy")
+        for p in (ROOT / top).rglob("*.*")
+    ]
     wrong = []
     for page in (page for page in PAGES if not str(page.relative_to(ROOT)).startswith(PAST)):
         for span in re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8"))):
             if span.startswith("--"):
                 named = re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", span)
-                wrong += [f"{page.name}: nothing has the option {o}" for o in named if o not in options and f'"{o}"' not in scripts]
+                wrong += [
+                    f"{page.name}: nothing has the option {o}"
+                    for o in named
+                    if o not in options and f'"{o}"' not in scripts
+                ]
             elif re.fullmatch(r"[a-z0-9_/]+\.(py|h|c|toml|yaml|sh|js)", span) and span not in FILES:
                 here = any(f"/{file}".endswith(f"/{span}") for file in files) or (ROOT / span).is_file()
                 wrong += [] if here else [f"{page.name}: there is no file {span}"]
@@ -207,7 +223,9 @@ def script(arguments: list[str]) -> None:
     assert path.is_file(), f"{arguments[0]} does not exist"
     sources = "\n".join(p.read_text(encoding="utf-8") for p in path.parent.glob("*.py"))
     for option in (a.partition("=")[0] for a in arguments[1:] if a.startswith("--")):
-        assert option in path.read_text(encoding="utf-8") or f'"{option}"' in sources, f"{arguments[0]} has no option {option}"
+        assert option in path.read_text(encoding="utf-8") or f'"{option}"' in sources, (
+            f"{arguments[0]} has no option {option}"
+        )
 
 
 # ---- really run
@@ -232,13 +250,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(folder: Path) -> dict[str, str]:
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return os.environ | {
-        "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OUTRIDER_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200",
+        "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OUTRIDER_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
     }  # fmt: skip
 
 
 def run(block: Block, folder: Path, body: str | None = None) -> str:
     program = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
-    done = subprocess.run([*program, body or block.body], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*program, body or block.body], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, f"{block}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -281,4 +302,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     cli = (tmp_path / "site" / "reference" / "cli.html").read_text()
     assert f"Outrider {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}" in cli
     assert "outrider doctor" in cli and "outrider batch" in cli and "--max-concurrent" in cli
-    assert "http://" not in re.sub(r"https?://(127\.0\.0\.1|www\.w3\.org|outrider)\S*", "", (tmp_path / "site" / "index.html").read_text())
+    assert "http://" not in re.sub(
+        r"https?://(127\.0\.0\.1|www\.w3\.org|outrider)\S*", "", (tmp_path / "site" / "index.html").read_text()
+    )

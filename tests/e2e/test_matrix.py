@@ -1,7 +1,9 @@
-"""Every command with every kind of drafter, as on a first day: a first start, a second, a cache that cannot be written, no compiler.
+"""Every command with every kind of drafter, as on a first day: a first start, a second, a cache that cannot be written,
+no compiler.
 
-One process, tiny models. The kernels are built once and put where a first start would have built them; measuring costs gets a
-tenth of a second. The model without a drafter has sizes that the C library runs in one call, as real models have.
+One process, tiny models. The kernels are built once and put where a first start would have built them; measuring costs
+gets a tenth of a second. The model without a drafter has sizes that the C library runs in one call, as real models
+have.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     tiny.write_assistant("gemma4_31b", folder / "gemma-assistant", clustered=True)
     for name, layers, seed in (("llama", 2, 0), ("small", 1, 1)):
         config = transformers.LlamaConfig(
-            vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=2, head_dim=32,
+            vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+            num_attention_heads=2, head_dim=32,
             num_key_value_heads=1, max_position_embeddings=tiny.CONTEXT, eos_token_id=tiny.EOS, bos_token_id=tiny.BOS,
         )  # fmt: skip
         model: Any = transformers.AutoModelForCausalLM.from_config(config).float()
@@ -91,7 +94,8 @@ def outrider(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 def enter(state: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the process into that state: an empty cache with the kernels in it, one that cannot be written, or no way to have kernels."""
+    """Put the process into that state: an empty cache with the kernels in it, one that cannot be written, or no way to
+    have kernels."""
     spare = tmp_path / "tmp"
     spare.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
@@ -110,9 +114,12 @@ def no_compiler() -> str:
     raise build.BuildError("no C compiler (cc, gcc or clang) on the path")
 
 
-# ---- what each command is asked, and how its answer is known to be one -----------------------------------------------------------
+# ---- what each command is asked, and how its answer is known to be one
+# -----------------------------------------------------------
 def generate(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    code, out, err = outrider("generate", place.model(kind), "Hi there", "--max-tokens", 8, "--json", "--compare", *use(place, kind))
+    code, out, err = outrider(
+        "generate", place.model(kind), "Hi there", "--max-tokens", 8, "--json", "--compare", *use(place, kind)
+    )
     assert code == 0 and json.loads(out)["identical"] is True, err
     return err
 
@@ -131,7 +138,12 @@ def serve(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypat
     answers: list[Any] = []
 
     def once(backend: ServedModel, settings: ServerSettings, listener: socket.socket) -> None:
-        body = {"model": settings.model_name, "messages": [{"role": "user", "content": "<|im_end|> hi"}], "max_tokens": 6, "temperature": 0}
+        body = {
+            "model": settings.model_name,
+            "messages": [{"role": "user", "content": "<|im_end|> hi"}],
+            "max_tokens": 6,
+            "temperature": 0,
+        }
         with HttpServer(backend, settings).running([listener]) as url:
             ask = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
             with urlopen(ask, timeout=60) as reply:
@@ -146,7 +158,8 @@ def serve(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypat
 def bench(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     output = Path(tempfile.mkdtemp(dir=tmp_path))
     code, out, err = outrider(
-        "bench", place.model(kind), "--suite", place.prompts, "--limit", 1, "--repeats", 1, "--max-tokens", 6, "--draft-tokens", "0,2,auto",
+        "bench", place.model(kind), "--suite", place.prompts, "--limit", 1, "--repeats", 1, "--max-tokens", 6,
+        "--draft-tokens", "0,2,auto",
         "--drafters", place.drafter(kind), "--out", output, "--json",
     )  # fmt: skip
     rows = [row for row in json.loads(out)["rows"] if row["category"] == "all"]
@@ -158,7 +171,9 @@ def prove(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypat
     arguments = ["--count", 1, "--k", "2", "--max-tokens", 6, "--temperatures", "0", "--json", *use(place, kind)]
     code, out, err = outrider("prove", place.model(kind), *arguments)
     report = json.loads(out)
-    assert (code == 0 and report["passed"]) or report["ops"] == "reference", report  # torch's own products promise no bits
+    assert (code == 0 and report["passed"]) or report["ops"] == "reference", (
+        report
+    )  # torch's own products promise no bits
     return err
 
 
@@ -182,7 +197,8 @@ def inspect(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeyp
 
 def train(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     code, _, err = outrider(
-        "train", "--target", place.model(kind), "--data", place.prompts, "--out", tmp_path / "run", "--steps", 2, "--layers", 1,
+        "train", "--target", place.model(kind), "--data", place.prompts, "--out", tmp_path / "run", "--steps", 2,
+        "--layers", 1,
         "--unroll", 2, "--max-new", 8, "--heldout", 2, "--slots", 4, "--anchors", 64, "--dtype", "float32", "--json",
     )  # fmt: skip
     assert code == 0, err
@@ -190,7 +206,11 @@ def train(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypat
 
 
 def eval_drafter(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    helper = {"mtp": f"{place.model(kind)}-assistant", "none": str(place.folder / "gemma-assistant"), "draft": place.drafter(kind)}[kind]
+    helper = {
+        "mtp": f"{place.model(kind)}-assistant",
+        "none": str(place.folder / "gemma-assistant"),
+        "draft": place.drafter(kind),
+    }[kind]
     code, out, err = outrider(
         "eval-drafter", place.model(kind), helper, "--prompts", place.prompts, "--limit", 2, "--max-tokens", 6, "--json"
     )
@@ -216,7 +236,13 @@ COMMANDS = (generate, chat, serve, bench, prove, predict, inspect, train, eval_d
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda f: f.__name__)
 def test_the_first_day(
-    command: Callable[..., str], kind: str, state: str, outrider: Outrider, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., str],
+    kind: str,
+    state: str,
+    outrider: Outrider,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     enter(state, place, tmp_path, monkeypatch)
     for start in range(2 if state == "twice" else 1):

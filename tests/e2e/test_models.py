@@ -56,12 +56,16 @@ def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
         states = {c["id"]: c["outrider"]["state"] for c in http.get("/v1/models").json()["data"]}
         assert sorted(states.values()) == ["loaded", "unloaded"]
         metrics = http.get("/metrics").text
-        evictions = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("outrider_model_evictions_total{"))
+        evictions = dict(
+            line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("outrider_model_evictions_total{")
+        )
         assert len(evictions) == 2 and min(map(float, evictions.values())) >= 1
         assert f"outrider_new_tokens_total {6.0 * 32}" in metrics  # nothing is lost with a model that was put back
         # either model for tokens too; unknown ones are told which there are
         assert http.post("/tokenize", json={"model": "other", "prompt": "ab"}).json()["count"] == 2
-        missing = http.post("/v1/chat/completions", json={"model": "third", "messages": [{"role": "user", "content": "x"}]})
+        missing = http.post(
+            "/v1/chat/completions", json={"model": "third", "messages": [{"role": "user", "content": "x"}]}
+        )
         assert missing.status_code == 404 and "'one', 'other'" in missing.json()["error"]["message"]
         assert [m["name"] for m in http.get("/api/tags").json()["models"]] == ["one", "other"]
         assert http.post("/api/show", json={"model": "third"}).status_code == 404

@@ -37,9 +37,12 @@ def test_https() -> None:
 
 
 @pytest.mark.parametrize(
-    "certificate, key, told", [("missing.pem", None, "No such file"), ("cert.pem", None, "can't use"), ("key.pem", "key.pem", "can't use")]
+    "certificate, key, told",
+    [("missing.pem", None, "No such file"), ("cert.pem", None, "can't use"), ("key.pem", "key.pem", "can't use")],
 )
-def test_a_certificate_that_cannot_be_used_is_found_before_the_model_is_loaded(certificate: str, key: str | None, told: str) -> None:
+def test_a_certificate_that_cannot_be_used_is_found_before_the_model_is_loaded(
+    certificate: str, key: str | None, told: str
+) -> None:
     with pytest.raises(OutriderError, match=told):
         ServerSettings("fake", ssl_certfile=TLS / certificate, ssl_keyfile=TLS / key if key else None)
     with pytest.raises(OutriderError, match="needs --ssl-certfile"):
@@ -64,7 +67,11 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
 
             async def allowed() -> list[str]:
                 keys = ("own", "old", "new")
-                return [k for k in keys if (await http.get("/v1/models", headers={"Authorization": f"Bearer {k}"})).status_code == 200]
+                return [
+                    k
+                    for k in keys
+                    if (await http.get("/v1/models", headers={"Authorization": f"Bearer {k}"})).status_code == 200
+                ]
 
             assert await allowed() == ["own", "old"]
             for text, then in (("# the old one leaked\nnew\n", ["own", "new"]), ("# nobody\n", ["own", "new"])):
@@ -86,5 +93,10 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
 def test_process_metrics() -> None:
     with Served(FakeEngine(TOK), TOK) as s:
         text = httpx.get(f"{s.url}/metrics", timeout=60).text
-    for name in ("process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds", "outrider_build_info{"):
+    for name in (
+        "process_resident_memory_bytes",
+        "process_cpu_seconds_total",
+        "process_open_fds",
+        "outrider_build_info{",
+    ):
         assert f"\n{name}" in text, name

@@ -27,10 +27,16 @@ from outrider.server.settings import ServerSettings
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 expect = sync_api.expect
 expect.set_options(timeout=1000 * PATIENCE)  # five seconds else: too few where other tests have the processors
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    os.environ.get("CHROMIUM")
+    or shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: apt-get install chromium, or set CHROMIUM")
 FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update",
     "--disable-sync",
 ]  # fmt: skip
 STORY = (
@@ -151,7 +157,9 @@ def test_marks_toggle_without_losing_the_text_and_are_not_colour_alone(page: Any
     styles = {}
     for kind in ("accepted", "corrected", "bonus"):
         span = page.locator(f".message.assistant .{kind}").first
-        styles[kind] = span.evaluate("n => getComputedStyle(n).textDecorationStyle + getComputedStyle(n).textDecorationLine")
+        styles[kind] = span.evaluate(
+            "n => getComputedStyle(n).textDecorationStyle + getComputedStyle(n).textDecorationLine"
+        )
     assert len(set(styles.values())) == 3  # three kinds of line
     coloured = span.evaluate("n => getComputedStyle(n).backgroundColor")
     page.uncheck("#colour")
@@ -232,7 +240,8 @@ def test_markdown_in_any_pieces_ends_the_same(page: Any) -> None:
         for (let i = 1; i <= source.length; i += 1) grown.show(source.slice(0, i));
         return [a.innerHTML, b.innerHTML];
     }""",
-        MARKDOWN + "\n\n> quote\n> more\n\n- a\n- b\n\n***\n*em* _em_ snake_case_name 2 * 3 * 4 `` a`b `` ~~del~~ \\*no\\*\n```\nopen",
+        MARKDOWN
+        + "\n\n> quote\n> more\n\n- a\n- b\n\n***\n*em* _em_ snake_case_name 2 * 3 * 4 `` a`b `` ~~del~~ \\*no\\*\n```\nopen",
     )
     assert once == pieces
     assert "<em>em</em> <em>em</em> snake_case_name 2 * 3 * 4 <code> a`b </code> <del>del</del> *no*" in once
@@ -386,7 +395,9 @@ def test_server_figures_and_keyboard(page: Any) -> None:
     chart = page.locator("#charts .chart").first
     ticks = chart.locator("text").all_text_contents()
     assert "now" in ticks and "0" in ticks and any(t.endswith(" s") for t in ticks)  # both axes, with the span
-    assert "tokens/s" in chart.locator("figcaption").inner_text() and "highest" in chart.locator("svg").get_attribute("aria-label")
+    assert "tokens/s" in chart.locator("figcaption").inner_text() and "highest" in chart.locator("svg").get_attribute(
+        "aria-label"
+    )
     assert "requests" in page.inner_text("#totals")
     shoot(page, "server")
     page.keyboard.press("Home")
@@ -414,17 +425,24 @@ def test_a_refused_message_is_shown_as_refused_and_not_sent_again(page: Any, ser
     served.engine.fail_steps = 1
     ask(page, "This will fail.")
     refused = page.locator(".message.user.refused")
-    assert "engine failed" in refused.locator(".reason").inner_text() and page.locator(".message.assistant").count() == 0
+    assert (
+        "engine failed" in refused.locator(".reason").inner_text() and page.locator(".message.assistant").count() == 0
+    )
     ask(page, "This works again.")
     assert "This will fail." not in TOK.decode(served.engine.seen[-1].prompt)
     refused.locator("text=Retry").click()
     page.wait_for_selector(".message.assistant:last-child .foot")
-    assert page.locator(".message.refused").count() == 0 and page.locator(".message.user .body").last.inner_text() == "This will fail."
+    assert (
+        page.locator(".message.refused").count() == 0
+        and page.locator(".message.user .body").last.inner_text() == "This will fail."
+    )
 
 
 def test_refusals_by_name(page: Any) -> None:
     ask(page, "y" * 2100)
-    assert "2048" in page.inner_text(".message.refused .reason") or "tokens" in page.inner_text(".message.refused .reason")
+    assert "2048" in page.inner_text(".message.refused .reason") or "tokens" in page.inner_text(
+        ".message.refused .reason"
+    )
     page.locator(".message.refused >> text=Remove").click()
     assert page.locator(".message").count() == 0
     page.locator("#max-tokens").evaluate("n => { n.max = 9999; n.value = 9999; n.dispatchEvent(new Event('input')); }")

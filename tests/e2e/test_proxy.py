@@ -28,7 +28,11 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with Served(ENGINE, TOK) as served:
-        text = SNIPPET.read_text().replace("outrider:8000", f"127.0.0.1:{served.port}").replace("listen 80;", f"listen 127.0.0.1:{port};")
+        text = (
+            SNIPPET.read_text()
+            .replace("outrider:8000", f"127.0.0.1:{served.port}")
+            .replace("listen 80;", f"listen 127.0.0.1:{port};")
+        )
         places = "".join(f"{n}_temp_path {folder}/{n}; " for n in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
         config = folder / "nginx.conf"
         config.write_text(f"daemon off; pid {folder}/pid; events {{}}\nhttp {{ access_log off; {places}\n{text}\n}}\n")
@@ -60,7 +64,9 @@ def test_own_origin_passes_and_others_do_not(proxy: str) -> None:
 
 def test_tokens_come_as_they_are_made(proxy: str) -> None:
     ENGINE.go.clear()
-    with httpx.stream("POST", f"{proxy}/v1/chat/completions", json={**BODY, "stream": True}, timeout=PATIENCE) as answer:
+    with httpx.stream(
+        "POST", f"{proxy}/v1/chat/completions", json={**BODY, "stream": True}, timeout=PATIENCE
+    ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")  # it comes although the answer cannot end yet
         ENGINE.go.set()

@@ -1,4 +1,5 @@
-"""The server through the official `openai` client, on an engine that says what a script says. Real sockets, real streaming."""
+"""The server through the official `openai` client, on an engine that says what a script says. Real sockets, real
+streaming."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ TOK = tokenizer()
 GEMMA = tokenizer(gemma=True)
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 WEATHER: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
 ]
 
 
@@ -57,7 +61,9 @@ def test_stream_and_whole_are_the_same_text(served: Served) -> None:
     assert stream[-1].choices == [] and stream[-1].usage == whole.usage
     assert whole.usage.completion_tokens == len(TOK.encode(whole.choices[0].message.content)) + 1  # and the end token
     assert stream[0].choices[0].delta.role == "assistant"
-    smooth = served.client().chat.completions.create(**ask, stream=True, extra_body={"outrider": {"stream_smoothing": True}})
+    smooth = served.client().chat.completions.create(
+        **ask, stream=True, extra_body={"outrider": {"stream_smoothing": True}}
+    )
     pieces = list(smooth)
     assert text_of(pieces) == whole.choices[0].message.content and len(pieces) > len(stream)
 
@@ -75,15 +81,31 @@ def test_choices_have_their_own_seeds(served: Served) -> None:
 
 def test_parameters_reach_the_engine(served: Served) -> None:
     served.client().chat.completions.create(
-        model="fake", messages=HI, temperature=0.3, top_p=0.9, presence_penalty=0.5, frequency_penalty=-0.5, max_completion_tokens=9,
+        model="fake", messages=HI, temperature=0.3, top_p=0.9, presence_penalty=0.5, frequency_penalty=-0.5,
+        max_completion_tokens=9,
         stop=["zz"],
-        logit_bias={"65": 5}, seed=-1, extra_body={"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
+        logit_bias={"65": 5}, seed=-1,
+        extra_body={"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
                                                    "stop_token_ids": [9], "outrider": {"draft_tokens": 5}},
     )  # fmt: skip
     request = served.engine.seen[-1]
     p = request.params
-    assert (p.temperature, p.top_p, p.presence_penalty, p.frequency_penalty, p.max_tokens, p.stop) == (0.3, 0.9, 0.5, -0.5, 9, ("zz",))
-    assert (p.logit_bias, p.top_k, p.min_p, p.repetition_penalty, p.min_tokens, p.ignore_eos) == ({65: 5.0}, 4, 0.1, 1.1, 2, True)
+    assert (p.temperature, p.top_p, p.presence_penalty, p.frequency_penalty, p.max_tokens, p.stop) == (
+        0.3,
+        0.9,
+        0.5,
+        -0.5,
+        9,
+        ("zz",),
+    )
+    assert (p.logit_bias, p.top_k, p.min_p, p.repetition_penalty, p.min_tokens, p.ignore_eos) == (
+        {65: 5.0},
+        4,
+        0.1,
+        1.1,
+        2,
+        True,
+    )
     assert p.stop_token_ids == (9,) and request.draft_tokens == 5 and 0 <= p.seed < 2**63
     served.client().chat.completions.create(model="fake", messages=HI)
     assert served.engine.seen[-1].params.temperature == 1.0  # OpenAI's default
@@ -94,17 +116,23 @@ def test_stop_strings_and_limits(served: Served) -> None:
     whole = served.client().chat.completions.create(model="fake", messages=HI, seed=7).choices[0].message.content
     stop = whole[5:9]
     stopped = served.client().chat.completions.create(model="fake", messages=HI, seed=7, stop=stop)
-    assert stopped.choices[0].message.content == whole[: whole.index(stop)] and stopped.choices[0].finish_reason == "stop"
+    assert (
+        stopped.choices[0].message.content == whole[: whole.index(stop)] and stopped.choices[0].finish_reason == "stop"
+    )
     cut = served.client().chat.completions.create(model="fake", messages=HI, seed=7, max_tokens=3)
     assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 3
 
 
 def test_logprobs(served: Served) -> None:
-    answer = served.client().chat.completions.create(model="fake", messages=HI, seed=7, logprobs=True, top_logprobs=2, max_tokens=4)
+    answer = served.client().chat.completions.create(
+        model="fake", messages=HI, seed=7, logprobs=True, top_logprobs=2, max_tokens=4
+    )
     content = answer.choices[0].logprobs.content
     assert len(content) == 4 and all(c.logprob == -0.5 and len(c.top_logprobs) == 2 for c in content)
     assert b"".join(bytes(c.bytes) for c in content).decode("utf-8", "replace") == answer.choices[0].message.content
-    streamed = served.client().chat.completions.create(model="fake", messages=HI, seed=7, logprobs=True, max_tokens=4, stream=True)
+    streamed = served.client().chat.completions.create(
+        model="fake", messages=HI, seed=7, logprobs=True, max_tokens=4, stream=True
+    )
     assert sum(len(c.choices[0].logprobs.content) for c in streamed if c.choices[0].logprobs) == 4
     legacy = served.client().completions.create(model="fake", prompt="x", logprobs=1, max_tokens=4)
     assert len(legacy.choices[0].logprobs.token_logprobs) == 4 == len(legacy.choices[0].logprobs.text_offset)
@@ -112,22 +140,32 @@ def test_logprobs(served: Served) -> None:
 
 def test_completions(served: Served) -> None:
     two = served.client().completions.create(model="fake", prompt=["abc", "de"], seed=3, echo=True, max_tokens=5)
-    assert two.choices[0].text.startswith("abc") and two.choices[1].text.startswith("de") and two.usage.prompt_tokens == 5
+    assert (
+        two.choices[0].text.startswith("abc") and two.choices[1].text.startswith("de") and two.usage.prompt_tokens == 5
+    )
     ids = served.client().completions.create(model="fake", prompt=TOK.encode("abc"), seed=3, max_tokens=5)
     assert "abc" + ids.choices[0].text == two.choices[0].text
-    stream = served.client().completions.create(model="fake", prompt="abc", seed=3, max_tokens=5, stream=True, echo=True)
+    stream = served.client().completions.create(
+        model="fake", prompt="abc", seed=3, max_tokens=5, stream=True, echo=True
+    )
     assert "".join(c.choices[0].text for c in stream) == two.choices[0].text
 
 
 def test_statistics_only_on_request(served: Served) -> None:
     client = served.client()
     assert "outrider" not in client.chat.completions.create(model="fake", messages=HI).model_dump()
-    by_header = client.chat.completions.create(model="fake", messages=HI, seed=7, extra_headers={"X-Outrider-Stats": "1"}).model_dump()
+    by_header = client.chat.completions.create(
+        model="fake", messages=HI, seed=7, extra_headers={"X-Outrider-Stats": "1"}
+    ).model_dump()
     stats = by_header["outrider"]
-    assert {"cycles", "drafted", "accepted", "by_position", "ttft_ms", "decode_tps", "tokens_per_cycle", "seed"} <= set(stats)
+    assert {"cycles", "drafted", "accepted", "by_position", "ttft_ms", "decode_tps", "tokens_per_cycle", "seed"} <= set(
+        stats
+    )
     assert stats["accepted"] == sum(p["accepted"] for p in stats["by_position"]) and stats["seed"] == 7
     assert stats["new_tokens"] == by_header["usage"]["completion_tokens"]
-    ask = dict(model="fake", messages=HI, seed=7, stream=True, extra_body={"outrider": {"stats": True, "token_kinds": True}})
+    ask = dict(
+        model="fake", messages=HI, seed=7, stream=True, extra_body={"outrider": {"stats": True, "token_kinds": True}}
+    )
     chunks = [c.model_dump() for c in client.chat.completions.create(**ask)]
     tokens = [t for c in chunks for t in c.get("outrider", {}).get("tokens", [])]
     assert "".join(t[0] for t in tokens) == by_header["choices"][0]["message"]["content"]
@@ -147,9 +185,15 @@ def test_routes_beside_the_answers(served: Served) -> None:
     http = served.http
     assert http.get("/health").json()["status"] == "ok" and http.get("/version").json()["version"]
     metrics = http.get("/metrics").text
-    assert 'outrider_http_requests_total{route="chat",status="200"}' in metrics and "outrider_accepted_at_total" in metrics
+    assert (
+        'outrider_http_requests_total{route="chat",status="200"}' in metrics and "outrider_accepted_at_total" in metrics
+    )
     page = http.get("/")
-    assert page.status_code == 200 and "script-src" not in page.headers["content-security-policy"] and "http://" not in page.text
+    assert (
+        page.status_code == 200
+        and "script-src" not in page.headers["content-security-policy"]
+        and "http://" not in page.text
+    )
     assert http.get("/page/app.js").status_code == 200 and http.get("/page/..%2Fapp.py").status_code == 404
     assert http.get("/docs").status_code == 404 and http.get("/openapi.json").status_code == 200
 
@@ -183,11 +227,20 @@ def test_forced_tool_calls(choice: Any, gemma: bool) -> None:
     tools: list[Any] = [
         {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "additionalProperties": False}}},
         {"type": "function", "function": {"name": "weather", "parameters": {
-            "type": "object", "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"], "additionalProperties": False}}},
+            "type": "object", "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"],
+            "additionalProperties": False}}},
     ]  # fmt: skip
     with Served(FakeEngine(tok), tok) as s:
         for seed in range(3):
-            ask = dict(model="fake", messages=HI, tools=tools, tool_choice=choice, seed=seed, max_tokens=1000, parallel_tool_calls=False)
+            ask = dict(
+                model="fake",
+                messages=HI,
+                tools=tools,
+                tool_choice=choice,
+                seed=seed,
+                max_tokens=1000,
+                parallel_tool_calls=False,
+            )
             whole = s.client().chat.completions.create(**ask)
             (call,) = whole.choices[0].message.tool_calls
             assert whole.choices[0].finish_reason == "tool_calls" and whole.choices[0].message.content is None
@@ -253,7 +306,11 @@ BAD: list[tuple[Any, int, str]] = [
     (chat(temperature=-1), 400, "temperature"),
     (chat(messages=[]), 400, "messages"),
     (chat(messages=[{"role": "king", "content": "x"}]), 400, "messages[0].role"),
-    (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), 400, "messages[0].content[0]"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        400,
+        "messages[0].content[0]",
+    ),
     (chat(messages=[{"role": "user", "content": "refuse"}]), 400, "chat template"),
     (chat(messages=[{"role": "user"}]), 400, "content"),
     (chat(n=17), 400, "n"),
@@ -266,7 +323,11 @@ BAD: list[tuple[Any, int, str]] = [
     (chat(logit_bias={"99999": 1}), 400, "99999"),
     (chat(top_logprobs=2), 400, "top_logprobs"),
     (chat(stream_options={"include_usage": True}), 400, "stream_options"),
-    (chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}), 400, "response_format"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}),
+        400,
+        "response_format",
+    ),
     (chat(guided_regex="a+", tools=WEATHER), 400, "guided_regex"),
     (chat(response_format={"type": "json_object"}, min_tokens=5), 400, "min_tokens"),
     (chat(tool_choice={"type": "function", "function": {"name": "nope"}}, tools=WEATHER), 400, "nope"),
@@ -288,17 +349,7 @@ def test_bad_requests_name_the_field(served: Served, i: int) -> None:
     assert set(error) == {"message", "type", "param", "code"} and word in f"{error['param']} {error['message']}"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[" * 100_000,
-        b'{"\\ud800": 1}',
-        b"\xff",
-        b"NaN",
-    ],
-)
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b'{"\\ud800": 1}', b"\xff", b"NaN"])
 def test_broken_bodies_are_400(served: Served, body: bytes) -> None:
     answer = served.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
@@ -363,7 +414,11 @@ def test_full_is_429_with_retry_after() -> None:
     with Served(FakeEngine(TOK, batch=1, hold=5), TOK, max_concurrent=1, max_queued=1) as s:
         streams = [s.client().chat.completions.create(model="fake", messages=HI, stream=True) for _ in range(2)]
         full = s.http.post("/v1/chat/completions", json=chat())
-        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
+        assert (
+            full.status_code == 429
+            and int(full.headers["retry-after"]) >= 1
+            and full.json()["error"]["type"] == "rate_limit_error"
+        )
         too_many = s.http.post("/v1/chat/completions", json=chat(n=3))
         assert too_many.status_code == 400
         s.engine.go.set()
@@ -398,7 +453,9 @@ def test_a_client_that_leaves_is_aborted_at_once(stream: bool) -> None:
 
 
 def test_a_failing_step_fails_its_requests_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    with Served(FakeEngine(TOK, hold=30), TOK) as s:  # longer than what is asked for whole; a stream still runs when the step fails
+    with Served(
+        FakeEngine(TOK, hold=30), TOK
+    ) as s:  # longer than what is asked for whole; a stream still runs when the step fails
         s.engine.fail_steps = 1
         with pytest.raises(openai.InternalServerError, match="engine failed"), caplog.at_level(logging.INFO):
             s.client().chat.completions.create(model="fake", messages=[{"role": "user", "content": "my secret"}])
@@ -425,7 +482,9 @@ def test_logs_hold_no_prompt_unless_asked(caplog: pytest.LogCaptureFixture) -> N
         with Served(FakeEngine(TOK), TOK, log_prompts=log_prompts) as s, caplog.at_level(logging.DEBUG, "outrider"):
             s.client().chat.completions.create(model="fake", messages=secret)
             s.http.post("/v1/chat/completions", json=chat(messages=secret, foo="attack at dawn"))
-        assert ("attack at dawn" in "".join(r.getMessage() for r in caplog.records if r.name.startswith("outrider"))) is log_prompts
+        assert (
+            "attack at dawn" in "".join(r.getMessage() for r in caplog.records if r.name.startswith("outrider"))
+        ) is log_prompts
 
 
 @pytest.mark.parametrize("grace, whole", [(PATIENCE / 2, True), (0.2, False)])
@@ -449,7 +508,9 @@ def test_shutdown_lets_streams_finish_then_ends_them(grace: float, whole: bool) 
             s.engine.go.set()
     reader.join(PATIENCE)
     assert (got == ["word " * 20]) is whole
-    assert bool(errors) is not whole and (whole or (errors[0].code, errors[0].message) == ("shutting_down", "The server is shutting down."))
+    assert bool(errors) is not whole and (
+        whole or (errors[0].code, errors[0].message) == ("shutting_down", "The server is shutting down.")
+    )
 
 
 def test_a_request_refused_by_the_engine_is_400(served: Served) -> None:
@@ -472,7 +533,10 @@ def test_settings() -> None:
         ServerSettings("m", port=70000)
     with pytest.raises(OutriderError, match="printable ASCII"):
         ServerSettings("m", api_keys=("a b",))
-    assert public_name("/home/me/models/gemma") == "gemma" and public_name("google/gemma-4-E2B-it") == "google/gemma-4-E2B-it"
+    assert (
+        public_name("/home/me/models/gemma") == "gemma"
+        and public_name("google/gemma-4-E2B-it") == "google/gemma-4-E2B-it"
+    )
 
 
 def test_key_files(tmp_path: Any) -> None:

@@ -1,7 +1,7 @@
 """Nothing one client sends may hurt another. Each test is a row of an attack that once worked, against real sockets.
 
-Catches: grammars that burn a core for ever, texts tokenised before anybody asked whether they may, connections that hold places
-by not reading or not writing, and answers that tell where files lie.
+Catches: grammars that burn a core for ever, texts tokenised before anybody asked whether they may, connections that
+hold places by not reading or not writing, and answers that tell where files lie.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ TOK, GEMMA = tokenizer(), tokenizer(gemma=True)
 HI = [{"role": "user", "content": "hi"}]
 BOMB = {"type": "integer", "multipleOf": 62615533}
 CHAIN = {
-    "$defs": {**{f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(3000)}, "a3000": {"type": "null"}},
+    "$defs": {
+        **{f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(3000)},
+        "a3000": {"type": "null"},
+    },
     "$ref": "#/$defs/a0",
 }
 BOMBS: list[tuple[dict[str, Any], str]] = [
@@ -59,7 +62,8 @@ BOMBS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """A trial ends before it has to stand back behind everybody: on a busy machine it would get nothing from then on, and take for ever."""
+    """A trial ends before it has to stand back behind everybody: on a busy machine it would get nothing from then on,
+    and take for ever."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammars, "SECONDS", grammar_sandbox.QUICK)
         with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
@@ -83,7 +87,8 @@ def raw(s: Served, data: bytes, small: bool = False) -> socket.socket:
 def request(path: str, body: dict[str, Any]) -> bytes:
     text = json.dumps(body).encode()
     return (
-        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n".encode()
+        + text
     )
 
 
@@ -99,11 +104,20 @@ def test_a_grammar_bomb_is_a_400_that_names_the_field(served: Served, fields: di
 
 
 def test_a_refusal_names_the_part_of_the_schema(served: Served) -> None:
-    broken = {"type": "object", "properties": {"ok": {"type": "integer"}, "list": {"type": "array", "items": {"type": "nonsense"}}}}
-    bomb = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "object", "properties": {"c": BOMB}}}}
+    broken = {
+        "type": "object",
+        "properties": {"ok": {"type": "integer"}, "list": {"type": "array", "items": {"type": "nonsense"}}},
+    }
+    bomb = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "object", "properties": {"c": BOMB}}},
+    }
     function = {"name": "f", "parameters": broken}
     for fields, where in (
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": broken}}}, "properties.list.items"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": broken}}},
+            "properties.list.items",
+        ),
         ({"guided_json": bomb}, "properties.b.properties.c"),
         ({"tools": [{"type": "function", "function": function}], "tool_choice": "required"}, "f.properties.list.items"),
     ):
@@ -135,7 +149,10 @@ def test_others_are_served_while_a_bomb_is_tried_and_its_trial_ends_with_its_cli
 def test_the_nursery_may_die(served: Served) -> None:
     post(served, response_format={"type": "json_object"})
     pid = served.model.grammars._nursery._process.pid
-    assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)  # elsewhere its priority would not count against ours
+    assert (os.getsid(pid), os.getpgid(pid)) == (
+        os.getsid(0),
+        pid,
+    )  # elsewhere its priority would not count against ours
     os.kill(pid, signal.SIGKILL)
     schema = {"type": "object", "properties": {"fresh": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -174,7 +191,9 @@ def test_undeclared_properties_are_not_generated() -> None:
 # ---- admission before work
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*_: object, **__: object) -> Any:
         raise AssertionError("tokenised")
 
@@ -195,7 +214,11 @@ def test_a_full_server_refuses_before_it_tokenises(monkeypatch: pytest.MonkeyPat
             next(pieces)
             monkeypatch.setattr(type(s.model.prepare), "chat", lambda *_: pytest.fail("prepared"))
             answer = post(s)
-            assert answer.status_code == 429 and answer.json()["error"]["code"] == "server_full" and answer.headers["retry-after"]
+            assert (
+                answer.status_code == 429
+                and answer.json()["error"]["code"] == "server_full"
+                and answer.headers["retry-after"]
+            )
         monkeypatch.undo()
         s.settle()
 
@@ -209,7 +232,9 @@ def test_clients_take_turns() -> None:
                 order.append(f"{client}{i}")
                 await asyncio.sleep(0)
 
-        tasks = [asyncio.create_task(one("a", i)) for i in range(4)] + [asyncio.create_task(one("b", i)) for i in range(2)]
+        tasks = [asyncio.create_task(one("a", i)) for i in range(4)] + [
+            asyncio.create_task(one("b", i)) for i in range(2)
+        ]
         await asyncio.sleep(0)
         tasks[3].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -277,7 +302,15 @@ def test_cancelled_work_keeps_its_thread() -> None:
 
 @pytest.mark.parametrize("settings", [dict(timeout=2.0), dict(stall_timeout=1.0)], ids=str)
 def test_a_client_that_does_not_read_gives_back_its_places(settings: dict[str, float]) -> None:
-    body = {"messages": HI, "stream": True, "n": 2, "logprobs": True, "top_logprobs": 20, "max_tokens": 100000, "ignore_eos": True}
+    body = {
+        "messages": HI,
+        "stream": True,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "max_tokens": 100000,
+        "ignore_eos": True,
+    }
     engine = FakeEngine(TOK, lambda r: "word " * 20000, draft=8)
     engine.max_context = 1 << 20
     with Served(engine, TOK, 1 << 20, max_concurrent=2, max_queued=0, **settings) as s:
@@ -292,7 +325,11 @@ def test_a_client_that_does_not_read_gives_back_its_places(settings: dict[str, f
 def test_connections_that_say_nothing_or_half_are_ended() -> None:
     with Served(FakeEngine(TOK), TOK, request_timeout=0.6, idle_timeout=0.6) as s:
         half_body = request("/v1/chat/completions", {"messages": HI})[:-5]
-        kinds = {"nothing": b"", "half a head": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x", "half a body": half_body}
+        kinds = {
+            "nothing": b"",
+            "half a head": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x",
+            "half a body": half_body,
+        }
         whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         open_ones = [raw(s, data) for data in (*kinds.values(), whole, whole + b"GET /hea")]
         dripping = raw(s, b"GET /health HTTP/1.1\r\n")
@@ -362,15 +399,21 @@ def test_the_cap_fits_the_file_descriptors() -> None:
 def test_chats_refusals_are_counted_under_chat_and_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     before = served.state.metrics.text().decode()
     with caplog.at_level(logging.INFO, "outrider"):
-        answer = served.http.post("/v1/chat/completions", json={"messages": HI, "secret words": 1}, headers={"X-Request-Id": "abc-1"})
+        answer = served.http.post(
+            "/v1/chat/completions", json={"messages": HI, "secret words": 1}, headers={"X-Request-Id": "abc-1"}
+        )
     assert answer.status_code == 400 and answer.headers["x-request-id"] == "abc-1"
-    count = lambda text, route: sum(map(float, re.findall(rf'requests_total{{route="{route}",status="400"}} (\S+)', text)))  # noqa: E731
+    count = lambda text, route: sum(
+        map(float, re.findall(rf'requests_total{{route="{route}",status="400"}} (\S+)', text))
+    )  # noqa: E731
     after = served.state.metrics.text().decode()
-    assert count(after, "chat") == count(before, "chat") + 1 and count(after, "completions") == count(before, "completions")
-    lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
-    assert any("abc-1" in x and "/v1/chat/completions" in x and "unknown_field" in x for x in lines) and "secret words" not in "".join(
-        lines
+    assert count(after, "chat") == count(before, "chat") + 1 and count(after, "completions") == count(
+        before, "completions"
     )
+    lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert any(
+        "abc-1" in x and "/v1/chat/completions" in x and "unknown_field" in x for x in lines
+    ) and "secret words" not in "".join(lines)
 
 
 def test_odd_requests(served: Served) -> None:
@@ -383,7 +426,10 @@ def test_odd_requests(served: Served) -> None:
     curls = {"Content-Type": "application/x-www-form-urlencoded"}  # of `curl -d`, and of a form on any page of the web
     body = json.dumps({"messages": HI, "max_tokens": 2})
     assert served.http.post(url, content=body, headers=curls).status_code == 200
-    assert served.http.post(url, content=body, headers={**curls, "Origin": "https://else.example"}).status_code in (403, 415)
+    assert served.http.post(url, content=body, headers={**curls, "Origin": "https://else.example"}).status_code in (
+        403,
+        415,
+    )
     assert served.http.head("/health").status_code == 200 and served.http.head("/").content == b""
     assert post(served).status_code == 200  # one model is served: it need not be named
     deep = served.http.post(url, content=b"[" * 200_000, headers=json_type)
@@ -403,7 +449,12 @@ def test_a_missing_key_says_how() -> None:
 
 def test_paths_stay_private() -> None:
     class Llm:
-        tokenizer, engine, nbytes, drafter_note = TOK, FakeEngine(TOK), 0, "drafter: mtp /home/me/secret/drafter (as asked)"
+        tokenizer, engine, nbytes, drafter_note = (
+            TOK,
+            FakeEngine(TOK),
+            0,
+            "drafter: mtp /home/me/secret/drafter (as asked)",
+        )
 
         class config:
             vocab_size = VOCAB
@@ -418,7 +469,15 @@ def test_a_port_in_use_is_noticed_before_the_model_is_loaded() -> None:
     with pytest.raises(OutriderError, match="cannot listen"):
         listen("127.0.0.1", port)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-c", "from outrider.cli.main import main; main()", "serve", "/nowhere", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-c",
+        "from outrider.cli.main import main; main()",
+        "serve",
+        "/nowhere",
+        "--port",
+        str(port),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 2 and "cannot listen" in run.stderr and "Traceback" not in run.stderr
     taken.close()

@@ -1,7 +1,8 @@
-"""The server on the real engine with a tiny Gemma 4 and its drafter: what must hold when requests share batches and drafts.
+"""The server on the real engine with a tiny Gemma 4 and its drafter: what must hold when requests share batches and
+drafts.
 
-Catches: JSON corrupted under concurrent speculation (vLLM #44993), a text that depends on who else is in the batch, pages kept
-by a client that left, a drafter's failure reaching the answer, a long prompt that stalls running streams.
+Catches: JSON corrupted under concurrent speculation (vLLM #44993), a text that depends on who else is in the batch,
+pages kept by a client that left, a drafter's failure reaching the answer, a long prompt that stalls running streams.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ SCHEMA = {
         "colour": {"enum": ["red", "green", "blue"]},
         "size": {"type": "integer", "minimum": 0, "maximum": 999},
         "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 2},
-        "nested": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False},
+        "nested": {
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        },
     },
     "required": ["colour", "size", "tags", "nested"],
     "additionalProperties": False,
@@ -59,7 +65,9 @@ def serve(folder: Path, drafter: str, **engine: Any) -> Served:
     config = EngineConfig(**{"max_batch": 8, "max_context": 512, "prefill_chunk": 32, **engine})
     llm = LLM.load(str(folder / "target"), drafter=drafter, draft_tokens=3, threads=1, engine=config)
     assert llm.tokenizer is not None
-    return Served(llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=8, max_queued=64)
+    return Served(
+        llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=8, max_queued=64
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +107,13 @@ def test_json_is_valid_at_any_concurrency(served: Served, by_ngram: Served, conc
         s = (served, by_ngram)[i % 2]
         prompt = f"Example {i}: {EXAMPLE}"
         answer = chat(
-            s, prompt, seed=i, temperature=i % 3 / 2, response_format=FORM, max_tokens=300, extra_headers={"X-Outrider-Stats": "1"}
+            s,
+            prompt,
+            seed=i,
+            temperature=i % 3 / 2,
+            response_format=FORM,
+            max_tokens=300,
+            extra_headers={"X-Outrider-Stats": "1"},
         )
         assert answer.choices[0].finish_reason == "stop"
         return answer.choices[0].message.content, answer.model_dump()["outrider"]
@@ -118,7 +132,8 @@ def test_json_is_valid_at_any_concurrency(served: Served, by_ngram: Served, conc
 def test_joins_leaves_and_bad_requests_disturb_nobody(served: Served) -> None:
     rng = random.Random(5)
     plans = [
-        (f"prompt number {i} " * rng.randint(1, 6), rng.randint(5, 60), rng.choice(["whole", "stream", "leave", "bad"])) for i in range(40)
+        (f"prompt number {i} " * rng.randint(1, 6), rng.randint(5, 60), rng.choice(["whole", "stream", "leave", "bad"]))
+        for i in range(40)
     ]
 
     def one(i: int) -> str | None:
@@ -162,14 +177,17 @@ def test_a_drafter_that_fails_costs_nothing_but_speed(served: Served, monkeypatc
         return propose(*args, **kwargs)
 
     monkeypatch.setattr(served.engine.drafter, "propose", failing)
-    stream = list(chat(served, "the drafter will fail", **options, stream=True, extra_headers={"X-Outrider-Stats": "1"}))
+    stream = list(
+        chat(served, "the drafter will fail", **options, stream=True, extra_headers={"X-Outrider-Stats": "1"})
+    )
     assert "".join(c.choices[0].delta.content or "" for c in stream) == before
     assert "made to fail" in stream[-1].model_dump()["outrider"]["drafter_off"] and calls == 3
 
 
 def test_a_long_prompt_does_not_stall_a_running_stream(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """13 chunks of prefill: the running stream must speak between them. Counted in the engine's steps, so that it matters to nobody when
-    its readers get their turn; steps take a while until the long prompt is there, so that the stream is not over by then."""
+    """13 chunks of prefill: the running stream must speak between them. Counted in the engine's steps, so that it
+    matters to nobody when its readers get their turn; steps take a while until the long prompt is there, so that the
+    stream is not over by then."""
     asked, steps = list[str](), list[set[str]]()
     submit, step = served.engine.submit, served.engine.step
 
@@ -186,7 +204,9 @@ def test_a_long_prompt_does_not_stall_a_running_stream(served: Served, monkeypat
 
     monkeypatch.setattr(served.engine, "submit", watched_submit)
     monkeypatch.setattr(served.engine, "step", watched_step)
-    stream = chat(served, "short", seed=1, temperature=1.0, max_tokens=300, stream=True, extra_body={"ignore_eos": True})
+    stream = chat(
+        served, "short", seed=1, temperature=1.0, max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
     next(iter(stream))
     chat(served, "x" * 400, seed=1, max_tokens=1)
     running, long = asked
@@ -215,7 +235,8 @@ def test_pages_run_out_and_everybody_finishes(folder: Path) -> None:
 
 
 def test_killed_and_started_again(folder: Path) -> None:
-    """kill -9 in the middle of a stream: nothing to repair, the same answer afterwards. The command line is tested on the way."""
+    """kill -9 in the middle of a stream: nothing to repair, the same answer afterwards. The command line is tested on
+    the way."""
     config = folder / "target" / "config.json"  # an answer so long that nobody is too slow to see it killed
     config.write_text(config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 8192'))
     command = [sys.executable, "-c", SERVE, str(folder / "target"), "--drafter", "ngram", "--port", "0"]
@@ -223,17 +244,23 @@ def test_killed_and_started_again(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     texts = []
     for last in (False, True):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
+        )
         assert process.stderr is not None
         try:
             said = next((line for line in iter(process.stderr.readline, "") if "serving" in line), "")
             assert said, "the server did not start"
             url = said.split(" at ")[1].split()[0]
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-            ask: dict[str, Any] = dict(model="target", messages=[{"role": "user", "content": "hello"}], seed=4, max_tokens=30)
+            ask: dict[str, Any] = dict(
+                model="target", messages=[{"role": "user", "content": "hello"}], seed=4, max_tokens=30
+            )
             texts.append(client.chat.completions.create(**ask).choices[0].message.content)
             if not last:
-                stream = client.chat.completions.create(**{**ask, "max_tokens": 8000}, stream=True, extra_body={"ignore_eos": True})
+                stream = client.chat.completions.create(
+                    **{**ask, "max_tokens": 8000}, stream=True, extra_body={"ignore_eos": True}
+                )
                 next(iter(stream))
                 process.kill()
                 with pytest.raises((openai.APIError, httpx.TransportError)):

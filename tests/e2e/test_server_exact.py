@@ -1,6 +1,8 @@
-"""An HTTP answer does not depend on drafting: 40 seeds, five draft lengths, stop strings, log-probabilities, streamed and whole.
+"""An HTTP answer does not depend on drafting: 40 seeds, five draft lengths, stop strings, log-probabilities, streamed
+and whole.
 
-Catches: log-probabilities and usage that hold the tokens a draft brought behind a stop string (38 of 40 seeds once did).
+Catches: log-probabilities and usage that hold the tokens a draft brought behind a stop string (38 of 40 seeds once
+did).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = EngineConfig(max_batch=8, max_context=512, prefill_chunk=32)
     llm = LLM.load(str(path / "target"), drafter=str(path / "drafter"), draft_tokens=3, threads=1, engine=config)
     assert llm.tokenizer is not None
-    with Served(llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=8, max_queued=64) as s:
+    with Served(
+        llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=8, max_queued=64
+    ) as s:
         yield s
 
 
@@ -58,9 +62,16 @@ def streamed(s: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
             for key, values in lists.items():
                 values += logprobs.get(key, [])
     assert usage is not None
-    choice: dict[str, Any] = {"index": 0, "finish_reason": finish, **({"stop_reason": stopped_by} if stopped_by else {})}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": finish,
+        **({"stop_reason": stopped_by} if stopped_by else {}),
+    }
     if "chat" in path:
-        choice |= {"logprobs": {"content": entries, "refusal": None}, "message": {"role": "assistant", "content": text, "refusal": None}}
+        choice |= {
+            "logprobs": {"content": entries, "refusal": None},
+            "message": {"role": "assistant", "content": text, "refusal": None},
+        }
     else:
         choice |= {"logprobs": lists, "text": text}
     return {"choices": [choice], "usage": {**usage, "prompt_tokens_details": None}}
@@ -71,12 +82,26 @@ def test_drafting_changes_nothing_in_an_answer(served: Served, path: str) -> Non
     chat = "chat" in path
 
     def one(seed: int) -> int:
-        body: dict[str, Any] = {"model": "fake", "seed": seed, "temperature": seed % 3 / 2, "max_tokens": 32, "ignore_eos": True}
-        body |= {"messages": [{"role": "user", "content": f"hello {seed % 5}"}]} if chat else {"prompt": f"hello {seed % 5}"}
+        body: dict[str, Any] = {
+            "model": "fake",
+            "seed": seed,
+            "temperature": seed % 3 / 2,
+            "max_tokens": 32,
+            "ignore_eos": True,
+        }
+        body |= (
+            {"messages": [{"role": "user", "content": f"hello {seed % 5}"}]}
+            if chat
+            else {"prompt": f"hello {seed % 5}"}
+        )
         first = whole(served, path, {**body, "outrider": {"draft_tokens": 0}})["choices"][0]
         text = first["message"]["content"] if chat else first["text"]
         readable = [i for i in range(len(text) // 3, len(text)) if text[i].isprintable()]
-        body |= {"stop": [text[readable[0]]], "logprobs": True, "top_logprobs": 3} if chat else {"stop": [text[readable[0]]], "logprobs": 3}
+        body |= (
+            {"stop": [text[readable[0]]], "logprobs": True, "top_logprobs": 3}
+            if chat
+            else {"stop": [text[readable[0]]], "logprobs": 3}
+        )
         want = None
         for k in KS:
             asked = {**body, "outrider": {"draft_tokens": k}}
@@ -92,11 +117,17 @@ def test_drafting_changes_nothing_in_an_answer(served: Served, path: str) -> Non
 
 
 def test_one_call_ends_at_the_same_token_whatever_the_draft() -> None:
-    """`parallel_tool_calls: false`: what comes with the cycle that begins a second call is neither counted nor reported."""
+    """`parallel_tool_calls: false`: what comes with the cycle that begins a second call is neither counted nor
+    reported."""
     tok = tokenizer()
     call = '<tool_call>{"name": "time", "arguments": {"zone": "%s"}}</tool_call>\n'
     tools = [{"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}]
-    body: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 500}
+    body: dict[str, Any] = {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": tools,
+        "max_tokens": 500,
+    }
     body |= {"parallel_tool_calls": False, "logprobs": True}
     with Served(FakeEngine(tok, lambda r: call % "UTC" + call % "CET"), tok) as s:
         seen = set()
@@ -104,6 +135,8 @@ def test_one_call_ends_at_the_same_token_whatever_the_draft() -> None:
             answer = whole(s, "/v1/chat/completions", {**body, "outrider": {"draft_tokens": k}})
             choice = answer["choices"][0]
             (only,) = choice["message"]["tool_calls"]
-            assert choice["finish_reason"] == "tool_calls" and json.loads(only["function"]["arguments"]) == {"zone": "UTC"}
+            assert choice["finish_reason"] == "tool_calls" and json.loads(only["function"]["arguments"]) == {
+                "zone": "UTC"
+            }
             seen.add((answer["usage"]["completion_tokens"], len(choice["logprobs"]["content"])))
         assert len(seen) == 1

@@ -24,7 +24,11 @@ def test_times_are_per_token_not_per_chunk() -> None:
 
 
 def test_percentiles() -> None:
-    assert percentiles(list(range(100)))["p95"] == 95 and percentiles([])["p50"] == 0.0 and percentiles([3.0])["p99"] == 3.0
+    assert (
+        percentiles(list(range(100)))["p95"] == 95
+        and percentiles([])["p50"] == 0.0
+        and percentiles([3.0])["p99"] == 3.0
+    )
 
 
 def test_a_run(tmp_path: Path) -> None:

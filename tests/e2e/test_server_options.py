@@ -1,4 +1,5 @@
-"""The options of a server behind others: foreign pages, names, a proxy's path, logs for machines, few file descriptors."""
+"""The options of a server behind others: foreign pages, names, a proxy's path, logs for machines, few file
+descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ PAGE = "https://app.example"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    options = {"allowed_origins": (PAGE + "/",), "trusted_hosts": ("llm.example",), "root_path": "/llm", "api_keys": ("k",)}
+    options = {
+        "allowed_origins": (PAGE + "/",),
+        "trusted_hosts": ("llm.example",),
+        "root_path": "/llm",
+        "api_keys": ("k",),
+    }
     with Served(FakeEngine(TOK), TOK, **options) as s:
         yield s
 
@@ -34,15 +40,26 @@ def test_pages_of_an_allowed_origin_may_call(served: Served) -> None:
     asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     before = served.http.options("/v1/chat/completions", headers=asked)  # a browser asks first, without the key
     assert before.status_code == 204 and before.headers["access-control-allow-origin"] == PAGE
-    assert "POST" in before.headers["access-control-allow-methods"] and "authorization" in before.headers["access-control-allow-headers"]
+    assert (
+        "POST" in before.headers["access-control-allow-methods"]
+        and "authorization" in before.headers["access-control-allow-headers"]
+    )
     answer = post(served, Origin=PAGE)
-    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"] == "Origin"
+    assert (
+        answer.status_code == 200
+        and answer.headers["access-control-allow-origin"] == PAGE
+        and answer.headers["vary"] == "Origin"
+    )
     refused = served.http.post("/v1/chat/completions", json=BODY, headers={"Origin": PAGE})
-    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == PAGE  # the page shall see why
+    assert (
+        refused.status_code == 401 and refused.headers["access-control-allow-origin"] == PAGE
+    )  # the page shall see why
 
 
 def test_clients_for_browsers_may_send_their_headers(served: Served) -> None:
-    wanted = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,anthropic-dangerous-direct-browser-access"
+    wanted = (
+        "authorization,content-type,x-stainless-lang,x-stainless-retry-count,anthropic-dangerous-direct-browser-access"
+    )
     asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
     allowed = served.http.options("/v1/chat/completions", headers=asked).headers["access-control-allow-headers"]
     assert allowed == wanted
@@ -50,11 +67,15 @@ def test_clients_for_browsers_may_send_their_headers(served: Served) -> None:
     assert "a;b" not in odd.headers["access-control-allow-headers"]
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "http://app.example", "https://app.example.evil.example", "null"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "http://app.example", "https://app.example.evil.example", "null"]
+)
 def test_other_pages_may_not(served: Served, origin: str) -> None:
     answer = post(served, Origin=origin)
     assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
-    before = served.http.options("/v1/chat/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"})
+    before = served.http.options(
+        "/v1/chat/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"}
+    )
     assert before.status_code == 403
 
 
@@ -65,7 +86,12 @@ def test_any_page_may_where_all_are_allowed() -> None:
 
 
 def test_only_trusted_names(served: Served) -> None:
-    assert [post(served, Host=h).status_code for h in ("llm.example", "llm.example:443", "evil.example", "")] == [200, 200, 403, 403]
+    assert [post(served, Host=h).status_code for h in ("llm.example", "llm.example:443", "evil.example", "")] == [
+        200,
+        200,
+        403,
+        403,
+    ]
 
 
 def test_a_path_before_ours(served: Served) -> None:
@@ -92,10 +118,13 @@ serve(ServedModel(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings("fake", por
 
 
 def test_few_file_descriptors_and_logs_for_machines() -> None:
-    """More connections come than there are descriptors: the server answers on, and says little. Each line it says is JSON.
-    (It would say a line of every silent connection that was too slow for it: here none is, however slow the machine.)"""
+    """More connections come than there are descriptors: the server answers on, and says little. Each line it says is
+    JSON. (It would say a line of every silent connection that was too slow for it: here none is, however slow the
+    machine.)"""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline())
@@ -105,7 +134,12 @@ def test_few_file_descriptors_and_logs_for_machines() -> None:
             if i % 100 == 99:
                 assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
         assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=PATIENCE).status_code == 200
-        assert httpx.post(f"{url}/v1/chat/completions", json={**BODY, "nonsense": "a secret"}, timeout=PATIENCE).status_code == 400
+        assert (
+            httpx.post(
+                f"{url}/v1/chat/completions", json={**BODY, "nonsense": "a secret"}, timeout=PATIENCE
+            ).status_code
+            == 400
+        )
         for made in silent:
             made.close()
     finally:

@@ -1,7 +1,8 @@
-"""What one client asks for is not done at the cost of the others: long texts, large bodies, unread answers, many grammars.
+"""What one client asks for is not done at the cost of the others: long texts, large bodies, unread answers, many
+grammars.
 
-Catches: texts tokenised under the interpreter's lock, answers computed on for nobody, memory for bodies nobody has a turn for,
-a grammar lost because somebody else brought a thousand.
+Catches: texts tokenised under the interpreter's lock, answers computed on for nobody, memory for bodies nobody has a
+turn for, a grammar lost because somebody else brought a thousand.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def raw(s: Served, path: str, body: bytes, address: str = "127.0.0.1", length: i
     made.bind((address, 0))
     made.connect(("127.0.0.1", s.port))
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    made.sendall(f"{head}Connection: close\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+    made.sendall(
+        f"{head}Connection: close\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+    )
     return made
 
 
@@ -50,8 +53,8 @@ def everything(made: socket.socket) -> bytes:
 
 
 def stands_back(pid: int) -> bool:
-    """Its priority counts against ours only within our session: a session of its own has an equal share of the processors (autogroups).
-    Signals of the terminal must not reach it all the same."""
+    """Its priority counts against ours only within our session: a session of its own has an equal share of the
+    processors (autogroups). Signals of the terminal must not reach it all the same."""
     return os.getsid(pid) == os.getsid(0) and os.getpgid(pid) == pid
 
 
@@ -79,7 +82,9 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
     seen: list[int] = []
     with Served(FakeEngine(TOK), TOK, max_prompt=1000) as s:
         tok = s.model.prepare.tokenizer
-        monkeypatch.setattr(tok, "elsewhere", lambda text, special: (seen.append(len(text)), tok.ids_here(text, special))[1])
+        monkeypatch.setattr(
+            tok, "elsewhere", lambda text, special: (seen.append(len(text)), tok.ids_here(text, special))[1]
+        )
         monkeypatch.setattr("outrider.server.prepare.LONG", 2000)
         monkeypatch.setattr("outrider.engine.text.LONG", 2000)
         answer = s.http.post("/v1/completions", json={"prompt": "a" * 6000})
@@ -109,7 +114,8 @@ def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
 
 def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "UNREAD", 20)
-    # a step of no time at all would end an answer before the loop, which tells the engine to pause, had its turn on a busy machine
+    # a step of no time at all would end an answer before the loop, which tells the engine to pause, had its turn on a
+    # busy machine
     engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0, delay=0.0005, hold=3900)
     body = {"messages": HI, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 9, "n": 2}
     with Served(engine, TOK, 1 << 20, max_concurrent=4, stall_timeout=300) as s:
@@ -157,7 +163,9 @@ def test_who_brings_many_grammars_loses_its_own(monkeypatch: pytest.MonkeyPatch)
         mine = GrammarSource("regex", "mine", "x")
         await keeper._compile(mine, {"text": build_regex("mine"), "bytes": 1000}, "me")
         for i in range(20):
-            await keeper._compile(GrammarSource("regex", f"{i}", "x"), {"text": build_regex(f"{i}"), "bytes": 200_000}, "many")
+            await keeper._compile(
+                GrammarSource("regex", f"{i}", "x"), {"text": build_regex(f"{i}"), "bytes": 200_000}, "many"
+            )
         assert mine.digest in keeper._kept and len(keeper._kept) < 8
         await keeper.close()
 
@@ -170,7 +178,9 @@ def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pyte
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
         with pytest.raises(ApiError, match="too busy") as refusal:
-            await keeper.get(GrammarSource("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me")
+            await keeper.get(
+                GrammarSource("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me"
+            )
         assert refusal.value.status == 503 and refusal.value.retry_after and not keeper._refused
         await keeper.close()
 

@@ -25,7 +25,8 @@ from outrider.weights import hub, load_target
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TEXTS = (
-    "Hello world", "  two  spaces\n\n\ttab", "I've got 12345 €, ok? 日本語 👩‍👩‍👧 ñandú", "def f(x):\n    return x**2\n", "",
+    "Hello world", "  two  spaces\n\n\ttab", "I've got 12345 €, ok? 日本語 👩‍👩‍👧 ñandú", "def f(x):\n    return x**2\n",
+    "",
     "<|im_start|>user\nhi<|im_end|>\n", " ", "'S I'LL don't", "x" * 50, "a\u0301 e\u0301",
 )  # fmt: skip
 
@@ -51,7 +52,9 @@ def answer(model: Any, prompt: list[int], limit: int, stop: tuple[int, ...]) -> 
     first = model.logits(model.forward(torch.tensor(prompt), kv.view([(0, len(prompt))])).hidden)
     tokens, at = [int(first[-1].argmax())], len(prompt)
     while len(tokens) < limit and tokens[-1] not in stop:
-        tokens.append(int(model.logits(model.forward(torch.tensor(tokens[-1:]), kv.view([(at, 1)])).hidden)[-1].argmax()))
+        tokens.append(
+            int(model.logits(model.forward(torch.tensor(tokens[-1:]), kv.view([(at, 1)])).hidden)[-1].argmax())
+        )
         at += 1
     return first, tokens
 
@@ -64,8 +67,12 @@ def test_tokenizer_and_template_as_transformers_has_them(path: Path, ours: tuple
         assert ids == theirs.encode(text, add_special_tokens=False), text
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
         detok = Detokenizer(tokenizer, keep_special=True)
-        assert "".join(detok.push([i]) for i in ids) + detok.flush() == tokenizer.decode([i for i in ids if i != 2], keep_special=True)
-    assert tokenizer.render(QUESTION) == theirs.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+        assert "".join(detok.push([i]) for i in ids) + detok.flush() == tokenizer.decode(
+            [i for i in ids if i != 2], keep_special=True
+        )
+    assert tokenizer.render(QUESTION) == theirs.apply_chat_template(
+        QUESTION, tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_logits_equal_transformers_and_it_knows_paris(path: Path, ours: tuple[Any, Tokenizer]) -> None:
@@ -89,7 +96,9 @@ def test_gemma3_from_gguf_equals_transformers_on_the_same_numbers() -> None:
     assert prompt[0] == 2
     logits, tokens = answer(model, prompt, 8, tokenizer.eos_ids)
     print(repr(tokenizer.decode(tokens)))
-    assert "France" in tokenizer.decode(tokens)  # a base model of this size says "the capital of the country of France."
+    assert "France" in tokenizer.decode(
+        tokens
+    )  # a base model of this size says "the capital of the country of France."
 
     layer, attn = config.layers[0], config.layers[0].attn
     theirs = Gemma3ForCausalLM(

@@ -1,4 +1,5 @@
-"""From prompts to a drafter that pays, with a tiny target, in seconds: the command itself, resume, warm start, export."""
+"""From prompts to a drafter that pays, with a tiny target, in seconds: the command itself, resume, warm start,
+export."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ QUIET = lambda _: None  # noqa: E731
 def prompts(path: Path, count: int = 48) -> Path:
     rng = np.random.default_rng(0)
     words = ["red", "blue", "cat", "dog", "sun", "sea", "one", "two"]
-    rows = [{"id": i, "category": "ab"[i % 2], "prompt": " ".join(rng.choice(words, size=rng.integers(1, 5)))} for i in range(count)]
+    rows = [
+        {"id": i, "category": "ab"[i % 2], "prompt": " ".join(rng.choice(words, size=rng.integers(1, 5)))}
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
 
@@ -73,15 +77,24 @@ def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path])
     result = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=32, say=QUIET)
     assert set(result["tokens_per_cycle"]) == set(range(1, 17)) and set(result["by_category"]) == {"a", "b"}
     assert result["tokens_per_cycle"][4] > lookup_tokens_per_cycle(Sequences.load(out / "data.npz"), 4) + 0.3
-    assert all(a >= b for a, b in zip(result["acceptance_by_position"][:4], result["acceptance_by_position"][1:4], strict=False))
+    assert all(
+        a >= b
+        for a, b in zip(result["acceptance_by_position"][:4], result["acceptance_by_position"][1:4], strict=False)
+    )
 
 
-def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_kept(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_kept(
+    world: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
     """Judged by prompts of another file; a rate that breaks the drafter."""
     target, data, out = world
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     apart = tmp_path / "apart.jsonl"
-    apart.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("cat cat cat cat cat", "sun two red", rows[0]["prompt"])))
+    apart.write_text(
+        "".join(
+            json.dumps({"prompt": text}) + "\n" for text in ("cat cat cat cat cat", "sun two red", rows[0]["prompt"])
+        )
+    )
     settings = TrainSettings(steps=4, unroll=2, lr=3.0, warmup=1, eval_every=2)
     again = job(target, data, tmp_path / "run", init=str(out / "drafter"), judge=apart, settings=settings)
     said: list[str] = []
@@ -118,7 +131,9 @@ def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
     return tokens / max(1, cycles)
 
 
-def test_a_killed_run_continues_bit_by_bit(world: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_continues_bit_by_bit(
+    world: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, data, out = world
 
     class Killed(Exception):
@@ -172,7 +187,8 @@ def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path
 
 
 def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """A few steps of ordinary training on texts of another kind: counting up, from anywhere, in steps of one to three."""
+    """A few steps of ordinary training on texts of another kind: counting up, from anywhere, in steps of one to
+    three."""
     start, step = torch.arange(48) * 5 % 200, torch.arange(48) % 3 + 1
     ids = 6 + (start[:, None] + step[:, None] * torch.arange(40)[None]) % (tiny.VOCAB - 6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -186,11 +202,17 @@ def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 
 def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, data, out = world
-    before = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
+    before = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)[
+        "tokens_per_cycle"
+    ][4]
     tuned = tiny.write(fine_tune(transformers.AutoModelForCausalLM.from_pretrained(target)), tmp_path / "tuned")
-    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
+    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)[
+        "tokens_per_cycle"
+    ][4]
     run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
-    after = evaluate_drafter(str(tuned), str(tmp_path / "run" / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
+    after = evaluate_drafter(str(tuned), str(tmp_path / "run" / "drafter"), data, max_new=24, limit=12, say=QUIET)[
+        "tokens_per_cycle"
+    ][4]
     assert dropped < before - 1 and after - dropped > 0.5 * (before - dropped)  # more than half of what was lost
 
 
@@ -221,7 +243,14 @@ def test_cluster_adds_a_head(world: tuple[Path, Path, Path], tmp_path: Path) -> 
     assert sorted(loaded.masked_embedding.token_ordering.tolist()) == list(range(tiny.VOCAB))
     target, data, out = world
     tuned = cluster_drafter(
-        str(out / "drafter"), tmp_path / "own", clusters=16, target=str(target), prompts=data, limit=16, max_new=16, say=QUIET
+        str(out / "drafter"),
+        tmp_path / "own",
+        clusters=16,
+        target=str(target),
+        prompts=data,
+        limit=16,
+        max_new=16,
+        say=QUIET,
     )
     assert tuned["share"] < 0.1 and tuned["recall"][-1]["recall"] == 1.0
 
@@ -280,13 +309,23 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
 
 
 def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """torchrun: prompts and batches are shared out, gradients averaged, neither process holds the target whole, rank 0 alone writes.
-    The same batches, two a step in one process, must give the same drafter."""
+    """torchrun: prompts and batches are shared out, gradients averaged, neither process holds the target whole, rank 0
+    alone writes. The same batches, two a step in one process, must give the same drafter."""
     target, data, _ = world
     out = tmp_path / "two"
     options = "--steps 3 --unroll 2 --layers 2 --anchors 256 --max-new 16 --slots 16 --greedy 1 --heldout 8 --eval-every 2 --dtype float32"
     options += " --shard-target"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "outrider.cli.main", "train"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "outrider.cli.main",
+        "train",
+    ]
     command += ["--target", str(target), "--data", str(data), "--out", str(out), "--device", "cpu", *options.split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parents[2])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
@@ -300,7 +339,9 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
     for name in ("prompts.npz", "prompts.json", "data.npz", "sizes.json"):
         shutil.copy(out / name, one / name)
     settings = TrainSettings(steps=3, unroll=2, accumulate=2, muon=False, warmup=10)
-    same = job(target, data, one, layers=2, answering=Answering(16, slots=16, greedy_share=1.0), anchors=256, settings=settings)
+    same = job(
+        target, data, one, layers=2, answering=Answering(16, slots=16, greedy_share=1.0), anchors=256, settings=settings
+    )
     run.train(same, QUIET)
     two, single = (torch.load(folder / "checkpoint.pt", weights_only=True)["net"] for folder in (out, one))
     for name in two:
@@ -314,14 +355,20 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
     opened = open_target(str(target), "cpu", torch.float32)
     net = load_net(str(out / "drafter"), opened)
     for temperature in (0.0, 1.0):
-        encoded = encode(read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, texts=False, max_tokens=64)
+        encoded = encode(
+            read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, texts=False, max_tokens=64
+        )
         prompts, seeds = [encoded[i].tolist() for i in range(12)], list(range(12))
         plain = [  # by the same ops: other kernels round otherwise, and may draw another token
-            llm.generate([p], SamplingParams(temperature=temperature, max_tokens=24, seed=s), drafter=False)[0].token_ids
+            llm.generate([p], SamplingParams(temperature=temperature, max_tokens=24, seed=s), drafter=False)[
+                0
+            ].token_ids
             for p, s in zip(prompts, seeds, strict=True)
         ]
         whole = [np.array(p + a) for p, a in zip(prompts, plain, strict=True)]
-        answered = Sequences.of(whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds)
+        answered = Sequences.of(
+            whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
+        )
         weights, full, clustered = views(net, opened)
         right = judge_drafts(opened.model, net, weights, clustered or full, answered, 3, temperature=temperature).right
         took, walked = [], []
@@ -337,7 +384,18 @@ def test_eval_drafter_prints_what_it_promises(
     world: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, data, out = world
-    command = ["outrider", "eval-drafter", str(target), str(out / "drafter"), "--prompts", str(data), "--limit", "9", "--max-tokens", "16"]
+    command = [
+        "outrider",
+        "eval-drafter",
+        str(target),
+        str(out / "drafter"),
+        "--prompts",
+        str(data),
+        "--limit",
+        "9",
+        "--max-tokens",
+        "16",
+    ]
     monkeypatch.setattr(sys, "argv", [*command, "--json"])
     with pytest.raises(SystemExit):
         main()

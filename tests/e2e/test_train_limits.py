@@ -1,4 +1,5 @@
-"""What a first day of training must not do: run past its time, forget everything on Ctrl-C, or be unable to make the shipped drafter."""
+"""What a first day of training must not do: run past its time, forget everything on Ctrl-C, or be unable to make the
+shipped drafter."""
 
 from __future__ import annotations
 
@@ -45,7 +46,18 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def endless(target: Path, data: Path, out: Path, *more: str) -> list[str]:
     options = "--steps 1000000 --unroll 2 --layers 2 --anchors 256 --max-new 16 --heldout 8 --eval-every 0 --device cpu --dtype float32"
-    command = [sys.executable, "-m", "outrider.cli.main", "train", "--target", str(target), "--data", str(data), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.cli.main",
+        "train",
+        "--target",
+        str(target),
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+    ]
     return [*command, *options.split(), *more]
 
 
@@ -86,12 +98,16 @@ def test_a_signal_while_answering_keeps_the_answers(world: tuple[Path, Path], tm
     many = prompts(tmp_path / "many.jsonl", 3000)
     out = tmp_path / "out"
     done = interrupted(endless(target, many, out), signal.SIGINT, out / "answers.jsonl")
-    assert done.returncode == 130 and "stopped while answering" in done.stderr and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 130 and "stopped while answering" in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr[-2000:]
+    )
     kept = read_answers(out / "answers.jsonl")
     assert 0 < len(kept) < 3000 and not (out / "data.npz").exists()
     first = {k: a.tokens for k, a in kept.items() if a.done}
     held = (out / "answers.jsonl").stat().st_size
-    again = interrupted(endless(target, many, out), signal.SIGINT, out / "answers.jsonl", beyond=held)  # it is answering again by then
+    again = interrupted(
+        endless(target, many, out), signal.SIGINT, out / "answers.jsonl", beyond=held
+    )  # it is answering again by then
     assert again.returncode == 130, again.stderr[-2000:]
     later = read_answers(out / "answers.jsonl")
     assert len(later) >= len(kept) and all(later[k].tokens == tokens for k, tokens in first.items())
@@ -102,7 +118,15 @@ def test_two_processes_answer_what_one_would(world: tuple[Path, Path], tmp_path:
     target, data = world
     steps = TrainSettings(steps=2, unroll=2, warmup=1, eval_every=0)
     one, two = (
-        job(target, data, tmp_path / str(n), layers=2, answering=Answering(16, slots=4, processes=n), anchors=256, settings=steps)
+        job(
+            target,
+            data,
+            tmp_path / str(n),
+            layers=2,
+            answering=Answering(16, slots=4, processes=n),
+            anchors=256,
+            settings=steps,
+        )
         for n in (1, 2)
     )
     run.train(one, QUIET)
@@ -116,12 +140,18 @@ def test_two_processes_answer_what_one_would(world: tuple[Path, Path], tmp_path:
 
 
 def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path, Path], tmp_path: Path) -> None:
-    """Killed without a warning while it unlearns: what it started from is what it leaves, then and where it ends in earnest."""
+    """Killed without a warning while it unlearns: what it started from is what it leaves, then and where it ends in
+    earnest."""
     target, data = world
     base = job(target, data, tmp_path / "base", answering=Answering(16), anchors=256)
     run.train(base, QUIET)
-    out, spoils = tmp_path / "out", ("--init", str(tmp_path / "base" / "drafter"), "--eval-every", "3", "--lr", "3", "--warmup", "1")
-    done = interrupted(endless(target, data, out, *spoils), signal.SIGKILL, out / "log.jsonl", beyond=20_000)  # several evaluations
+    out, spoils = (
+        tmp_path / "out",
+        ("--init", str(tmp_path / "base" / "drafter"), "--eval-every", "3", "--lr", "3", "--warmup", "1"),
+    )
+    done = interrupted(
+        endless(target, data, out, *spoils), signal.SIGKILL, out / "log.jsonl", beyond=20_000
+    )  # several evaluations
     assert done.returncode == -signal.SIGKILL
     whole = (out / "log.jsonl").read_text().rpartition("\n")[0]  # without a line that was being written
     rows = [json.loads(line) for line in whole.splitlines()]
@@ -142,7 +172,12 @@ def test_minutes_are_kept(world: tuple[Path, Path], tmp_path: Path, monkeypatch:
     monkeypatch.setattr(forecast, "FEWEST_TOKENS", 50)  # a machine that is busy with other tests shall not be refused
     monkeypatch.setattr(forecast, "FEWEST_STEPS", 5)
     quick = job(
-        target, data, tmp_path, minutes=0.25, answering=Answering(max_new=12), settings=TrainSettings(steps=10**6, unroll=2, eval_every=0)
+        target,
+        data,
+        tmp_path,
+        minutes=0.25,
+        answering=Answering(max_new=12),
+        settings=TrainSettings(steps=10**6, unroll=2, eval_every=0),
     )
     began = time.perf_counter()
     result = run.train(quick, QUIET)
@@ -199,13 +234,18 @@ def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
 
 
 def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path], tmp_path: Path) -> None:
-    """Phases that go on from one another: 4 bits, Muon, new clusters, T = 1; files and configuration as the shipped one's."""
+    """Phases that go on from one another: 4 bits, Muon, new clusters, T = 1; files and configuration as the shipped
+    one's."""
     target, data = world
     common = {"unroll": 2, "warmup": 2, "max_new": 16, "heldout": 8, "log_every": 3, "eval_every": 3}
-    first = Phase("first", 1.0, {**common, "style": "plain", "reads": [1, 2], "taps": [0], "intermediate": 32, "clusters": 16})
+    first = Phase(
+        "first", 1.0, {**common, "style": "plain", "reads": [1, 2], "taps": [0], "intermediate": 32, "clusters": 16}
+    )
     second = Phase("second", 1.0, {
-        **common, "recluster": True, "temperature": 1.0, "greedy_share": 0.3, "carry_sampled": 0.5, "answer_seed": 9, "optimizer": "muon",
-        "four_bits_from": 0.5, "cluster_pull": 0.1, "greedy_loss": "hard=1", "categories": {"a": 2.0}, "top": 3, "thin": 0.7,
+        **common, "recluster": True, "temperature": 1.0, "greedy_share": 0.3, "carry_sampled": 0.5, "answer_seed": 9,
+        "optimizer": "muon",
+        "four_bits_from": 0.5, "cluster_pull": 0.1, "greedy_loss": "hard=1", "categories": {"a": 2.0}, "top": 3,
+        "thin": 0.7,
     })  # fmt: skip
     short = job(target, data, tmp_path, settings=TrainSettings(steps=8))
     result = train_recipe(short, [first, second], QUIET, keep=frozenset({"steps"}))
@@ -213,7 +253,12 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     made = tmp_path / "drafter"
     assert {p.name for p in made.iterdir()} == {p.name for p in shipped.iterdir()}
     mine, theirs = (json.loads((folder / "config.json").read_text()) for folder in (made, shipped))
-    assert mine.keys() == theirs.keys() and mine["weight_bits"] == 4 and mine["use_ordered_embeddings"] and mine["taps"] == [0]
+    assert (
+        mine.keys() == theirs.keys()
+        and mine["weight_bits"] == 4
+        and mine["use_ordered_embeddings"]
+        and mine["taps"] == [0]
+    )
     assert mine["centroid_intermediate_top_k"] == 3
     story = json.loads((made / "provenance.json").read_text())
     assert [r["steps"] for r in story["runs"]] == [8, 8] and story["runs"][1]["started_from"].endswith("drafter")

@@ -1,4 +1,5 @@
-"""The wheel as a user gets it: built, installed apart from the checkout, run without a compiler. Minutes, so not in make test."""
+"""The wheel as a user gets it: built, installed apart from the checkout, run without a compiler. Minutes, so not in
+make test."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif("slow" not in os.environ.get("OUTRIDER_TESTS", ""), reason="minutes: OUTRIDER_TESTS=slow runs it")
 def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     source = tmp_path / "source"  # built from a copy, so that no build folder stays in the checkout
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in names.splitlines():
         if name.startswith(("src/", "setup.py", "pyproject", "README", "LICENSE")) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,5 +55,7 @@ def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
         shutil.copytree(kept, tmp_path / "cache" / "smollm2")
     assert ">>>" in outrider("demo")
     tiny.write_target("llama", tmp_path / "model")
-    row = json.loads(outrider("generate", "model", "Hello", "--max-tokens", "8", "--ops", "cpu", "--json", "--drafter", "ngram"))
+    row = json.loads(
+        outrider("generate", "model", "Hello", "--max-tokens", "8", "--ops", "cpu", "--json", "--drafter", "ngram")
+    )
     assert row["stats"]["new_tokens"] >= 1

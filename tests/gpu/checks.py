@@ -1,8 +1,9 @@
-"""What must hold on a GPU, as plain functions: pytest runs them (test_gpu_*.py), and so does benchmarks/gpu_suite.py where there
-is no pytest. Each raises AssertionError, or returns figures worth a line. Models are shallow where depth adds nothing.
+"""What must hold on a GPU, as plain functions: pytest runs them (test_gpu_*.py), and so does benchmarks/gpu_suite.py
+where there is no pytest. Each raises AssertionError, or returns figures worth a line. Models are shallow where depth
+adds nothing.
 
-On a machine without a GPU the same functions run on tiny models with the plain ops (`Place.here()`): a check that cannot run is
-found before it costs device time.
+On a machine without a GPU the same functions run on tiny models with the plain ops (`Place.here()`): a check that
+cannot run is found before it costs device time.
 """
 
 from __future__ import annotations
@@ -29,32 +30,46 @@ from outrider.weights.load import kept_dtype
 from outrider.weights.names import tensor_plan
 
 
-# ---- bitwise equality --------------------------------------------------------------------------------------------------------
+# ---- bitwise equality
+# --------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def equality(size: str) -> str:
     """Logits and tokens of every position are the same bits for K = 0 and K in 1..16, alone and in a batch of 8."""
     p = HERE
-    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + p.steps + 128) as rig:
+    with Rig(
+        p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + p.steps + 128
+    ) as rig:
         seqs = rig.open(8, p.context, p.steps + 64)
         tokens, logits = plain_run(rig, seqs, p.context, p.steps)
         for b in (0, 7):
             alone, alone_logits = plain_run(rig, seqs[b : b + 1], p.context, p.steps)
-            assert torch.equal(alone[0], tokens[b]), f"{size}: sequence {b} alone decodes other tokens than in a batch of 8"
+            assert torch.equal(alone[0], tokens[b]), (
+                f"{size}: sequence {b} alone decodes other tokens than in a batch of 8"
+            )
             if p.gpu:
-                assert torch.equal(alone_logits[0], logits[b]), f"{size}: sequence {b} alone has other logits than in a batch of 8"
+                assert torch.equal(alone_logits[0], logits[b]), (
+                    f"{size}: sequence {b} alone has other logits than in a batch of 8"
+                )
             del alone_logits
         rates = []
         for batch in (1, 8):
             for k in KS:
                 same = speculative_run(rig, seqs[:batch], p.context, k, tokens[:batch], logits[:batch])
-                assert same.equal_tokens, f"{size} K={k} batch {batch}: tokens differ from position {same.first_difference}"
-                assert same.equal_logits or not p.gpu, f"{size} K={k} batch {batch}: logits differ from position {same.first_difference}"
-                assert same.accepted > 0.3, f"{size} K={k}: the stand-in drafter is right three times in four, accepted {same.accepted}"
+                assert same.equal_tokens, (
+                    f"{size} K={k} batch {batch}: tokens differ from position {same.first_difference}"
+                )
+                assert same.equal_logits or not p.gpu, (
+                    f"{size} K={k} batch {batch}: logits differ from position {same.first_difference}"
+                )
+                assert same.accepted > 0.3, (
+                    f"{size} K={k}: the stand-in drafter is right three times in four, accepted {same.accepted}"
+                )
                 rates.append(same.accepted)
         return f"{p.steps} tokens, K {KS}, batch 1 and 8; accepted a cycle {min(rates):.2f}..{max(rates):.2f}"
 
 
-# ---- against transformers ----------------------------------------------------------------------------------------------------
+# ---- against transformers
+# ----------------------------------------------------------------------------------------------------
 def weights_of(model: Any, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A transformers model's weights under our names."""
     stored = model.state_dict()
@@ -71,20 +86,26 @@ def parity(size: str, kind: str) -> str:
     p = HERE
     wide = kind == "float32"
     dtype = torch.float32 if wide or not p.gpu else torch.bfloat16
-    count = 64 if wide else min(1100, p.context + 200)  # float32: few enough rows for the decode kernels; bfloat16: past the windows
+    count = (
+        64 if wide else min(1100, p.context + 200)
+    )  # float32: few enough rows for the decode kernels; bfloat16: past the windows
     raw = p.raw(size)
     config = ModelConfig.from_hf(raw)
     torch.manual_seed(3)  # the weights must not depend on which checks ran before
     theirs = gpu_peer.build(raw, p.device, dtype)
-    for name, x in theirs.state_dict().items():  # transformers starts norms and scales at one: a forgotten one would not show
+    for (
+        name,
+        x,
+    ) in theirs.state_dict().items():  # transformers starts norms and scales at one: a forgotten one would not show
         if x.is_floating_point() and x.dim() < 2:
-            # Norms of 1 would make scores of ±16 and more (the scale is 1.0): softmax then picks one key, and which one is up to
-            # rounding. Trained weights keep scores moderate; so do these.
+            # Norms of 1 would make scores of ±16 and more (the scale is 1.0): softmax then picks one key, and which one
+            # is up to rounding. Trained weights keep scores moderate; so do these.
             start = 0.25 if "q_norm" in name or "k_norm" in name else 1.0
             x.fill_(start).mul_(1.0 + 0.1 * torch.randn_like(x))
         if not wide and name.endswith("router.proj.weight"):
-            # The 8th and 9th of 128 random experts are nearly tied, and bfloat16 decides otherwise in some layer of most rows. Two
-            # experts more than are chosen leave gaps that rounding seldom crosses; float32 sees them all.
+            # The 8th and 9th of 128 random experts are nearly tied, and bfloat16 decides otherwise in some layer of
+            # most rows. Two experts more than are chosen leave gaps that rounding seldom crosses; float32 sees them
+            # all.
             x[(config.moe.top_k if config.moe is not None else 0) + 2 :] *= 0.01
     ids = torch.randint(3, config.vocab_size, (count,), device=p.device)
     expected = theirs(ids[None], logits_to_keep=48).logits[0].float()
@@ -100,7 +121,9 @@ def parity(size: str, kind: str) -> str:
         rows = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
         # a router that rounds otherwise picks another expert: single rows of the mixture may differ in bfloat16
         error = float(rows.median() if config.moe is not None and not wide else rows.max())
-        limit = 1e-3 if wide or not p.gpu else 2.5e-2  # two that round to bfloat16 at every op: 1.2e-2 to 2.1e-2 seen, float32 3e-6
+        limit = (
+            1e-3 if wide or not p.gpu else 2.5e-2
+        )  # two that round to bfloat16 at every op: 1.2e-2 to 2.1e-2 seen, float32 3e-6
         assert error <= limit, f"{size} {kind}: relative error {error:.2e} > {limit}"
         return f"relative error {error:.2e}, worst row {float(rows.max()):.2e}"
 
@@ -132,11 +155,12 @@ def warm_up() -> str:
     return f"{time.perf_counter() - began:.1f} s" + (f"; failed: {failed}" if failed else "")
 
 
-# ---- drafting ----------------------------------------------------------------------------------------------------------------
+# ---- drafting
+# ----------------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def draft_rounds(size: str) -> str:
-    """Whole rounds of a compiled drafter against a float32 one that follows its guesses: batches that share a launch and those
-    that do not, greedy and with noise, twice; the state it hands its head is as close as bfloat16 allows."""
+    """Whole rounds of a compiled drafter against a float32 one that follows its guesses: batches that share a launch
+    and those that do not, greedy and with noise, twice; the state it hands its head is as close as bfloat16 allows."""
     p = HERE
     with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + 64) as rig:
         seqs = rig.open(8, p.context, 32)
@@ -154,22 +178,33 @@ def draft_rounds(size: str) -> str:
             (4, p.context - 9, False),
             (8, p.context, False),
         ):
-            x = rounds.batch_of(rig, seqs, context, [SamplingParams(temperature=0.8, seed=5) if hot else SamplingParams()] * batch)
+            x = rounds.batch_of(
+                rig, seqs, context, [SamplingParams(temperature=0.8, seed=5) if hot else SamplingParams()] * batch
+            )
             tokens = drafter.propose(x, 5).tokens
-            assert torch.equal(tokens, drafter.propose(x, 5).tokens), f"{size}, {batch} at {context}: a second round guesses otherwise"
+            assert torch.equal(tokens, drafter.propose(x, 5).tokens), (
+                f"{size}, {batch} at {context}: a second round guesses otherwise"
+            )
             seen = rounds.follow(reference, rig, x, tokens)
-            limit = 0.1 if batch == 1 else 0.3  # batches go through the plain steps, whose stream is bfloat16: about 1 % off
-            assert seen.short <= limit, f"{size}, {batch} at {context}: a guess {seen.short} standard deviations below the best"
+            limit = (
+                0.1 if batch == 1 else 0.3
+            )  # batches go through the plain steps, whose stream is bfloat16: about 1 % off
+            assert seen.short <= limit, (
+                f"{size}, {batch} at {context}: a guess {seen.short} standard deviations below the best"
+            )
             same.append(seen.same)
             if p.gpu and batch <= fast.most:
                 first = rounds.follow(reference, rig, x, drafter.propose(x, 1).tokens)
                 worst = max(worst, first.error(fast.states[:batch]))
-                assert worst <= 1e-2 and not fast.barrier_timed_out, f"{size}, {batch} at {context}: relative error {worst:.1e}, alarm {fast.barrier_timed_out}"
+                assert worst <= 1e-2 and not fast.barrier_timed_out, (
+                    f"{size}, {batch} at {context}: relative error {worst:.1e}, alarm {fast.barrier_timed_out}"
+                )
         assert min(same) >= 0.5, f"{size}: few guesses are those of the float32 drafter: {same}"
         return f"relative error {worst:.1e}; guesses alike {min(same):.2f}..{max(same):.2f}"
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------------
+# ---- memory
+# ------------------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def memory() -> str:
     """31B: a prompt chunk, plain steps and cycles of 16 take at most 2 GiB beside weights and K/V."""
@@ -193,7 +228,8 @@ def memory() -> str:
         return f"{beside:.2f} GiB beside {base / GIB:.1f} GiB of weights and K/V"
 
 
-# ---- a real model ------------------------------------------------------------------------------------------------------------
+# ---- a real model
+# ------------------------------------------------------------------------------------------------------------
 def smollm2() -> str:
     """Tokens a second of the default model, plain and speculative, and the same text. OUTRIDER_SMOLLM2: its .gguf."""
     path = os.environ.get("OUTRIDER_SMOLLM2")
@@ -204,10 +240,17 @@ def smollm2() -> str:
 
     folder = Path(outrider.__file__).parent / "assets" / "drafters" / "smollm2"
     drafter = str(folder) if folder.is_dir() else "ngram"
-    prompts = ("Write a Python function that merges two sorted lists.", "List the numbers from one to forty.", "Why is the sky blue?")
+    prompts = (
+        "Write a Python function that merges two sorted lists.",
+        "List the numbers from one to forty.",
+        "Why is the sky blue?",
+    )
     params = SamplingParams(max_tokens=128, ignore_eos=True)
     notes, texts = [], {}
-    for label, which, k in (("plain", "none", 0), (drafter.rpartition("/")[2] if folder.is_dir() else "ngram", drafter, 4)):
+    for label, which, k in (
+        ("plain", "none", 0),
+        (drafter.rpartition("/")[2] if folder.is_dir() else "ngram", drafter, 4),
+    ):
         llm = LLM.load(path, drafter=which, draft_tokens=k, device=HERE.device)
         chats = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
         llm.generate(chats, params)  # compiles and captures

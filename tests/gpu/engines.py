@@ -22,7 +22,9 @@ from outrider.types import SamplingParams
 
 
 def engine_of(graphs: bool | None, rig: Rig, names: tuple[str, ...] = ("mtp", "ngram"), batch: int = 8) -> Engine:
-    config = EngineConfig(batch, 1024, page_size=32, prefill_chunk=128, kv_tokens=max(8, batch // 2) * 1024, graphs=graphs)
+    config = EngineConfig(
+        batch, 1024, page_size=32, prefill_chunk=128, kv_tokens=max(8, batch // 2) * 1024, graphs=graphs
+    )
     drafter = rig.drafter if "mtp" in names else None
     return Engine(rig.model, None, config, SpecConfig(4), drafter, Controller(CostTable(), names))
 
@@ -51,8 +53,10 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 4}, {},
     {"temperature": 0.6, "top_p": 0.8, "seed": 5},
     {"temperature": 0.9, "min_p": 0.02, "seed": 6}, {}, {"temperature": 0.7, "repetition_penalty": 1.2, "seed": 8},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 1.0, "seed": 9}, {"logit_bias": {5: 2.0, 9: -3.0}, "logprobs": 3},
-    {"bad_words": ((5, 9), (12,)), "min_tokens": 5, "temperature": 0.9, "seed": 10}, {"grammar": Odd, "temperature": 0.9, "seed": 11},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 1.0, "seed": 9},
+    {"logit_bias": {5: 2.0, 9: -3.0}, "logprobs": 3},
+    {"bad_words": ((5, 9), (12,)), "min_tokens": 5, "temperature": 0.9, "seed": 10},
+    {"grammar": Odd, "temperature": 0.9, "seed": 11},
 )  # fmt: skip
 
 
@@ -75,7 +79,9 @@ def requests(vocab: int, count: int = len(PARAMS)) -> list[tuple[int, Request]]:
 def captured(engine: Engine, refused: bool = True) -> list[Key]:
     """What its graphs were captured for; they are dropped. refused: some steps may have had none."""
     executor = engine.executors[0]
-    assert isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor._refused), f"no graphs: {executor}"
+    assert isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor._refused), (
+        f"no graphs: {executor}"
+    )
     keys = list(executor._graphs)
     executor.drop()
     return keys
@@ -98,7 +104,9 @@ def engine_tokens(size: str = "E2B") -> str:
             got = run_joining(engine, jobs)
             seconds[label] = time.perf_counter() - began
             for _, r in jobs:
-                assert got[r.id] == plain[r.id], f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"
+                assert got[r.id] == plain[r.id], (
+                    f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"
+                )
             if graphs:
                 made = len(captured(engine))
             del engine
@@ -106,7 +114,8 @@ def engine_tokens(size: str = "E2B") -> str:
 
 
 def one_launch(size: str = "E2B", cycles: int = 12) -> str:
-    """A decode cycle of the engine is one graph launch: no kernel launch, no synchronisation but waiting for the cycle before."""
+    """A decode cycle of the engine is one graph launch: no kernel launch, no synchronisation but waiting for the cycle
+    before."""
     p = HERE
     with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         engine = engine_of(True, rig, ("mtp",))
@@ -139,9 +148,9 @@ def one_launch(size: str = "E2B", cycles: int = 12) -> str:
 
 
 def mixed(size: str = "E2B", count: int = 64) -> str:
-    """So many requests of every kind at once (greedy, sampled, penalties, bias, forbidden words, logprobs, grammars), joining and leaving,
-    in graphs: the tokens and logprobs of each alone, decoded plainly. Once as an engine captures them, once as a server does, whose steps
-    run in graphs with room to spare."""
+    """So many requests of every kind at once (greedy, sampled, penalties, bias, forbidden words, logprobs, grammars),
+    joining and leaving, in graphs: the tokens and logprobs of each alone, decoded plainly. Once as an engine captures
+    them, once as a server does, whose steps run in graphs with room to spare."""
     p = HERE
     with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         jobs = requests(rig.config.vocab_size, count)
@@ -150,7 +159,9 @@ def mixed(size: str = "E2B", count: int = 64) -> str:
         began = time.perf_counter()
         alone = engine_of(True, rig, ())
         for _, r in jobs:
-            plain |= run_joining(alone, [(0, Request(r.id, r.prompt, r.params, 0, False))], audited=False, logprobs=told[0])
+            plain |= run_joining(
+                alone, [(0, Request(r.id, r.prompt, r.params, 0, False))], audited=False, logprobs=told[0]
+            )
         seconds = [time.perf_counter() - began]
         captured(alone, refused=False)
         made = []
@@ -163,7 +174,9 @@ def mixed(size: str = "E2B", count: int = 64) -> str:
             seconds.append(time.perf_counter() - began)
             for _, r in jobs:
                 assert got[r.id] == plain[r.id], f"request {r.id} ({r.params}) differs from plain decoding alone"
-                assert told[0][r.id] == told[1 + served][r.id], f"request {r.id} ({r.params}) has other logprobs than alone"
+                assert told[0][r.id] == told[1 + served][r.id], (
+                    f"request {r.id} ({r.params}) has other logprobs than alone"
+                )
             keys = captured(engine, refused=False)
             made.append(len(keys))
             assert max(key.batch for key in keys) >= count or not p.gpu, "never so many at once"
@@ -172,7 +185,8 @@ def mixed(size: str = "E2B", count: int = 64) -> str:
 
 
 def swapped(size: str = "E2B", count: int = 16) -> str:
-    """More sequences than pages: with their K/V kept on the host, computed again, and with pages for all the same tokens."""
+    """More sequences than pages: with their K/V kept on the host, computed again, and with pages for all the same
+    tokens."""
     p = HERE
     with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         rng = torch.Generator().manual_seed(9)
@@ -183,7 +197,9 @@ def swapped(size: str = "E2B", count: int = 16) -> str:
         got, notes = [], []
         for label, room, swap in (("roomy", count, 0.0), ("swap", count // 4, 1.0), ("again", count // 4, 0.0)):
             tokens = room * (long + answer + 64)
-            config = EngineConfig(count, long + answer + 64, kv_tokens=tokens, page_size=32, prefix_cache=False, swap=swap, graphs=True)
+            config = EngineConfig(
+                count, long + answer + 64, kv_tokens=tokens, page_size=32, prefix_cache=False, swap=swap, graphs=True
+            )
             engine = Engine(rig.model, None, config, SpecConfig(4), rig.drafter, Controller(CostTable(), ("mtp",)))
             began = time.perf_counter()
             got.append(run_joining(engine, jobs, 20000, audited=False))

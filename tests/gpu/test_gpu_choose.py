@@ -26,7 +26,9 @@ def rows(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(B, device=device).repeat_interleave(K + 1), torch.arange(K + 1, device=device).repeat(B)
 
 
-def cycle(batch: SamplingBatch, logits: torch.Tensor, drafts: torch.Tensor, seq: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+def cycle(
+    batch: SamplingBatch, logits: torch.Tensor, drafts: torch.Tensor, seq: torch.Tensor, off: torch.Tensor
+) -> torch.Tensor:
     z = batch.process(logits, seq, off, drafts)
     chosen = batch.choose(z, seq, off + 5, OPS).view(B, K + 1)
     batch.guess(logits[: B * (K + 1) : K + 1], off[:B] + 5, OPS)

@@ -1,7 +1,8 @@
-"""C kernels against the torch reference, on every instruction set that this machine can run; and row invariance, bit for bit.
+"""C kernels against the torch reference, on every instruction set that this machine can run; and row invariance, bit
+for bit.
 
-Names what it catches: a wrong lane or nibble, a saturating 16-bit sum, a missing zero-point correction, a mask off by one,
-a page table ignored, a tile that rounds differently from another.
+Names what it catches: a wrong lane or nibble, a saturating 16-bit sum, a missing zero-point correction, a mask off by
+one, a page table ignored, a tile that rounds differently from another.
 """
 
 from __future__ import annotations
@@ -121,11 +122,15 @@ def test_row_ops(ops: CpuOps) -> None:
         assert torch.allclose(ops.rms_norm(x, w, 1e-5), REF.rms_norm(x, w, 1e-5), atol=1e-6)
         assert torch.allclose(ops.rms_norm(x, None, 1e-5), REF.rms_norm(x, None, 1e-5), atol=1e-6)
         for args in ((None, None, w), (post, scale, w), (post, None, None), (None, scale, None)):
-            for got, want in zip(ops.residual_norm(x, y, *args, 1e-6), REF.residual_norm(x, y, *args, 1e-6), strict=True):
+            for got, want in zip(
+                ops.residual_norm(x, y, *args, 1e-6), REF.residual_norm(x, y, *args, 1e-6), strict=True
+            ):
                 assert torch.allclose(got, want, atol=2e-6)
     big = torch.tensor([[-200.0, -100.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 200.0]])
     for act in ("silu", "gelu_tanh"):
-        assert torch.allclose(ops.act_mul(big, torch.ones_like(big), act), REF.act_mul(big, torch.ones_like(big), act), atol=1e-6)
+        assert torch.allclose(
+            ops.act_mul(big, torch.ones_like(big), act), REF.act_mul(big, torch.ones_like(big), act), atol=1e-6
+        )
 
 
 def test_logits_and_embedding(ops: CpuOps) -> None:
@@ -140,7 +145,11 @@ def test_logits_and_embedding(ops: CpuOps) -> None:
 
 
 def test_clustered_logits(ops: CpuOps) -> None:
-    g, centroids, rows = whole(3, 64), seeded(20, 64), seeded(20 * 24, 64)  # 24 rows a cluster: groups straddle clusters
+    g, centroids, rows = (
+        whole(3, 64),
+        seeded(20, 64),
+        seeded(20 * 24, 64),
+    )  # 24 rows a cluster: groups straddle clusters
     for held in (rows.view(20, 24, 64), ops.quantize(rows, "int8").view(20, 24, 64)):
         best, z = ops.clustered_logits(g, centroids, held, 5)
         want_best, want = REF.clustered_logits(g, centroids, ops.unpack(held).view(20, 24, 64), 5)
@@ -153,8 +162,12 @@ def test_cluster_lean(ops: CpuOps, clusters: int, size: int) -> None:
     seed, position = torch.tensor([1, -(1 << 40) - 3, 1 << 62, 5]), torch.tensor([0, 123456, 7, 8])
     temperature, sampled = torch.tensor([1.0, 0.3, 1.7, 1.0]), torch.tensor([True, True, True, False])
     cluster_bonus = ops.cluster_bonus(tokens, seed, position, temperature, sampled)
-    assert torch.allclose(cluster_bonus, REF.cluster_bonus(tokens, seed, position, temperature, sampled), rtol=1e-5, atol=1e-6)
-    assert not cluster_bonus[3].any() and torch.equal(ops.cluster_bonus(tokens, seed[1:2], position[1:2], temperature[1:2], sampled[1:2]), cluster_bonus[1:2])
+    assert torch.allclose(
+        cluster_bonus, REF.cluster_bonus(tokens, seed, position, temperature, sampled), rtol=1e-5, atol=1e-6
+    )
+    assert not cluster_bonus[3].any() and torch.equal(
+        ops.cluster_bonus(tokens, seed[1:2], position[1:2], temperature[1:2], sampled[1:2]), cluster_bonus[1:2]
+    )
 
     g, centroids, rows = whole(4, 64), seeded(clusters, 64) * 1e-3, seeded(clusters * size, 64).view(clusters, size, 64)
     best, _ = ops.clustered_logits(g, centroids, rows, 5, cluster_bonus)
@@ -184,7 +197,8 @@ def test_choose(ops: CpuOps) -> None:
 
 
 def test_logprobs(ops: CpuOps) -> None:
-    """Those of the definition, a row's the same bits beside any others; catches: a tail that is no whole vector, equals out of order."""
+    """Those of the definition, a row's the same bits beside any others; catches: a tail that is no whole vector, equals
+    out of order."""
     gen = torch.Generator().manual_seed(5)
     z = torch.randn(5, 5003, generator=gen) * 4
     z[1, 40] = z[1, 4999] = z[1].max() + 1.0
@@ -265,8 +279,9 @@ def test_attention(ops: CpuOps, name: str, dtype: torch.dtype, page_size: int) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("page_size", [4, 32])
 def test_attention_in_trees(ops: CpuOps, name: str, dtype: torch.dtype, page_size: int) -> None:
-    """A row has the bits of plain decoding whatever tree it stands in, and an accepted path's keys, once moved, are those of its tokens:
-    trees that begin within a tile, at the end of one, and across a chunk; the slots behind them hold NaN."""
+    """A row has the bits of plain decoding whatever tree it stands in, and an accepted path's keys, once moved, are
+    those of its tokens: trees that begin within a tile, at the end of one, and across a chunk; the slots behind them
+    hold NaN."""
     spec, rng = SPECS[name], random.Random(5)
     if dtype == torch.int8 and (page_size % 16 or spec.head_dim % 16):
         pytest.skip("8 bits lie in tiles")
@@ -277,7 +292,11 @@ def test_attention_in_trees(ops: CpuOps, name: str, dtype: torch.dtype, page_siz
         tree = Tree.of([parents, []], torch.device("cpu"))
         rows = seeded(len(parents) + 2, spec.qkv_rows, seed=7)
         view = kv.view([(base, len(parents) + 1), (0, 1)])
-        view.kv_slots, view.ancestors, view.positions = view.positions, tree.ancestors, torch.cat((base + tree.depth[:-1], torch.tensor([0])))
+        view.kv_slots, view.ancestors, view.positions = (
+            view.positions,
+            tree.ancestors,
+            torch.cat((base + tree.depth[:-1], torch.tensor([0]))),
+        )
         got = attention_of(ops, spec, view, rows)
         longest = max(range(len(parents) + 1), key=lambda j: int(tree.depth[j]))
         for row in {longest, len(parents), 5}:
@@ -295,7 +314,13 @@ def test_attention_in_trees(ops: CpuOps, name: str, dtype: torch.dtype, page_siz
 
 # ---- whole models -------------------------------------------------------------------------------------------------
 BASE = dict(
-    vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, head_dim=32
+    vocab_size=96,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    head_dim=32,
 )
 GEMMA4 = BASE | dict(
     model_type="gemma4_text", num_hidden_layers=4, global_head_dim=64, num_global_key_value_heads=1, sliding_window=24,
@@ -338,17 +363,27 @@ def test_compiled_models(ops: CpuOps, name: str, quantize: str | None) -> None:
     dense = {k: ops.unpack(w) if isinstance(w, PackedWeight) else w for k, w in weights.items()}
     reference = TextModel(config, dense, REF).forward(ids, kv[3].view(spans)).hidden
     error = (got.hidden - reference).norm() / reference.norm()
-    sharp = name.startswith("gemma4")  # unscaled scores of random weights: the int8 rounding of activations moves the softmax
+    sharp = name.startswith(
+        "gemma4"
+    )  # unscaled scores of random weights: the int8 rounding of activations moves the softmax
     routed = name == "gemma4_moe"  # and may choose another expert
     assert error < (1e-5 if quantize is None else 0.5 if routed else 0.2 if sharp else 0.03)
 
 
 def test_tokens_drawn_while_the_head_is_read(ops: CpuOps) -> None:
-    """A cycle keeps no logits: it draws as it goes, beside greedy neighbours. Catches: a winner passed over for its noise's bits,
-    equals out of order, another temperature's or position's noise, a tail of no whole vector."""
+    """A cycle keeps no logits: it draws as it goes, beside greedy neighbours. Catches: a winner passed over for its
+    noise's bits, equals out of order, another temperature's or position's noise, a tail of no whole vector."""
     one, many = engines("capped", ops=ops)
-    heats = ({"temperature": 1.0, "seed": 5}, {"temperature": 0.02, "seed": 6}, {}, {"temperature": 9.0, "seed": -(1 << 40)})
-    asked = [request(f"{i}", [t % 90 for t in range(5, 305, 17)][i:], k=4 * (i % 2), **h, max_tokens=40) for i, h in enumerate(heats)]
+    heats = (
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.02, "seed": 6},
+        {},
+        {"temperature": 9.0, "seed": -(1 << 40)},
+    )
+    asked = [
+        request(f"{i}", [t % 90 for t in range(5, 305, 17)][i:], k=4 * (i % 2), **h, max_tokens=40)
+        for i, h in enumerate(heats)
+    ]
     got = run(one, asked)
     assert got == run(many, asked) and len({token for tokens in got.values() for token in tokens}) > 60
     assert [e.name for e in one.executors] == ["host", "eager"]
@@ -357,7 +392,8 @@ def test_tokens_drawn_while_the_head_is_read(ops: CpuOps) -> None:
 @pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q4_k_m", "q6_k", "q8_0"])
 @pytest.mark.parametrize("raw", [QWEN, EDGE, MOE], ids=["qwen2", "edge", "moe"])
 def test_files_in_every_format(ops: CpuOps, raw: dict[str, object], fmt: str, tmp_path: Path) -> None:
-    """A whole model from a file of mixed formats: one call, the single operations, and 1 to 17 rows at once give the same bits."""
+    """A whole model from a file of mixed formats: one call, the single operations, and 1 to 17 rows at once give the
+    same bits."""
     write_gguf(tmp_path / "m.gguf", ModelConfig.from_hf(raw), fmt)
     config, weights, _ = load_target(tmp_path / "m.gguf", "cpu", torch.float32, ops)
     model = TextModel(config, weights, ops)
@@ -369,7 +405,9 @@ def test_files_in_every_format(ops: CpuOps, raw: dict[str, object], fmt: str, tm
     assert torch.equal(compiled.forward(ids, kv[1].view([(0, 40)])).hidden, want)
     at = 0
     for count in (1, 2, 5, 6, 9, 17):
-        assert torch.equal(compiled.forward(ids[at : at + count], kv[2].view([(at, count)])).hidden, want[at : at + count]), count
+        assert torch.equal(
+            compiled.forward(ids[at : at + count], kv[2].view([(at, count)])).hidden, want[at : at + count]
+        ), count
         at += count
     assert at == 40
 
@@ -382,16 +420,29 @@ def test_experts(ops: CpuOps, kinds: tuple[str, str]) -> None:
     down = weight(ops, kinds[1], count * hidden, inter).view(count, hidden, inter)
     router, scale, x = seeded(count, hidden, seed=4) * 0.1, seeded(count, seed=5).abs() + 0.5, seeded(40, hidden)
     got = ops.moe(x * 0.5, x, router, scale, gate_up, down, top, "gelu_tanh")
-    want = REF.moe(x * 0.5, x, router, scale, ops.unpack(gate_up).view(gate_up.shape), ops.unpack(down).view(down.shape), top, "gelu_tanh")
+    want = REF.moe(
+        x * 0.5,
+        x,
+        router,
+        scale,
+        ops.unpack(gate_up).view(gate_up.shape),
+        ops.unpack(down).view(down.shape),
+        top,
+        "gelu_tanh",
+    )
     assert (got - want).norm() < (1e-5 if kinds[0] == "float32" else 0.03) * want.norm()
     for rows in (1, 2, 5, 9, 17):
-        assert torch.equal(ops.moe(x[:rows] * 0.5, x[:rows], router, scale, gate_up, down, top, "gelu_tanh"), got[:rows]), rows
+        assert torch.equal(
+            ops.moe(x[:rows] * 0.5, x[:rows], router, scale, gate_up, down, top, "gelu_tanh"), got[:rows]
+        ), rows
     several = CpuOps(threads=3, isa=ops.isa)
     assert torch.equal(several.moe(x * 0.5, x, router, scale, gate_up, down, top, "gelu_tanh"), got)
 
 
 def test_experts_of_odd_sizes_are_left_to_the_operations(ops: CpuOps) -> None:
-    config = ModelConfig.from_hf(GEMMA4 | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=40))
+    config = ModelConfig.from_hf(
+        GEMMA4 | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=40)
+    )
     model = TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops)
     assert ops.compile(model) is model
     ids = torch.arange(20)
@@ -406,8 +457,14 @@ def drafter_configs() -> dict[str, tuple[str, DrafterConfig]]:
     llama, gemma4 = (ModelConfig.from_hf(MODELS[name]) for name in ("llama", "gemma4_edge"))
     return {
         "own": ("llama", design.plain(llama, reads=(0, 2), intermediate=64)),
-        "own_taps_clusters": ("llama", design.plain(llama, reads=(1,), hidden=32, intermediate=64, taps=(0, 1), clusters=8, cluster_top=3)),
-        "gemma": ("gemma4_edge", design.gemma(gemma4, hidden=64, intermediate=96, sliding=2, clusters=8, cluster_top=2)),
+        "own_taps_clusters": (
+            "llama",
+            design.plain(llama, reads=(1,), hidden=32, intermediate=64, taps=(0, 1), clusters=8, cluster_top=3),
+        ),
+        "gemma": (
+            "gemma4_edge",
+            design.gemma(gemma4, hidden=64, intermediate=96, sliding=2, clusters=8, cluster_top=2),
+        ),
     }
 
 
@@ -439,18 +496,26 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
         g, h = drafter.step(e, h, state)
         assert torch.equal(again[0], g) and torch.equal(again[1], h)
         ids = drafter.cluster_ids
-        tokens, z = drafter.candidates(g, None if ids is None else ops.cluster_bonus(ids, seed, position + j, temperature, sampled))
+        tokens, z = drafter.candidates(
+            g, None if ids is None else ops.cluster_bonus(ids, seed, position + j, temperature, sampled)
+        )
         best = ops.gumbel_argmax(z / temperature[:, None], seed, position + j, tokens, sampled)
         token = best if tokens is None else tokens.gather(1, best[:, None])[:, 0]
         want.append(token)
-        sure.append(torch.softmax(z / torch.where(sampled, temperature, 1.0)[:, None], -1).gather(1, best[:, None])[:, 0])
+        sure.append(
+            torch.softmax(z / torch.where(sampled, temperature, 1.0)[:, None], -1).gather(1, best[:, None])[:, 0]
+        )
     got, confidence, lengths = compiled.draft(last, features, view, 4, temperature, sampled, seed, position)
     assert torch.equal(got, torch.stack(want, 1)) and lengths.tolist() == [4, 4, 4]
-    assert torch.allclose(confidence, torch.stack(sure, 1), rtol=1e-4) and bool(((confidence >= 0) & (confidence <= 1)).all())
+    assert torch.allclose(confidence, torch.stack(sure, 1), rtol=1e-4) and bool(
+        ((confidence >= 0) & (confidence <= 1)).all()
+    )
     for b in range(3):  # alone
         one = kv.view([(39 - 10 * b, 1)] if b == 0 else [(0, 0)] * b + [(39 - 10 * b, 1)])
         row = slice(b, b + 1)
-        alone, _, _ = compiled.draft(last[row], features[row], one, 4, temperature[row], sampled[row], seed[row], position[row])
+        alone, _, _ = compiled.draft(
+            last[row], features[row], one, 4, temperature[row], sampled[row], seed[row], position[row]
+        )
         assert torch.equal(alone, got[row])
 
     # ends: trust as drawn, thresholds around the paths, so that drafts end at every place, by `drop` and by `stop`
@@ -487,7 +552,9 @@ def test_a_drafter_trained_for_four_bits_gets_them(ops: CpuOps) -> None:
     config = replace(drafter_configs()["own_taps_clusters"][1], weight_bits=4)
     for asked, layers, head in (("int8", W_Q4M, W_Q8), ("int4", W_Q4M, W_Q4M), (None, W_DENSE, W_DENSE)):
         weights = dummy_weights(config, "cpu", torch.float32, ops, asked)
-        kinds = {name: ops.c_weight(weights[name]).kind for name in ("layers.0.qkv", "layers.0.down", "pre", "centroids")}
+        kinds = {
+            name: ops.c_weight(weights[name]).kind for name in ("layers.0.qkv", "layers.0.down", "pre", "centroids")
+        }
         assert set(list(kinds.values())[:3]) == {layers} and set(list(kinds.values())[3:]) == {head}, asked
 
 

@@ -1,4 +1,5 @@
-"""The threads of the C kernels: any number gives the same bits, and those that share a core do not wait against each other."""
+"""The threads of the C kernels: any number gives the same bits, and those that share a core do not wait against each
+other."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_threads_do_not_change_a_bit() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can threads be kept on one core")
 def test_members_that_share_a_core_do_not_wait_against_each_other() -> None:
-    """As happens while somebody else keeps the other cores busy. Processor time, so that a busy machine changes little."""
+    """As happens while somebody else keeps the other cores busy. Processor time, so that a busy machine changes
+    little."""
     x, dense, cores = seeded(9, 256), seeded(320, 256), os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -43,4 +45,6 @@ def test_members_that_share_a_core_do_not_wait_against_each_other() -> None:
     finally:
         os.sched_setaffinity(0, cores)
     took = [f"{1e6 * each:.0f} µs" for each in used]
-    assert used[1] < used[0] + max(120e-6, used[0]), f"{took[1]} for a product by two members on one core, {took[0]} by one"
+    assert used[1] < used[0] + max(120e-6, used[0]), (
+        f"{took[1]} for a product by two members on one core, {took[0]} by one"
+    )

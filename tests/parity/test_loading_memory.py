@@ -1,4 +1,5 @@
-"""What loading a quantised checkpoint for a GPU takes on the way: what is held in the end, and a few times the largest matrix."""
+"""What loading a quantised checkpoint for a GPU takes on the way: what is held in the end, and a few times the largest
+matrix."""
 
 from __future__ import annotations
 
@@ -47,10 +48,13 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("scheme", ["ct-int4-g32", "ct-fp8-channel"])
 def test_peak_while_loading(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader that keeps what it has read, or unpacks a checkpoint before it is held, takes twice the end's bytes or more."""
+    """A loader that keeps what it has read, or unpacks a checkpoint before it is held, takes twice the end's bytes or
+    more."""
     monkeypatch.setattr(base, "SMALL", 0)
     monkeypatch.setattr("outrider.ops.triton.repack.SLICE", 1 << 13)
-    model = tiny.target("llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=24, vocab_size=128)
+    model = tiny.target(
+        "llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=24, vocab_size=128
+    )
     folder = tiny.write(model, tmp_path, tokenizer=False)
     quantised.rewrite(folder, scheme)
     with Peak() as peak:

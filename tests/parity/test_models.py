@@ -1,7 +1,8 @@
 """Our models against transformers' on tiny random checkpoints, through files and our loader, in float32.
 
 Two sequences of different length run in one batch: a prompt, then token by token, then five at once, past the window.
-transformers sees each whole sequence in one pass, so a fault in the cache, the masks, the positions or the batching shows.
+transformers sees each whole sequence in one pass, so a fault in the cache, the masks, the positions or the batching
+shows.
 """
 
 from __future__ import annotations
@@ -76,8 +77,18 @@ def run(name: str) -> Run:
     assert tuple(at) == LENGTHS
     joined = [torch.cat(parts) for parts in hidden]
     with torch.no_grad():
-        theirs = [reference(x[None], past_key_values=DynamicCache(), use_cache=True, output_hidden_states=True) for x in ids]
-    return Run(model, kv, ids, joined, [model.logits(h) for h in joined], [[torch.cat(k) for k in seq] for seq in tapped], theirs)
+        theirs = [
+            reference(x[None], past_key_values=DynamicCache(), use_cache=True, output_hidden_states=True) for x in ids
+        ]
+    return Run(
+        model,
+        kv,
+        ids,
+        joined,
+        [model.logits(h) for h in joined],
+        [[torch.cat(k) for k in seq] for seq in tapped],
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("name", tiny.TARGETS)
@@ -124,7 +135,8 @@ def whole_logits(drafter: MTPNet, g: Tensor) -> Tensor:
 @pytest.mark.parametrize("clustered", [False, True], ids=["full", "clustered"])
 @pytest.mark.parametrize("name", tiny.GEMMA4S)
 def test_four_chained_drafter_steps(name: str, clustered: bool, offset: int, tmp_path: Path) -> None:
-    """The K/V of the newest tokens is hidden from the drafter: sequence b has L tokens, L - 2 is the last visible key."""
+    """The K/V of the newest tokens is hidden from the drafter: sequence b has L tokens, L - 2 is the last visible
+    key."""
     this, reference = run(name), tiny.assistant(name, clustered)
     read, weights = load_drafter(tiny.write(reference, tmp_path, tokenizer=False))
     assert read.position_offset == 2
@@ -159,7 +171,8 @@ def test_four_chained_drafter_steps(name: str, clustered: bool, offset: int, tmp
 
 
 def shared_kv(this: Run, b: int, count: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """The donors' K/V of the first `count` positions; sliding: the last `window` of them, as the drafter was trained."""
+    """The donors' K/V of the first `count` positions; sliding: the last `window` of them, as the drafter was
+    trained."""
     config, layers = this.model.config, this.theirs[b].past_key_values.layers
     parts = {}
     for kind in ("sliding", "full"):
@@ -181,4 +194,6 @@ def test_bfloat16_stays_bfloat16(name: str, tmp_path: Path) -> None:
     assert isinstance(hidden, Tensor) and hidden.dtype == torch.bfloat16
     logits = model.logits(hidden)
     assert logits.dtype == torch.float32
-    assert torch.nn.functional.cosine_similarity(logits, this.logits[0], dim=-1).mean() > 0.99  # a router may choose otherwise
+    assert (
+        torch.nn.functional.cosine_similarity(logits, this.logits[0], dim=-1).mean() > 0.99
+    )  # a router may choose otherwise

@@ -1,4 +1,5 @@
-"""Quantised checkpoints of every container against the values that they stand for, and against transformers with those values."""
+"""Quantised checkpoints of every container against the values that they stand for, and against transformers with those
+values."""
 
 from __future__ import annotations
 
@@ -40,11 +41,13 @@ def made(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name,scheme", CASES)
 def test_every_scheme_means_what_its_container_says(name: str, scheme: str, tmp_path: Path) -> None:
-    """A nibble, a zero, a scale or a column out of place; a fused tensor joined in the wrong order; a matrix under another's name.
-    Weights are the values meant, and logits those of transformers with these values."""
+    """A nibble, a zero, a scale or a column out of place; a fused tensor joined in the wrong order; a matrix under
+    another's name. Weights are the values meant, and logits those of transformers with these values."""
     model = target(name)
     folder = tiny.write(model, tmp_path, tokenizer=False)
-    meant = quantised.rewrite(folder, scheme, dense=lambda n: "per_layer_" in n and scheme != "awq")  # rows of 32 are no groups of 128
+    meant = quantised.rewrite(
+        folder, scheme, dense=lambda n: "per_layer_" in n and scheme != "awq"
+    )  # rows of 32 are no groups of 128
     config, weights, _ = load_target(folder)
     by_name = {normalise(key): values for key, values in meant.items()}
     for key, plan in tensor_plan(config).items():
@@ -93,12 +96,21 @@ def test_a_broken_checkpoint_is_refused_in_one_line(what: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "settings,line",
     [
-        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not supported; known: compressed-tensors, awq"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantised by 'bitsandbytes' are not supported; known: compressed-tensors, awq",
+        ),
         ({"quant_method": "gptq", "bits": 3}, r"\(gptq\): 3 bits are not supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "layout 'gemv'"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
-        (quantised.groups("pack-quantized", [], num_bits=3, type="int", strategy="group", group_size=32), "pack-quantized with int3"),
-        (quantised.groups("mxfp4-pack-quantized", [], num_bits=4, type="float", strategy="group"), "mxfp4-pack-quantized with float4"),
+        (
+            quantised.groups("pack-quantized", [], num_bits=3, type="int", strategy="group", group_size=32),
+            "pack-quantized with int3",
+        ),
+        (
+            quantised.groups("mxfp4-pack-quantized", [], num_bits=4, type="float", strategy="group"),
+            "mxfp4-pack-quantized with float4",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "INT3"}, "INT3 is not supported"),
         (["awq"], "quantised by 'None' are not supported"),
     ],
@@ -112,7 +124,8 @@ def test_an_unknown_scheme_is_refused_in_one_line(settings: object, line: str, t
 
 
 def test_other_bits_by_layer(tmp_path: Path) -> None:
-    """A recipe with two groups: int8 for down projections by pattern, int4 for the rest; one layer left dense by name."""
+    """A recipe with two groups: int8 for down projections by pattern, int4 for the rest; one layer left dense by
+    name."""
     folder = made("llama", tmp_path / "q")
     state, stored, meant = load_file(folder / "model.safetensors"), {}, {}
     for name, values in state.items():
@@ -125,7 +138,8 @@ def test_other_bits_by_layer(tmp_path: Path) -> None:
     save_file(stored, folder / "model.safetensors")
     settings = quantised.ct(4, 32)
     settings["config_groups"]["down"] = {
-        "targets": [r"re:.*\.mlp\.down_proj$"], "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32},
+        "targets": [r"re:.*\.mlp\.down_proj$"],
+        "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32},
     }  # fmt: skip
     settings["ignore"] = ["model.layers.1.self_attn.o_proj", "lm_head"]
     config = json.loads((folder / "config.json").read_text())
@@ -147,7 +161,9 @@ def test_experts_stored_one_by_one(tmp_path: Path) -> None:
         base, each = name.rpartition(".")[0], []
         for e, expert in enumerate(values):
             parts = expert.chunk(2) if "gate_up" in name else (expert,)
-            for part, title in zip(parts, ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",), strict=True):
+            for part, title in zip(
+                parts, ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",), strict=True
+            ):
                 tensors, rows = quantised.compressed(4, 32, True)(part)
                 stored |= {f"{base}.{e}.{title}.{suffix}": t.contiguous() for suffix, t in tensors.items()}
                 each.append(rows)
@@ -158,8 +174,12 @@ def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     _, got, _ = load_target(folder)
     assert meant
     for i in range(6):
-        torch.testing.assert_close(as_tensor(got[f"layers.{i}.experts_gate_up"]), meant[f"model.layers.{i}.experts.gate_up_proj"])
-        torch.testing.assert_close(as_tensor(got[f"layers.{i}.experts_down"]), meant[f"model.layers.{i}.experts.down_proj"])
+        torch.testing.assert_close(
+            as_tensor(got[f"layers.{i}.experts_gate_up"]), meant[f"model.layers.{i}.experts.gate_up_proj"]
+        )
+        torch.testing.assert_close(
+            as_tensor(got[f"layers.{i}.experts_down"]), meant[f"model.layers.{i}.experts.down_proj"]
+        )
     pytest.importorskip("triton")
     from outrider.ops.triton import TritonOps
     from outrider.ops.triton.quant_moe import QuantExperts

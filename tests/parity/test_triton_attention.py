@@ -1,4 +1,5 @@
-"""The Triton kernels around K/V (rotation and writing, attention of few rows, of prompts and of trees) against their plain twins."""
+"""The Triton kernels around K/V (rotation and writing, attention of few rows, of prompts and of trees) against their
+plain twins."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, 
 from outrider.engine.tree import Tree  # noqa: E402
 from outrider.ops.triton import TritonOps, prefill_attention, rope  # noqa: E402
 from outrider.ops.triton.attention import attend  # noqa: E402
-from outrider.ops.triton.attention_config import AttentionConfig, ReductionSpec, choose_config, choose_reduction, split_count  # noqa: E402
+from outrider.ops.triton.attention_config import (  # noqa: E402
+    AttentionConfig,
+    ReductionSpec,
+    choose_config,
+    choose_reduction,
+    split_count,
+)
 from outrider.ops.triton.gemm_config import MAX_SMEM  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
 
@@ -24,7 +31,8 @@ def ops() -> TritonOps:
     return TritonOps(DEVICE, pdl=False)
 
 
-# ---- attention ------------------------------------------------------------------------------------------------------------
+# ---- attention
+# ------------------------------------------------------------------------------------------------------------
 def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.dtype = torch.float32) -> KVView:
     """Shuffled pages; positions before a span hold random K/V, those after it NaN: reading too far shows."""
     top = max(start + count for start, count in spans)
@@ -47,7 +55,9 @@ def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("writes,k_eq_v,norm_v", [(True, False, True), (True, True, True), (True, False, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "writes,k_eq_v,norm_v", [(True, False, True), (True, True, True), (True, False, False), (False, False, True)]
+)
 def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) -> None:
     """v taken after k's norm or rotation; a write to the logical page; q and k norms swapped."""
     spec = AttnSpec(4, 2, 24, 0, writes, k_eq_v=k_eq_v, norm_v=norm_v)
@@ -57,7 +67,10 @@ def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) ->
     cos, sin = ops.rope_angles(mine.positions * 100, freq)
     for got, want in zip((cos, sin), REF.rope_angles(mine.positions * 100, freq)):
         near(got, want)
-    near(ops.rope_write(qkv, cos, sin, q_norm, k_norm, spec, mine), REF.rope_write(qkv, cos, sin, q_norm, k_norm, spec, theirs))
+    near(
+        ops.rope_write(qkv, cos, sin, q_norm, k_norm, spec, mine),
+        REF.rope_write(qkv, cos, sin, q_norm, k_norm, spec, theirs),
+    )
     for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
         assert got is not None and want is not None
         assert torch.equal(got.isnan(), want.isnan())
@@ -76,7 +89,9 @@ def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) ->
         (4, 2, 16, 20, [(40, 66), (0, 3)]),  # a prompt chunk under a window
     ],
 )
-def test_attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int | None, spans: list, dtype: torch.dtype) -> None:
+def test_attend(
+    ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int | None, spans: list, dtype: torch.dtype
+) -> None:
     spec = AttnSpec(heads, kv_heads, dim, 0, True, window=window, scale=0.3)
     kv = cache(spec, spans, 16, dtype)
     q = rand(kv.positions.shape[0], heads * dim, seed=4, dtype=dtype)
@@ -98,7 +113,10 @@ def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> No
     for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
         assert got is not None and want is not None and torch.equal(got.float().isnan(), want.float().isnan())
         apart = (got.float() - want.float()).nan_to_num(0.0).abs()  # norms differ in the last bit, which may be a step
-        assert float(apart.div(want.float().nan_to_num(0.0).abs() + 0.02).max()) <= 0.13 and float((apart > 0).float().mean()) < 0.001
+        assert (
+            float(apart.div(want.float().nan_to_num(0.0).abs() + 0.02).max()) <= 0.13
+            and float((apart > 0).float().mean()) < 0.001
+        )
     assert float(theirs.values[0].float().nan_to_num(0.0).max()) == 448.0  # type: ignore[union-attr]
     apart = attend(q, spec, mine, False, shape=AttentionConfig(True, 16, 4))
     near(apart, REF.attend(q, spec, mine))
@@ -123,8 +141,9 @@ def test_attend_long() -> None:
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("bn", [16, 32])
 def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
-    """Splits added up by the program that walks them, or by a second kernel: the same bits, and the right ones. Splits of one block
-    and of several, their borders, rows that see none of a split, maxima that rise and fall from split to split."""
+    """Splits added up by the program that walks them, or by a second kernel: the same bits, and the right ones. Splits
+    of one block and of several, their borders, rows that see none of a split, maxima that rise and fall from split to
+    split."""
     cut = ReductionSpec(bn, 32, near=64, mid=64, far=256, coarse=128)
     spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=2.5)
     for spans in ([(126, 4)], [(290, 3), (0, 1), (31, 2)]):
@@ -139,9 +158,14 @@ def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
 
 
 def test_partial_sums_stay_bounded() -> None:
-    """Eight sequences of 256k with 17 rows each would leave 5 GiB for the second kernel: more than a graph may take on the side."""
+    """Eight sequences of 256k with 17 rows each would leave 5 GiB for the second kernel: more than a graph may take on
+    the side."""
     nothing = torch.empty(0)
-    for spec in (AttnSpec(32, 4, 512, 0, True), AttnSpec(32, 16, 256, 0, True, window=1024), AttnSpec(8, 1, 512, 0, True)):
+    for spec in (
+        AttnSpec(32, 4, 512, 0, True),
+        AttnSpec(32, 16, 256, 0, True, window=1024),
+        AttnSpec(8, 1, 512, 0, True),
+    ):
         cut = choose_reduction(spec, torch.bfloat16)
         for batch in (1, 8, 64, 256):
             for rows in (1, 5, 17):
@@ -154,7 +178,8 @@ def test_partial_sums_stay_bounded() -> None:
 
 @pytest.mark.parametrize("window", [None, 60])
 def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
-    """Chunks of several prompts, one with earlier context, beside a verify pass of three rows: as if each came by itself."""
+    """Chunks of several prompts, one with earlier context, beside a verify pass of three rows: as if each came by
+    itself."""
     spec = AttnSpec(4, 2, 16, 0, True, window=window, scale=0.3)
     spans = [(0, 40), (66, 20), (100, 3), (5, 1)]
     kv = cache(spec, spans, 16)
@@ -164,7 +189,8 @@ def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
     for b, (first, count) in enumerate(spans):
         mine = slice(int(kv.row_start[b]), int(kv.row_start[b + 1]))
         one = KVView(
-            16, kv.keys, kv.values, {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[mine], kv.row_seq[mine] * 0,
+            16, kv.keys, kv.values, {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[mine],
+            kv.row_seq[mine] * 0,
             torch.tensor([0, count], dtype=torch.int32, device=DEVICE), count, first + count,
         )  # fmt: skip
         same(ops.attend(q[mine], spec, one), together[mine])
@@ -180,8 +206,8 @@ def test_tiles_of_prompts_are_for_bfloat16() -> None:
 
 @pytest.mark.parametrize("window", [None, 60])
 def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
-    """Chunks that begin and end inside a tile and inside a block, sequences of one row and of none, blocks that need no mask: the bits
-    of the kernel that takes few queries."""
+    """Chunks that begin and end inside a tile and inside a block, sequences of one row and of none, blocks that need no
+    mask: the bits of the kernel that takes few queries."""
     cut = ReductionSpec(16, 16)
     spec = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3)
     kv = cache(spec, [(0, 40), (66, 21), (5, 1), (9, 0), (100, 9)], 16, torch.bfloat16 if CUDA else torch.float32)
@@ -189,31 +215,47 @@ def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
     want = attend(q, spec, kv, False, cut, AttentionConfig(False, 16, 4))
     near(want, REF.attend(q, spec, kv))
     for bq in (16, 64):
-        same(prefill_attention.attend(q, spec, kv, False, cut, prefill_attention.PrefillAttentionConfig(bq, 4, 2)), want)
+        same(
+            prefill_attention.attend(q, spec, kv, False, cut, prefill_attention.PrefillAttentionConfig(bq, 4, 2)), want
+        )
     assert kv.keys[0] is not None and kv.values[0] is not None
 
 
 def in_eight_bits(kv: KVView) -> KVView:
     """The same in eight bits."""
-    return replace(kv, **{side: [t.to(torch.float8_e4m3fn) for t in getattr(kv, side) if t is not None] for side in ("keys", "values")})
+    return replace(
+        kv,
+        **{
+            side: [t.to(torch.float8_e4m3fn) for t in getattr(kv, side) if t is not None] for side in ("keys", "values")
+        },
+    )
 
 
 @pytest.mark.parametrize("window", [None, 60])
 @pytest.mark.parametrize("dim", [64, 512])
 def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim: int) -> None:
-    """Few queries, splits apart and added up, programs that share columns, prompts: the same bits, and the right ones. Odd
-    columns in the place of even ones, queries sorted once too often, a prompt's result before its queries were read."""
+    """Few queries, splits apart and added up, programs that share columns, prompts: the same bits, and the right ones.
+    Odd columns in the place of even ones, queries sorted once too often, a prompt's result before its queries were
+    read."""
     kind, spec = torch.bfloat16 if CUDA else torch.float32, AttnSpec(4, 2, dim, 0, True, window=window, scale=0.1)
     kv = in_eight_bits(cache(spec, [(0, 40), (166, 21), (5, 1), (9, 0), (100, 9)], 16, kind))
     q = rand(kv.positions.shape[0], 4 * dim, seed=4, dtype=kind)
     cut = ReductionSpec(32, 32, near=256, mid=64, far=512, coarse=128)
     want = attend(q, spec, kv, False, cut, AttentionConfig(True, 16, 4))
     near(want, REF.attend(q, spec, kv))
-    for shape in (AttentionConfig(True, 16, 4, run=2), AttentionConfig(False, 16, 4), AttentionConfig(False, 32, 4, parts=2)):
+    for shape in (
+        AttentionConfig(True, 16, 4, run=2),
+        AttentionConfig(False, 16, 4),
+        AttentionConfig(False, 32, 4, parts=2),
+    ):
         same(attend(q, spec, kv, False, cut, shape), want)
     same(prefill_attention.attend(q, spec, kv, False, cut, prefill_attention.PrefillAttentionConfig(64, 4, 1)), want)
     sort = lambda x: x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()  # noqa: E731
-    wide = replace(kv, keys=[sort(t.to(kind)) for t in kv.keys if t is not None], values=[t.to(kind) for t in kv.values if t is not None])
+    wide = replace(
+        kv,
+        keys=[sort(t.to(kind)) for t in kv.keys if t is not None],
+        values=[t.to(kind) for t in kv.values if t is not None],
+    )
     same(attend(sort(q), spec, wide, False, cut, AttentionConfig(False, 16, 4)), want)
 
 
@@ -260,10 +302,18 @@ def test_attend_rows_stand_alone(ops: TritonOps, window: int | None) -> None:
 
 @pytest.mark.parametrize("heads,kv_heads,window", [(9, 3, None), (32, 1, 20)])
 def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None:
-    """Rows of trees, whose keys lie in the order of rows: each has the bits of a row alone in a line, whose keys lie in the order of
-    positions. A row that sees its neighbours' branches, a path across two splits, heads that fill a tile and more, a tree at position 0."""
-    parents, bases, cut = [[0, 1, 2, 0, 1], [0, 0], []], [30, 0, 5], ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128)
-    tree, spec = Tree.of(parents, torch.device(DEVICE)), AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3)
+    """Rows of trees, whose keys lie in the order of rows: each has the bits of a row alone in a line, whose keys lie in
+    the order of positions. A row that sees its neighbours' branches, a path across two splits, heads that fill a tile
+    and more, a tree at position 0."""
+    parents, bases, cut = (
+        [[0, 1, 2, 0, 1], [0, 0], []],
+        [30, 0, 5],
+        ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128),
+    )
+    tree, spec = (
+        Tree.of(parents, torch.device(DEVICE)),
+        AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3),
+    )
     kv = cache(spec, [(base, len(line) + 1) for base, line in zip(bases, parents)], 16)
     first = torch.tensor(bases, device=DEVICE)[kv.row_seq]
     kv.kv_slots, kv.ancestors, kv.positions = kv.positions, tree.ancestors, first + tree.depth
@@ -275,9 +325,12 @@ def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None
         b, base, depth = (int(t[row]) for t in (kv.row_seq, first, tree.depth))
         keys, values = (side[0].clone() for side in (kv.keys, kv.values) if side[0] is not None)
         line = KVView(
-            16, [keys], [values], {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[row : row + 1], kv.row_seq[:1] * 0,
+            16, [keys], [values], {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[row : row + 1],
+            kv.row_seq[:1] * 0,
             torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), 1, base + depth + 1,
         )  # fmt: skip
         at = torch.arange(depth + 1, device=DEVICE)
         REF.move_kv(at * 0, base + tree.ancestors[row, : depth + 1].long(), base + at, spec, line)
-        assert torch.equal(attend(q[row : row + 1], spec, line, False, cut, AttentionConfig(True, 16, 8)), together[row : row + 1]), row
+        assert torch.equal(
+            attend(q[row : row + 1], spec, line, False, cut, AttentionConfig(True, 16, 8)), together[row : row + 1]
+        ), row

@@ -1,4 +1,5 @@
-"""A drafter's round in one launch against the same round step by step, on the GPU or phase by phase in Triton's interpreter."""
+"""A drafter's round in one launch against the same round step by step, on the GPU or phase by phase in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ CLUSTERED = dict(use_ordered_embeddings=True, num_centroids=16, centroid_interme
 
 @torch.inference_mode()
 def test_round() -> None:
-    """Two sequences of unlike length (one beyond the window, one with fewer keys than splits), greedy and with noise; windowed
-    layers cut the keys, the full one walks over several blocks. A state that is not fed back, or a stale scratch, gives other
-    tokens from the second step on."""
+    """Two sequences of unlike length (one beyond the window, one with fewer keys than splits), greedy and with noise;
+    windowed layers cut the keys, the full one walks over several blocks. A state that is not fed back, or a stale
+    scratch, gives other tokens from the second step on."""
     rig = draft_rig(2, **CLUSTERED)
     assert rig.drafter is not None and unsupported(rig.drafter.model) is None
     batch = batch_of(rig, rig.open(2, 61, 16), [61, 9], [SamplingParams(), SamplingParams(temperature=0.9, seed=7)])
@@ -45,7 +46,9 @@ def test_round() -> None:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     step = rig.drafter.score(batch)
 
-    def told(j: int, token: torch.Tensor, cluster_bonus: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def told(
+        j: int, token: torch.Tensor, cluster_bonus: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         ids, logits = step(j, token, cluster_bonus)
         assert ids is not None
         seen.append((ids, batch.sampling.scores(logits.float(), batch.position + 1 + j, ids)))

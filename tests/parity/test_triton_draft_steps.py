@@ -22,13 +22,15 @@ from outrider.types import SamplingParams  # noqa: E402
 
 REF = ReferenceOps()
 # Both kinds of product over many columns leave their sums in parts; the head has more tiles than programs.
-SMALL = StepTiles(q=(32, 4), out=(512, 2, 4), down=(512, 2, 4), pre=(32, 4), head=(32, 4, 1), attend=(8, 4, 32), chunk=32)
+SMALL = StepTiles(
+    q=(32, 4), out=(512, 2, 4), down=(512, 2, 4), pre=(32, 4), head=(32, 4, 1), attend=(8, 4, 32), chunk=32
+)
 
 
 @torch.inference_mode()
 def test_round() -> None:
-    """Beyond the window, greedy, with norms in launches of their own; and fewer keys than splits, with noise. A state that is not
-    fed back, or a stale buffer, gives other tokens from the second step on."""
+    """Beyond the window, greedy, with norms in launches of their own; and fewer keys than splits, with noise. A state
+    that is not fed back, or a stale buffer, gives other tokens from the second step on."""
     rig = draft_rig(1, use_ordered_embeddings=False)
     assert rig.drafter is not None and unsupported(rig.drafter.model) is None
     seqs = rig.open(2, 61, 16)
@@ -46,7 +48,9 @@ def test_round() -> None:
         assert bool((nodes.chance.view(3, 4).diff(dim=1) <= 0).all()) and len(set(nodes.tokens[0, :4].tolist())) > 1
     assert len(seen) > 3
     pair = batch_of(rig, seqs, [40, 30], [SamplingParams(), hot])
-    assert torch.equal(MTPDrafter(stepped, rig.model).propose(pair, 2).tokens, rig.drafter.propose(pair, 2).tokens), "step by step"
+    assert torch.equal(MTPDrafter(stepped, rig.model).propose(pair, 2).tokens, rig.drafter.propose(pair, 2).tokens), (
+        "step by step"
+    )
 
 
 @torch.inference_mode()
@@ -83,7 +87,9 @@ def test_narrow() -> None:
         return words.view(torch.int8).float() * factors[:, None]
 
     mix = near(model.pre[:, HIDDEN:] @ model.post)  # what is fed back, in the drafter's own width
-    model.blocks = [replace(b, qkv=near(b.qkv), out=near(b.out), gate_up=near(b.gate_up), down=near(b.down)) for b in model.blocks]
+    model.blocks = [
+        replace(b, qkv=near(b.qkv), out=near(b.out), gate_up=near(b.gate_up), down=near(b.down)) for b in model.blocks
+    ]
     model.pre = torch.cat([near(model.pre[:, i:j]) for i, j in ((0, 32), (32, 48), (48, 80), (80, 96))], 1)
     g, _ = model.step(rig.model.embed(batch.last), batch.features, state)
     assert error(first, g) < 1e-3

@@ -1,4 +1,5 @@
-"""Quantised experts against their formats' definitions, on the GPU where there is one, else through Triton's interpreter."""
+"""Quantised experts against their formats' definitions, on the GPU where there is one, else through Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -43,14 +44,17 @@ def inputs(rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return z.to(DEVICE), x.to(DEVICE, DTYPE), scale.to(DEVICE)
 
 
-def defined(z: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def defined(
+    z: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
     router = torch.eye(EXPERTS, device=DEVICE)  # hands the logits on
     return REF.moe(z, x.float(), router, scale, gate_up.float(), down.float(), TOP, "gelu_tanh")
 
 
 @pytest.mark.parametrize("name", [n for n in WEIGHTS if n != "int4 ordered"])
 def test_product_is_its_definition(name: str) -> None:
-    """Experts that begin within a tile of 64 rows; a factor, a zero_point or a sum of another expert, pair or group; an edge that is stored."""
+    """Experts that begin within a tile of 64 rows; a factor, a zero_point or a sum of another expert, pair or group; an
+    edge that is stored."""
     n, k, rows = 72, 256, 3
     weight = experts(name, n, k)
     held = hold_experts(weight)
@@ -61,13 +65,16 @@ def test_product_is_its_definition(name: str) -> None:
     moe.grouped_gemm(x, held, out, pairs, TOP, None, False, None)
     chosen = z.topk(TOP, -1).indices.flatten()
     want = torch.einsum("pnk,pk->pn", weight.dense()[chosen], x.float().repeat_interleave(TOP, 0))
-    rounded = name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name  # factors or offsets rounded to float16
+    rounded = (
+        name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name
+    )  # factors or offsets rounded to float16
     near(out, want, 1e-2 if CUDA else 5e-4 if rounded else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["int4 g32", "Q4_1"])
 def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str) -> None:
-    """One row, few and many an expert; gate and up mixed up; a row's bits with other rows beside it and in other tiles."""
+    """One row, few and many an expert; gate and up mixed up; a row's bits with other rows beside it and in other
+    tiles."""
     hidden, inner = (2816, 704) if CUDA else (96, 32)
     gate_up, down = experts(name, 2 * inner, hidden), experts(name, hidden, inner)
     first, second = hold_experts(gate_up), hold_experts(down)
@@ -75,7 +82,9 @@ def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str) -> None:
     z, x, scale = inputs(300 if CUDA else 24, hidden)
 
     def run(rows: int, cut: tuple[moe.Cut, moe.Cut] | None = None) -> torch.Tensor:
-        return moe.experts(list_pairs(z[:rows], scale, TOP, False), x[:rows], first, second, "gelu_tanh", False, cut=cut)
+        return moe.experts(
+            list_pairs(z[:rows], scale, TOP, False), x[:rows], first, second, "gelu_tanh", False, cut=cut
+        )
 
     whole = run(len(x))
     near(whole, defined(z, x, scale, gate_up.dense(), down.dense()), 1e-2 if CUDA else 5e-4)
@@ -94,28 +103,44 @@ def test_one_product_quantised_and_the_other_dense() -> None:
     gate_up, down = (t.to(DEVICE, DTYPE) for t in dense)
     weights = [IntegerFormat(4, 32).quantise(t) for t in (gate_up, down)]
     z, x, scale = inputs(3, hidden)
-    both: list[tuple[DeviceWeight | None, DeviceWeight | None]] = [(hold_experts(weights[0]), down), (gate_up, hold_experts(weights[1]))]
+    both: list[tuple[DeviceWeight | None, DeviceWeight | None]] = [
+        (hold_experts(weights[0]), down),
+        (gate_up, hold_experts(weights[1])),
+    ]
     meant = [(weights[0].dense(), down), (gate_up, weights[1].dense())]
     for (a, b), (c, d) in zip(both, meant, strict=True):
         assert a is not None and b is not None
-        near(moe.experts(list_pairs(z, scale, TOP, False), x, a, b, "gelu_tanh", False), defined(z, x, scale, c, d), 1e-2)
+        near(
+            moe.experts(list_pairs(z, scale, TOP, False), x, a, b, "gelu_tanh", False), defined(z, x, scale, c, d), 1e-2
+        )
 
 
 @pytest.mark.parametrize("dense", ["int8", "plain"])
 def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
-    """On a Hopper up to 8 rows go through `moe_gemv_int8`, a dense MLP in int8 too; 300 rows are added and normed in two launches."""
+    """On a Hopper up to 8 rows go through `moe_gemv_int8`, a dense MLP in int8 too; 300 rows are added and normed in
+    two launches."""
     count, hidden, inner, wide, top = (128, 2816, 704, 2112, 8) if CUDA else (5, 256, 48, 136, 2)
     ops = TritonOps(DEVICE, pdl=False)
 
     def weight(*shape: int, seed: int) -> torch.Tensor:
         return rand(*shape, seed=seed, scale=shape[-1] ** -0.5).to(DEVICE, torch.bfloat16 if CUDA else DTYPE)
 
-    gate_up, down = (ops.quantize(weight(*s, seed=i), "int8") for i, s in enumerate(((count, 2 * inner, hidden), (count, hidden, inner))))
+    gate_up, down = (
+        ops.quantize(weight(*s, seed=i), "int8")
+        for i, s in enumerate(((count, 2 * inner, hidden), (count, hidden, inner)))
+    )
     mlp: list[DeviceWeight] = [weight(2 * wide, hidden, seed=3), weight(hidden, wide, seed=4)]
     if dense == "int8":
-        mlp = [m for m in (repack(f.quantise(as_tensor(w))) for f, w in zip(MODES["int8"], mlp, strict=True)) if m is not None]
+        mlp = [
+            m
+            for m in (repack(f.quantise(as_tensor(w))) for f, w in zip(MODES["int8"], mlp, strict=True))
+            if m is not None
+        ]
     router, scale = weight(count, hidden, seed=5) * 4, rand(count, seed=6).abs().to(DEVICE) + 0.5
-    norms, scalar = [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)], torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE)
+    norms, scalar = (
+        [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)],
+        torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE),
+    )
     most = 300 if CUDA else 3
     z, x, h, stream = (rand(most, hidden, seed=11 + i).to(DEVICE, DTYPE) for i in range(4))
 
@@ -130,11 +155,21 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
 
 
 def test_spans_of_the_dense_mlp_are_added_where_it_is_mixed() -> None:
-    pairs, weight, x = rand(2 * TOP, 64).to(DEVICE, DTYPE), rand(2 * TOP, seed=1).to(DEVICE), rand(2, 64, seed=2).to(DEVICE, DTYPE)
-    parts, norms = rand(6, 64, seed=3).view(3, 2, 64).to(DEVICE), [rand(64, seed=4 + i).to(DEVICE, DTYPE) for i in range(4)]
+    pairs, weight, x = (
+        rand(2 * TOP, 64).to(DEVICE, DTYPE),
+        rand(2 * TOP, seed=1).to(DEVICE),
+        rand(2, 64, seed=2).to(DEVICE, DTYPE),
+    )
+    parts, norms = (
+        rand(6, 64, seed=3).view(3, 2, 64).to(DEVICE),
+        [rand(64, seed=4 + i).to(DEVICE, DTYPE) for i in range(4)],
+    )
     ends = (norms[0], norms[1], x, norms[2], None, norms[3], 1e-6)
     added = ((parts[0] + parts[1]) + parts[2]).to(DTYPE)
-    whole, spans = moe.mix(pairs, weight, moe.MoeEpilogue(added, *ends), False), moe.mix(pairs, weight, moe.MoeEpilogue(parts, *ends, parts=3), False)
+    whole, spans = (
+        moe.mix(pairs, weight, moe.MoeEpilogue(added, *ends), False),
+        moe.mix(pairs, weight, moe.MoeEpilogue(parts, *ends, parts=3), False),
+    )
     assert all(torch.equal(a, b) for a, b in zip(whole, spans, strict=True))
 
 
@@ -145,12 +180,16 @@ def test_logits_that_are_no_numbers_read_no_other_memory(rows: int) -> None:
     assert held is not None
     z, x, scale = inputs(rows, 64)
     z[:] = torch.nan
-    assert moe.experts(list_pairs(z, scale, TOP, False), x, held, x.new_zeros(EXPERTS, 64, 32), "gelu_tanh", False).shape == x.shape
+    assert (
+        moe.experts(list_pairs(z, scale, TOP, False), x, held, x.new_zeros(EXPERTS, 64, 32), "gelu_tanh", False).shape
+        == x.shape
+    )
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])
 def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some rows at a time, as if all were rounded at once; 704 columns are no whole groups of 128, and then rows have one factor."""
+    """Some rows at a time, as if all were rounded at once; 704 columns are no whole groups of 128, and then rows have
+    one factor."""
     from outrider.ops.triton import quant_moe, quant_ops
 
     ops = TritonOps(DEVICE, pdl=False)
@@ -159,7 +198,12 @@ def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.Mon
     whole = hold_experts(format.quantise(dense))
     monkeypatch.setattr(quant_moe, "SLICE", 64 * 160)
     held = ops.quantize(dense, mode)
-    assert isinstance(held, QuantExperts) and whole is not None and held.shape == (3, 40, 160) and held.nbytes == whole.nbytes
+    assert (
+        isinstance(held, QuantExperts)
+        and whole is not None
+        and held.shape == (3, 40, 160)
+        and held.nbytes == whole.nbytes
+    )
     for name in ("words", "scale", "factor"):
         one, other = getattr(held.matrix, name), getattr(whole.matrix, name)
         assert (one is None and other is None) or torch.equal(one, other), name
@@ -181,7 +225,8 @@ class OnlyExperts(ReferenceOps):
 
 
 def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:
-    """Logits are those of the values the weights stand for; drafts, several sequences at once, leave the plain tokens."""
+    """Logits are those of the values the weights stand for; drafts, several sequences at once, leave the plain
+    tokens."""
     raw = {**VARIANTS["moe"], "num_hidden_layers": 1, "layer_types": ["full_attention"], "moe_intermediate_size": 32}
     config, ops = ModelConfig.from_hf(raw), OnlyExperts()
     held, meant = dict[str, DeviceWeight](), dict[str, DeviceWeight]()

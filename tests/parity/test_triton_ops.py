@@ -51,11 +51,13 @@ def near(got: torch.Tensor, want: torch.Tensor, rel: float | None = None) -> Non
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bitwise on a GPU. The interpreter multiplies with numpy, whose order of sums follows from the shape of the tile."""
+    """Bitwise on a GPU. The interpreter multiplies with numpy, whose order of sums follows from the shape of the
+    tile."""
     assert torch.equal(got, want) if CUDA else near(got, want, 1e-6) is None
 
 
-# ---- products ---------------------------------------------------------------------------------------------------------
+# ---- products
+# ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,n,k", [(1, 48, 64), (5, 40, 96), (17, 32, 64), (40, 72, 80)])
 def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -68,11 +70,15 @@ def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 3])
 def test_linear_split(ops: TritonOps, splits: int, turned: bool) -> None:
-    """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call; spans in one program."""
+    """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call; spans in
+    one program."""
     x, w = rand(18, 160), rand(48, 160, seed=1)
     for serial_splitk in (False, True):
         shape = Rows(32, 16, 32, 2, swap_ab=turned, serial_splitk=serial_splitk)
-        near(dense_gemm(x, w, ops.semaphores, tile=GemmReduction(16, 32, splits, 2, turned), shape=shape), REF.linear(x, w))
+        near(
+            dense_gemm(x, w, ops.semaphores, tile=GemmReduction(16, 32, splits, 2, turned), shape=shape),
+            REF.linear(x, w),
+        )
         assert int(ops.semaphores.abs().sum()) == 0
 
 
@@ -87,7 +93,11 @@ def test_gated(ops: TritonOps, act: str) -> None:
     """Gate and up swapped, or read from the wrong rows; the activation's tails."""
     x, w = rand(3, 64, scale=3.0), rand(96, 64, seed=1)
     near(ops.gated_linear(x, w, act), REF.gated_linear(x, w, act))
-    for tile in (GemmReduction(16, 16, 1, 2, swap_ab=True), GemmReduction(32, 16, 2, 2), GemmReduction(8, 16, 2, 2, swap_ab=True)):
+    for tile in (
+        GemmReduction(16, 16, 1, 2, swap_ab=True),
+        GemmReduction(32, 16, 2, 2),
+        GemmReduction(8, 16, 2, 2, swap_ab=True),
+    ):
         near(dense_gemm(x, w, ops.semaphores, gated=True, act=act, tile=tile), REF.gated_linear(x, w, act))
     y = rand(3, 4, 48, seed=2)[:, 1]
     near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
@@ -106,7 +116,9 @@ def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
     x, w = rand(136, 96), rand(64, 96, seed=1)
     for gated in (False, True):
         tile = GemmReduction(16, 32, 3, 2, swap_ab=True)
-        run = lambda a, shape=None: dense_gemm(a, w, ops.semaphores, tile=tile, shape=shape, gated=gated, act="silu" if gated else "")  # noqa: B023, E731
+        run = lambda a, shape=None: dense_gemm(
+            a, w, ops.semaphores, tile=tile, shape=shape, gated=gated, act="silu" if gated else ""
+        )  # noqa: B023, E731
         whole = run(x)
         same(run(x[:rows]), whole[:rows])
         for shape in (Rows(64, 32, 32, 2, serial_splitk=True), Rows(32, 16, 32, 2, swap_ab=False)):
@@ -120,7 +132,15 @@ def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
         for gated in (False, True):
             for splits in (1, 2):
                 shape = Rows(64, 16, 32, 2, bm2=16)
-                got = dense_gemm(x[:rows], w, ops.semaphores, tile=GemmReduction(16, 32, splits, 2), shape=shape, gated=gated, act="silu" if gated else "")
+                got = dense_gemm(
+                    x[:rows],
+                    w,
+                    ops.semaphores,
+                    tile=GemmReduction(16, 32, splits, 2),
+                    shape=shape,
+                    gated=gated,
+                    act="silu" if gated else "",
+                )
                 near(got, REF.gated_linear(x[:rows], w, "silu") if gated else REF.linear(x[:rows], w))
     assert int(ops.semaphores.abs().sum()) == 0
 
@@ -131,7 +151,10 @@ def test_tiles_that_the_copy_engine_fetches(ops: TritonOps, gated: bool, splits:
     rows, n, k = 37, 40, 144
     x, w, y = rand(rows, k), rand(n * (2 if gated else 1), k, seed=1), rand(rows, n, seed=2)
     bias = rand(len(w), seed=3)
-    tile, fetched = GemmReduction(32, 16, splits, 2), Rows(16, 16, 16, 2, swap_ab=False, serial_splitk=splits > 1, tma=True)
+    tile, fetched = (
+        GemmReduction(32, 16, splits, 2),
+        Rows(16, 16, 16, 2, swap_ab=False, serial_splitk=splits > 1, tma=True),
+    )
     extra = dict(gated=True, act="silu") if gated else dict(mul=y, act="gelu_tanh")
     for more in (extra, {**extra, "bias": bias}):
         want = dense_gemm(x, w, ops.semaphores, tile=tile, **more)
@@ -145,26 +168,49 @@ def test_tiles_that_the_copy_engine_fetches(ops: TritonOps, gated: bool, splits:
 
 
 @pytest.mark.parametrize("gated,splits", [(False, 1), (True, 1), (False, 3)])
-def test_tiles_that_are_cut_among_programs(ops: TritonOps, gated: bool, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that two programs share, after and between whole ones: a part left out, done twice or begun from another tile's sums, a mark
-    that is not taken back. The bits of one program a tile."""
+def test_tiles_that_are_cut_among_programs(
+    ops: TritonOps, gated: bool, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that two programs share, after and between whole ones: a part left out, done twice or begun from another
+    tile's sums, a mark that is not taken back. The bits of one program a tile."""
     n, k = 104, 144
     x, w = rand(50, k), rand(n * (2 if gated else 1), k, seed=1)
-    tile, extra = GemmReduction(16, 16, splits, 2), dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {}
+    tile, extra = (
+        GemmReduction(16, 16, splits, 2),
+        dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {},
+    )
     monkeypatch.setattr(gemm, "processors_of", lambda device: 3)
     monkeypatch.setattr(gemm, "DEALT_UNCUT", 0)
     want = dense_gemm(x, w, ops.semaphores, tile=tile, shape=Rows(64, 16, 16, 2), **extra)
     for rows in (50, 30):
         for more in (16, 32):
-            same(dense_gemm(x[:rows], w, ops.semaphores, tile=tile, shape=Rows(16, 16, 16, 2, bm2=more, tma=True), **extra), want[:rows])
+            same(
+                dense_gemm(
+                    x[:rows], w, ops.semaphores, tile=tile, shape=Rows(16, 16, 16, 2, bm2=more, tma=True), **extra
+                ),
+                want[:rows],
+            )
             assert int(ops.semaphores.abs().sum()) == 0
 
 
 def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut ones need more shared memory than the stages of whole ones leave: on 114 sms 31B's qkv asked for more than there is."""
+    """Cut ones need more shared memory than the stages of whole ones leave: on 114 sms 31B's qkv asked for more than
+    there is."""
     monkeypatch.setattr(gemm, "processors_of", lambda device: 78)
-    x, w, seen = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,)))
-    rest = dict(bias=None, mul=None, act="", gated=False, softcap=None, out_dtype=torch.bfloat16, pdl=False, tile=None, shape=None)
+    x, w, seen = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,))
+    )
+    rest = dict(
+        bias=None,
+        mul=None,
+        act="",
+        gated=False,
+        softcap=None,
+        out_dtype=torch.bfloat16,
+        pdl=False,
+        tile=None,
+        shape=None,
+    )
     monkeypatch.setattr(gemm, "fetchable", lambda t: True)
     monkeypatch.setattr(gemm, "tiles_of", lambda t, rows, columns: t)
     launch = gemm._call(x, w, seen, shared=gemm.SHARED, **rest)  # type: ignore[arg-type]
@@ -184,7 +230,8 @@ def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.M
     ],
 )
 def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
-    """Shapes the compiler takes: powers of two, 64 rows of weights where these are on the long side, and no more memory than there is."""
+    """Shapes the compiler takes: powers of two, 64 rows of weights where these are on the long side, and no more memory
+    than there is."""
     tile = choose_reduction(n, k, gated, 2)
     for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 160, 256, 272, 320, 1280, 2048):
         shape = config_for_rows(tile, n, k, rows, gated)
@@ -196,7 +243,8 @@ def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
 
 
 def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
-    """Compiled twice, or never; a failure that stops the pass; what was asked for once only, before its own launch has compiled it."""
+    """Compiled twice, or never; a failure that stops the pass; what was asked for once only, before its own launch has
+    compiled it."""
     made: list[tuple[str, int]] = []
 
     def compile_one(what: str, rows: int) -> None:
@@ -210,7 +258,8 @@ def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
     assert sorted(made) == [("a", 8), ("a", 64), ("b", 8), ("b", 64), ("c", 64)]
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------------
+# ---- rows
+# ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(ops: TritonOps, dtype: torch.dtype) -> None:
     """A mean over the padded width; the scalar applied before the sum; x' returned un-normed where no norm follows."""
@@ -219,7 +268,9 @@ def test_norms(ops: TritonOps, dtype: torch.dtype) -> None:
     near(ops.rms_norm(x, w, 1e-6), REF.rms_norm(x, w, 1e-6))
     near(ops.rms_norm(x.view(3, 3, 24), None, 1e-6), REF.rms_norm(x.view(3, 3, 24), None, 1e-6))
     for post, s, following in [(w, scale, v), (None, None, v), (w, None, None), (w, scale, None)]:
-        for got, want in zip(ops.residual_norm(x, y, post, s, following, 1e-6), REF.residual_norm(x, y, post, s, following, 1e-6)):
+        for got, want in zip(
+            ops.residual_norm(x, y, post, s, following, 1e-6), REF.residual_norm(x, y, post, s, following, 1e-6)
+        ):
             near(got, want)
 
 
@@ -242,11 +293,16 @@ def test_three_norms_and_per_layer(ops: TritonOps) -> None:
     """Norms swapped; a layer's part of another row or layer; the token's part scaled twice."""
     x, y, post = rand(3, 72), rand(3, 72, seed=6), rand(72, seed=7)
     norms = (rand(72, seed=1), rand(72, seed=2), rand(72, seed=8))
-    for got, want in zip(ops.residual_norms(x, y, post, norms, 1e-6), REF.residual_norms(x, y, post, norms, 1e-6), strict=True):
+    for got, want in zip(
+        ops.residual_norms(x, y, post, norms, 1e-6), REF.residual_norms(x, y, post, norms, 1e-6), strict=True
+    ):
         near(got, want)
     ids, table = torch.tensor([5, 0, 9], device=DEVICE), rand(10, 4 * 24, seed=3)
     projected, gain = rand(3, 4 * 24, seed=4), rand(24, seed=5)
-    near(ops.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6), REF.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6))
+    near(
+        ops.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6),
+        REF.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6),
+    )
 
 
 @pytest.mark.parametrize("many", [(32, 64, 2, 4), (16, 16, 2, 8)])
@@ -259,7 +315,8 @@ def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, 
     same(dense_gemm(x[:3], w, ops.semaphores, tile=tile), whole[:3])
 
 
-# ---- experts ----------------------------------------------------------------------------------------------------------------
+# ---- experts
+# ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_moe(ops: TritonOps, rows: int) -> None:
     """An expert with more rows than a tile; weights not renormalised, or scaled before that; slots mixed up."""
@@ -272,13 +329,23 @@ def test_moe(ops: TritonOps, rows: int) -> None:
     same(ops.moe(z[:1], x[:1], *args), whole[:1])
     h, stream = rand(*x.shape, seed=9), rand(*x.shape, seed=14)
     rest = (rand(64, 48, seed=12), rand(48, 32, seed=13), rand(48, seed=10), rand(48, seed=11))
-    for end in ((rand(48, seed=15), rand(1, seed=16), rand(48, seed=17)), (rand(48, seed=15), None, None), (None, rand(1, seed=16), None)):
+    for end in (
+        (rand(48, seed=15), rand(1, seed=16), rand(48, seed=17)),
+        (rand(48, seed=15), None, None),
+        (None, rand(1, seed=16), None),
+    ):
         both = ops.moe_with_shared_mlp(z, x, *args, h, *rest, stream, *end, 1e-6)
         for got, want in zip(both, REF.moe_with_shared_mlp(z, x, *args, h, *rest, stream, *end, 1e-6), strict=True):
             near(got, want)
         one = ops.moe_with_shared_mlp(z[:1], x[:1], *args, h[:1], *rest, stream[:1], *end, 1e-6)
         many = ops.moe_with_shared_mlp(
-            *(t.repeat(300, 1)[:300] for t in (z, x)), *args, h.repeat(300, 1)[:300], *rest, stream.repeat(300, 1)[:300], *end, 1e-6
+            *(t.repeat(300, 1)[:300] for t in (z, x)),
+            *args,
+            h.repeat(300, 1)[:300],
+            *rest,
+            stream.repeat(300, 1)[:300],
+            *end,
+            1e-6,
         )
         for got, among, apart in zip(one, both, many, strict=True):
             same(got, among[:1])
@@ -286,7 +353,8 @@ def test_moe(ops: TritonOps, rows: int) -> None:
 
 
 def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows: it starts behind what its input needs, whoever reads it waits for it, and shares no counters with what runs meanwhile."""
+    """Few rows: it starts behind what its input needs, whoever reads it waits for it, and shares no counters with what
+    runs meanwhile."""
     waits: list[tuple[str, str]] = []
 
     class Stream:
@@ -314,7 +382,8 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("pairs,wide", [(16, 16), (32, 64), (128, 32)])
 def test_moe_tiles(ops: TritonOps, pairs: int, wide: int) -> None:
-    """Experts with no pair, with one tile and with several; a tile that reads another expert's pairs; more tiles than expected."""
+    """Experts with no pair, with one tile and with several; a tile that reads another expert's pairs; more tiles than
+    expected."""
     x, router = rand(90, 48), rand(6, 48, seed=2)
     router[2] = -router.abs().sum(0)  # seldom chosen
     z = ops.logits(rand(90, 48, seed=1).abs(), router, None)
@@ -327,12 +396,16 @@ def test_moe_tiles(ops: TritonOps, pairs: int, wide: int) -> None:
         same(alone, got[r : r + 1])
 
 
-# ---- choosing ---------------------------------------------------------------------------------------------------------------
+# ---- choosing
+# ---------------------------------------------------------------------------------------------------------------
 def test_clusters(ops: TritonOps) -> None:
     g, centroids, rows = rand(3, 24), rand(20, 24, seed=1), rand(20, 9, 24, seed=2)
     tokens = torch.randperm(20 * 9).view(20, 9).to(DEVICE)
     seed, position = (torch.tensor(x, device=DEVICE) for x in ([1, -(1 << 40) - 3, 7], [0, 123456, 5]))
-    temperature, sampled = torch.tensor([0.6, 40.0, 1.0], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
+    temperature, sampled = (
+        torch.tensor([0.6, 40.0, 1.0], device=DEVICE),
+        torch.tensor([True, True, False], device=DEVICE),
+    )
     cluster_bonus = REF.cluster_bonus(tokens, seed, position, temperature, sampled)
     near(ops.cluster_bonus(tokens, seed, position, temperature, sampled), cluster_bonus)
     chosen = []
@@ -363,5 +436,7 @@ def test_gumbel_argmax(ops: TritonOps) -> None:
     want = REF.gumbel_argmax(z, seed, position, None, sampled)
     assert int(got[0]) == 17 and torch.equal(got, want)
     tokens = torch.arange(5000, device=DEVICE).flip(0).expand(4, 5000)
-    assert torch.equal(ops.gumbel_argmax(z, seed, position, tokens, sampled), REF.gumbel_argmax(z, seed, position, tokens, sampled))
+    assert torch.equal(
+        ops.gumbel_argmax(z, seed, position, tokens, sampled), REF.gumbel_argmax(z, seed, position, tokens, sampled)
+    )
     assert not torch.equal(gumbel(seed[1:2], position[1:2], tokens[0]), gumbel(seed[2:3], position[1:2], tokens[0]))

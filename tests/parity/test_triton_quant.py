@@ -1,4 +1,5 @@
-"""Quantised products against their formats' definitions, on the GPU where there is one, else through Triton's interpreter."""
+"""Quantised products against their formats' definitions, on the GPU where there is one, else through Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asymmetric(n: int, k: int, bits: int, group: int, kind: torch.dtype) -> Weight:
     made = IntegerFormat(bits, group, scale=kind).quantise(rand(n, k, seed=5))
-    zero = torch.randint(1, (1 << bits) - 1, made.tensors["scale"].shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    zero = torch.randint(
+        1, (1 << bits) - 1, made.tensors["scale"].shape, generator=torch.Generator().manual_seed(2)
+    ).to(torch.uint8)
     return Weight(IntegerFormat(bits, group, True, scale=kind), (n, k), {**made.tensors, "zero": zero})
 
 
@@ -66,7 +69,10 @@ WEIGHTS = {
     "fp8": lambda n, k: Float8Format().quantise(rand(n, k, seed=1)),
     "fp8 g128": lambda n, k: Float8Format(128).quantise(rand(n, k, seed=1)),
     "nvfp4": lambda n, k: NvFp4Format().quantise(rand(n, k, seed=1)),
-    **{kind: lambda n, k, kind=kind: part(kind, n, k).weight for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
+    **{
+        kind: lambda n, k, kind=kind: part(kind, n, k).weight
+        for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+    },
 }
 
 
@@ -78,7 +84,8 @@ def near(got: torch.Tensor, want: torch.Tensor, rel: float) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_product_is_its_definition(name: str) -> None:
-    """A plane, a pair or a half in the wrong place; a factor of another group; an edge of rows or columns that is read or stored."""
+    """A plane, a pair or a half in the wrong place; a factor of another group; an edge of rows or columns that is read
+    or stored."""
     n, k = 72, 512
     weight = WEIGHTS[name](n, k).to(DEVICE)
     dense = weight.dense()
@@ -86,7 +93,9 @@ def test_product_is_its_definition(name: str) -> None:
     assert held is not None and held.shape == (n, k)
     seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     x = rand(3, k).to(DEVICE, DTYPE)
-    rounded = name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name  # factors or offsets rounded to float16
+    rounded = (
+        name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name
+    )  # factors or offsets rounded to float16
     limit = 1e-2 if CUDA else 5e-4 if rounded else 1e-5
     near(quant_linear(x, held, seen, Extras(), False), REF.linear(x.float(), dense), limit)
     near(quant_linear(x, held, seen, Extras(), False, QuantTile(64, 2, 2)), REF.linear(x.float(), dense), limit)
@@ -113,8 +122,16 @@ def test_gated_bias_and_multiplied() -> None:
     x, y, bias = (rand(*s).to(DEVICE, DTYPE) for s in ((2, 256), (2, 144), (144,)))
     near(quant_linear(x, held, seen, Extras(act="silu", gated=True), False), REF.gated_linear(x, dense, "silu"), 1e-2)
     near(quant_linear(x, held, seen, Extras(bias=bias), False), REF.linear(x, dense, bias), 1e-2)
-    near(quant_linear(x, held, seen, Extras(mul=y, act="gelu_tanh"), False), REF.linear_act_mul(x, dense, y, "gelu_tanh"), 1e-2)
-    near(quant_linear(x, held, seen, Extras(softcap=3.0, out_dtype=torch.float32), False), REF.logits(x, dense, 3.0), 1e-2)
+    near(
+        quant_linear(x, held, seen, Extras(mul=y, act="gelu_tanh"), False),
+        REF.linear_act_mul(x, dense, y, "gelu_tanh"),
+        1e-2,
+    )
+    near(
+        quant_linear(x, held, seen, Extras(softcap=3.0, out_dtype=torch.float32), False),
+        REF.logits(x, dense, 3.0),
+        1e-2,
+    )
 
 
 @pytest.mark.parametrize("name", list(WEIGHTS) if CUDA else ["int4 g32"])
@@ -127,12 +144,23 @@ def test_rows_stand_alone(name: str) -> None:
     x = rand(130 if CUDA else 40, weight.shape[1]).to(DEVICE, DTYPE)
     some = [0, 1, 2, 37]  # 40 tokens are 32 and 8
     for tile, gated in ((None, False), (None, True), (QuantTile(64, 2, 2), False)):
-        spans = tile and fit(tile, 40, held.columns_of_chunk, held.plane, held.bits, 226 << 10, held.zero_point is not None, held.per == 1)
+        spans = tile and fit(
+            tile,
+            40,
+            held.columns_of_chunk,
+            held.plane,
+            held.bits,
+            226 << 10,
+            held.zero_point is not None,
+            held.per == 1,
+        )
         extras = Extras(act="silu" if gated else "", gated=gated)
         alone = torch.cat([quant_linear(x[i : i + 1], held, seen, extras, False, tile) for i in some])
         for count in (5, 17, 40, 130) if tile is None else (40,):
             bm, cut = spans or (None, None)
-            together = quant_linear(x[:count], held, seen, extras, False, cut, bm)[[i for i in some if i < min(count, len(x))]]
+            together = quant_linear(x[:count], held, seen, extras, False, cut, bm)[
+                [i for i in some if i < min(count, len(x))]
+            ]
             assert (
                 torch.equal(together, alone[: len(together)])
                 if CUDA
@@ -142,7 +170,8 @@ def test_rows_stand_alone(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["ct-int4-g32", "awq", "ct-fp8-channel", "modelopt-nvfp4", "gptq-int8"])
 def test_a_checkpoint_stays_quantised_and_multiplies_as_it_means(scheme: str, tmp_path: Path) -> None:
-    """Fused projections of one format are one weight; its products are those of the dequantised checkpoint. Embeddings stay dense."""
+    """Fused projections of one format are one weight; its products are those of the dequantised checkpoint. Embeddings
+    stay dense."""
     model = tiny.target("llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=1)
     folder = tiny.write(model, tmp_path, tokenizer=False)
     quantised.rewrite(folder, scheme)
@@ -173,7 +202,10 @@ def test_dense_weights_are_rounded_when_asked(mode: str) -> None:
     ops = TritonOps(DEVICE, pdl=False)
     dense = rand(64, 256, seed=3, scale=0.05).to(DEVICE, DTYPE)
     held = ops.quantize(dense, mode)
-    assert isinstance(held, QuantWeight) and held.nbytes < dense.nbytes * (0.6 if mode != "int4" else 0.32) * 2 / dense.element_size()
+    assert (
+        isinstance(held, QuantWeight)
+        and held.nbytes < dense.nbytes * (0.6 if mode != "int4" else 0.32) * 2 / dense.element_size()
+    )
     x = rand(2, 256).to(DEVICE, DTYPE)
     near(ops.linear(x, held), REF.linear(x.float(), dense.float()), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
     near(ops.unpack(held), dense.to(torch.bfloat16), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
@@ -190,7 +222,8 @@ def test_a_small_matrix_stays_dense_however_it_comes(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("has_zero_point", [False, True])
 def test_five_bits_take_no_tile_of_8_tokens_and_fit(has_zero_point: bool) -> None:
-    """On an H200 such a tile gave rows other bits than larger ones, and three stages of 128 tokens asked for too much shared memory."""
+    """On an H200 such a tile gave rows other bits than larger ones, and three stages of 128 tokens asked for too much
+    shared memory."""
     for rows in (1, 8, 16, 32, 40, 64, 65, 2048):
         bm, tile = fit(QuantTile(64, 1, 4), rows, 256, 32, 4, 226 << 10, has_zero_point, True, above=True)
         assert bm >= 16 and tile.bm2 == 0 and tile.warps >= 4 and bm * 256 * 2 * tile.stages <= 160 << 10
@@ -209,7 +242,10 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))
         assert held is not None
-        x, extras = rand(8, k).to(DEVICE, DTYPE), Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras()
+        x, extras = (
+            rand(8, k).to(DEVICE, DTYPE),
+            Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras(),
+        )
         want = quant_linear(x, held, few.seen, extras, True)
         for rows in range(1, 9):
             got = few.product(x[:rows], held, extras, True)
@@ -227,7 +263,10 @@ def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> 
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))
         assert held is not None
-        x, extras = rand(40, k).to(DEVICE, DTYPE), Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras()
+        x, extras = (
+            rand(40, k).to(DEVICE, DTYPE),
+            Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras(),
+        )
         want = quant_linear(x, held, ops.semaphores, extras, True)
         for rows in (9, 16, 17, 25, 40):
             got = ops.bm2.product(x[:rows], held, extras, True)

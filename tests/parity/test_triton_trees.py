@@ -1,4 +1,5 @@
-"""The kernels of captured trees against their plain twins: on the GPU where there is one, else through Triton's interpreter."""
+"""The kernels of captured trees against their plain twins: on the GPU where there is one, else through Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -33,10 +34,12 @@ def ops() -> TritonOps:
 
 @pytest.mark.parametrize("sampled,named", [(False, False), (True, True)])
 def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> None:
-    """Several chunks of scores, noise of each sequence's own, columns that are not token ids, scores that are -inf or NaN; trees of
-    a few tokens and of more."""
+    """Several chunks of scores, noise of each sequence's own, columns that are not token ids, scores that are -inf or
+    NaN; trees of a few tokens and of more."""
     batch, depth, n, g = 2, 3, 2500, torch.Generator().manual_seed(5)
-    ids = torch.stack([torch.randperm(9000, generator=g)[:n] for _ in range(batch * WIDTH)]).to(DEVICE) if named else None
+    ids = (
+        torch.stack([torch.randperm(9000, generator=g)[:n] for _ in range(batch * WIDTH)]).to(DEVICE) if named else None
+    )
     found = [Nodes.of(batch, depth, DEVICE) for _ in range(2)]
     fronts = [Frontier.root(torch.tensor([7, 8], device=DEVICE)) for _ in range(2)]
     for level in range(depth):
@@ -46,7 +49,9 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
             logits[2] = float("nan")
         drawn = ([3, 4], [10 + level, 20 + level], [0.7, 1.0], [True, False])
         noise = Noise(*(torch.tensor(t, device=DEVICE) for t in drawn)) if sampled else None
-        fronts = [x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)]
+        fronts = [
+            x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)
+        ]
         for name in ("tokens", "before", "node", "line"):
             got, want = (getattr(f, name).view(batch, WIDTH)[fronts[1].chance > 0] for f in fronts)
             assert torch.equal(got, want), (level, name)
@@ -60,7 +65,10 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
 def test_combed_alike(ops: TritonOps) -> None:
     """Steps that lie further apart than they are long; fewer parts that found something than there are rivals."""
     g = torch.Generator().manual_seed(2)
-    scores, ids = torch.randn((2, 3, 40), generator=g).to(DEVICE), torch.randint(0, 999, (2, 3, 40), generator=g).to(DEVICE, torch.int32)
+    scores, ids = (
+        torch.randn((2, 3, 40), generator=g).to(DEVICE),
+        torch.randint(0, 999, (2, 3, 40), generator=g).to(DEVICE, torch.int32),
+    )
     scores[1, 1, 2:] = float("-inf")
     got, want = (x.chain_with_runner_ups(scores[:, :, :37], ids[:, :, :37]) for x in (ops, REF))
     there = want.chance > 0
@@ -87,7 +95,8 @@ def test_walked_alike(ops: TritonOps) -> None:
 
 
 def test_a_path_is_kept_alike(ops: TritonOps) -> None:
-    """A move onto a place that another one reads; paths that lie in line already; places on several pages; both kinds of layers."""
+    """A move onto a place that another one reads; paths that lie in line already; places on several pages; both kinds
+    of layers."""
     config = ModelConfig.from_hf(VARIANTS["edge"])
     specs = [config.layers[i].attn for i in config.kv_layers]
     caches = [build_kv(config, 2, 24, device=DEVICE) for _ in range(2)]

@@ -1,7 +1,8 @@
 """Everything in an answer is independent of drafting: token ids, log-probabilities, text, counts and the finish reason.
 
-Catches: tokens behind a stop string that a long draft brought along (with their log-probabilities and their count), a later but
-longer stop string found first because its tokens came in the same cycle, an error of a grammar that only a draft ran into.
+Catches: tokens behind a stop string that a long draft brought along (with their log-probabilities and their count), a
+later but longer stop string found first because its tokens came in the same cycle, an error of a grammar that only a
+draft ran into.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from outrider.engine.text import Detokenizer, Tokenizer
 from outrider.ops import choose
 from outrider.types import SamplingParams, TextFiles
 
-OPS = choose(torch.device("cpu"), "cpu", 1)  # rows independent of their neighbours: log-probabilities must be the same bits
+OPS = choose(
+    torch.device("cpu"), "cpu", 1
+)  # rows independent of their neighbours: log-probabilities must be the same bits
 MODELS = {name: tiny_model(name, ops=OPS) for name in ("llama", "dense")}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
 
 
 def tokenizer() -> Tokenizer:
-    """64 tokens: end, the two bytes of é apart, and one to three letters of a small alphabet, so that stop strings span tokens."""
+    """64 tokens: end, the two bytes of é apart, and one to three letters of a small alphabet, so that stop strings span
+    tokens."""
     rng = random.Random(4)
     words = ["<pad>", "<eos>", "Ã", "©"]
     while len(words) < VOCAB:
@@ -109,9 +113,15 @@ def test_every_part_of_an_answer_is_plain_decodings(
 ) -> None:
     rng = random.Random(seed)
     variant, mtp = which
-    params: dict[str, Any] = dict(temperature=temperature, seed=seed, max_tokens=40, logprobs=logprobs, min_tokens=min_tokens)
+    params: dict[str, Any] = dict(
+        temperature=temperature, seed=seed, max_tokens=40, logprobs=logprobs, min_tokens=min_tokens
+    )
     free = run(engine(variant, False), [request("free", PROMPT, drafter=False, **params)])["free"]
-    params |= dict(stop=stops_in(free.text, rng), ignore_eos=rng.random() < 0.7, stop_token_ids=(free.tokens[-1],) * (rng.random() < 0.3))
+    params |= dict(
+        stop=stops_in(free.text, rng),
+        ignore_eos=rng.random() < 0.7,
+        stop_token_ids=(free.tokens[-1],) * (rng.random() < 0.3),
+    )
     want = run(engine(variant, False), [request("plain", PROMPT, drafter=False, **params)])["plain"]
     assert want.counted == len(want.tokens) == want.kinds
     together = [request(f"k{k}", PROMPT, k=k, **params) for k in (None, 0, 1, 2, 4, 16)]
@@ -151,5 +161,10 @@ def test_a_stop_id_before_min_tokens_stays_in_the_text() -> None:
 def test_length_and_stop_on_one_token(room: int) -> None:
     a = next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == b"a")
     params = SamplingParams(stop=("aaa",))
-    assert OutputProcessor(params, (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).finish == ("stop" if room == 3 else "length")
-    assert OutputProcessor(replace(params, stop=()), (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).texts == ["a"] * room
+    assert OutputProcessor(params, (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).finish == (
+        "stop" if room == 3 else "length"
+    )
+    assert (
+        OutputProcessor(replace(params, stop=()), (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).texts
+        == ["a"] * room
+    )

@@ -1,4 +1,5 @@
-"""What is captured into a graph never looks at a value: the whole step runs on the meta device, for every way of choosing."""
+"""What is captured into a graph never looks at a value: the whole step runs on the meta device, for every way of
+choosing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     drafter = DrafterConfig.from_hf(assistant(VARIANTS[variant], True))
 
     def blank(c: Any) -> dict[str, Any]:
-        return {n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in tensor_plan(c).items()}
+        return {
+            n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta")
+            for n, p in tensor_plan(c).items()
+        }
 
     model = TextModel(config, blank(config), ops)
     guesser = MTPDrafter(MTPNet(drafter, blank(drafter), ops, model), model)
@@ -50,12 +54,16 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     all_of_it = SamplingFeatures(True, 4, 2, 4, 2, 3, True)
     history.grow(all_of_it)
     bits = torch.zeros((8, VOCAB // 32), dtype=torch.int32, device="meta")
-    # How tokens are chosen does not hang on the kind of layers: one variant goes through every way, the others through all asks.
+    # How tokens are chosen does not hang on the kind of layers: one variant goes through every way, the others through
+    # all asks.
     ways: list[Choosing] = list(get_args(Choosing)) if variant == "dense" else ["sampled"]
     for choosing in ways:
         for k, source in ((0, None), (2, "drafter"), (2, "host"), (2, "both"), (2, "drafted")):
             for asks, override in ((NO_FEATURES, None), (all_of_it, None), (NO_FEATURES, assumed))[: 3 if k else 2]:
                 key = Key(2, k, 512, choosing, source, "cycle", asks)  # type: ignore[arg-type]
-                out, more = Output.of(key, torch.device("meta")), {"history": history, "bits": bits} if asks != NO_FEATURES else {}
+                out, more = (
+                    Output.of(key, torch.device("meta")),
+                    {"history": history, "bits": bits} if asks != NO_FEATURES else {},
+                )
                 logits = decode_step(model, store, guesser, state, inputs, key, out, override, **more)()
                 assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)

@@ -10,7 +10,9 @@ from outrider.spec.plan import DraftContext
 from outrider.spec.simulate import Trace, replay
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
-VIEW = st.tuples(NAMES, st.integers(0, 16), st.integers(0, 16), st.integers(0, 20), st.integers(1, 40), st.integers(0, 5000))
+VIEW = st.tuples(
+    NAMES, st.integers(0, 16), st.integers(0, 16), st.integers(0, 20), st.integers(1, 40), st.integers(0, 5000)
+)
 BATCH = st.lists(VIEW, min_size=1, max_size=4, unique_by=lambda v: v[0])
 MACHINE = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.floats(0, 1e-2))
 

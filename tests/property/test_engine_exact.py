@@ -1,7 +1,7 @@
 """Coupled choosing: the answer does not depend on the drafter, on K, on the batch, on when others join or leave.
 
-The reference ops run in float32; the two nearest candidates of a tiny random model are far wider apart than its rounding,
-so token identity is required without exception.
+The reference ops run in float32; the two nearest candidates of a tiny random model are far wider apart than its
+rounding, so token identity is required without exception.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Puppet:
 
 
 def plain(variant: str, prompt: list[int], params: dict[str, Any]) -> list[int]:
-    return run(tiny_engine(variant, model=MODELS[variant]), [request("plain", prompt, drafter=False, **params)])["plain"]
+    return run(tiny_engine(variant, model=MODELS[variant]), [request("plain", prompt, drafter=False, **params)])[
+        "plain"
+    ]
 
 
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
@@ -72,7 +74,9 @@ HOT = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "seed": 5}, {**HOT, "seed": 11}], ids=["greedy", "T0.7", "T1.3+all"])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.7, "seed": 5}, {**HOT, "seed": 11}], ids=["greedy", "T0.7", "T1.3+all"]
+)
 def test_every_variant_and_k(variant: str, params: dict[str, Any]) -> None:
     want = plain(variant, PROMPT, params)
     drafters = [None] + ([mtp_drafter(MODELS[variant], variant, c) for c in (False, True)] if variant in GEMMA4 else [])
@@ -123,17 +127,29 @@ sampling = st.fixed_dictionaries(
     }
 )
 one = st.tuples(
-    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), sampling, st.sampled_from([None, 0, 1, 2, 4, 7, 16]), st.integers(0, 6)
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+    sampling,
+    st.sampled_from([None, 0, 1, 2, 4, 7, 16]),
+    st.integers(0, 6),
 )
 
 
 @settings(max_examples=25)
-@given(st.sampled_from(sorted(VARIANTS)), st.lists(one, min_size=1, max_size=8), st.integers(2, 8), st.booleans(), st.booleans())
+@given(
+    st.sampled_from(sorted(VARIANTS)),
+    st.lists(one, min_size=1, max_size=8),
+    st.integers(2, 8),
+    st.booleans(),
+    st.booleans(),
+)
 def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bool, reuse: bool) -> None:
-    """Sequences join at random steps, run beside others with other K, are pre-empted when pages are scarce, and leave."""
+    """Sequences join at random steps, run beside others with other K, are pre-empted when pages are scarce, and
+    leave."""
     model = MODELS[variant]
     drafter = mtp_drafter(model, variant, clustered=True) if variant in GEMMA4 else None
-    engine = tiny_engine(variant, drafter, model=model, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse)
+    engine = tiny_engine(
+        variant, drafter, model=model, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse
+    )
     waiting = [(at, request(str(i), prompt, k=k, **params)) for i, (prompt, params, k, at) in enumerate(jobs)]
     got = run_joining(engine, waiting)
     for _, r in waiting:
@@ -175,7 +191,15 @@ def test_aborting_frees_pages_at_once() -> None:
 
 
 def test_sliding_memory_stays_constant_from_2k_to_8k() -> None:
-    engine = tiny_engine("dense", model=MODELS["dense"], max_batch=1, max_context=9000, page_size=32, prefill_chunk=512, prefix_cache=False)
+    engine = tiny_engine(
+        "dense",
+        model=MODELS["dense"],
+        max_batch=1,
+        max_context=9000,
+        page_size=32,
+        prefill_chunk=512,
+        prefix_cache=False,
+    )
     held = []
     engine.submit(request("a", [i % VOCAB for i in range(8000)], max_tokens=20))
     while engine.busy:
@@ -201,14 +225,19 @@ def test_prefix_hits_equal_recomputation() -> None:
 
 
 def test_sixty_four_mixed_requests_are_those_alone() -> None:
-    """Greedy, sampled, penalised, with a grammar or logprobs, joining and leaving, in steps that are read one behind."""
+    """Greedy, sampled, penalised, with a grammar or logprobs, joining and leaving, in steps that are read one
+    behind."""
     rng = random.Random(3)
     kinds: list[dict[str, Any]] = [
-        {}, {"temperature": 0.9}, {"temperature": 1.0, "top_k": 12, "top_p": 0.9}, {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
-        {"grammar": Thirds()}, {"logprobs": 3, "temperature": 0.7}, {"logit_bias": {4: 1.5, 9: -2.0}, "bad_words": ((5, 7), (12,))},
+        {}, {"temperature": 0.9}, {"temperature": 1.0, "top_k": 12, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
+        {"grammar": Thirds()}, {"logprobs": 3, "temperature": 0.7},
+        {"logit_bias": {4: 1.5, 9: -2.0}, "bad_words": ((5, 7), (12,))},
         {"min_tokens": 4, "stop_token_ids": (5, 9, 17)},
     ]  # fmt: skip
-    engine = tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=64, graphs=True, k=3)
+    engine = tiny_engine(
+        "dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=64, graphs=True, k=3
+    )
     engine.executors[-1].launch = lambda batch: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
     jobs = []
     for i in range(64):

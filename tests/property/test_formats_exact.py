@@ -1,7 +1,8 @@
-"""Every stored format on the CPU: drafts of any length, alone or among up to eight sequences, leave the plain answer's tokens.
+"""Every stored format on the CPU: drafts of any length, alone or among up to eight sequences, leave the plain answer's
+tokens.
 
-The drafter knows the answer and errs at every third token, so whole drafts, halves and nothing are accepted in turn. Members of the
-team help each other out in ever another order, and no bit may change by it.
+The drafter knows the answer and errs at every third token, so whole drafts, halves and nothing are accepted in turn.
+Members of the team help each other out in ever another order, and no bit may change by it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from outrider.spec.drafter import DraftBatch
 from outrider.types import Draft
 from outrider.weights.load import dummy_weights
 
-CONFIG = ModelConfig.from_hf({**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 80})
+CONFIG = ModelConfig.from_hf(
+    {**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 80}
+)
 PROMPTS = [[3 + i, 5, 7 * i % 61, 9] * (1 + i) for i in range(8)]
 HALVES = ("float16", "bfloat16")
 
@@ -51,7 +54,12 @@ class Knows:
         pass
 
 
-MIDDLE = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # the offset, in steps, with which weights are about 0 on average
+MIDDLE = {
+    "Q4_1": -7.5,
+    "Q5_1": -15.5,
+    "Q4_K": 7.5,
+    "Q5_K": 15.5,
+}  # the offset, in steps, with which weights are about 0 on average
 
 
 def balanced(kind: str, n: int, k: int, seed: int) -> QuantPart:
@@ -67,7 +75,11 @@ def compiled(ops: CpuOps, kind: str) -> CompiledModel:
     weights = dummy_weights(CONFIG, "cpu", torch.float32, ops, None, 3)
     for seed, (name, w) in enumerate(weights.items()):
         if isinstance(w, torch.Tensor) and w.dim() == 2:
-            packed = w.to(getattr(torch, kind)) if kind in HALVES else ops.pack([balanced(kind, w.shape[0], w.shape[1], seed)])
+            packed = (
+                w.to(getattr(torch, kind))
+                if kind in HALVES
+                else ops.pack([balanced(kind, w.shape[0], w.shape[1], seed)])
+            )
             assert packed is not None
             weights[name] = packed
     model = ops.compile(TextModel(CONFIG, weights, ops))
@@ -76,7 +88,10 @@ def compiled(ops: CpuOps, kind: str) -> CompiledModel:
 
 
 def answers(engine: Engine, count: int, k: int, drafter: bool) -> list[list[int]]:
-    asked = [request(str(i), p, k, drafter, temperature=0.8 * (i % 2), seed=i, max_tokens=9) for i, p in enumerate(PROMPTS[:count])]
+    asked = [
+        request(str(i), p, k, drafter, temperature=0.8 * (i % 2), seed=i, max_tokens=9)
+        for i, p in enumerate(PROMPTS[:count])
+    ]
     done = run(engine, asked)
     return [done[str(i)] for i in range(count)]
 
@@ -86,7 +101,10 @@ def test_drafts_leave_the_plain_tokens(kind: str) -> None:
     ops = CpuOps(threads=2)
     model = compiled(ops, kind)
     plain = tiny_engine(model=model, page_size=16)
-    want = [run(plain, [request("0", p, 0, False, temperature=0.8 * (i % 2), seed=i, max_tokens=9)])["0"] for i, p in enumerate(PROMPTS)]
+    want = [
+        run(plain, [request("0", p, 0, False, temperature=0.8 * (i % 2), seed=i, max_tokens=9)])["0"]
+        for i, p in enumerate(PROMPTS)
+    ]
     assert len({tuple(w) for w in want}) > 4  # the texts differ
     engine = tiny_engine(drafter=Knows(want), model=model, page_size=16, k=None)
     for k, count in ((1, 2), (4, 8), (8, 5), (16, 1)):

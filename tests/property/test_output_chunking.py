@@ -1,5 +1,6 @@
-"""However a text is cut, the same thoughts, content and tool calls come out. Catches: a tag cut in two taken for text, a
-call's first arguments lost when a whole call comes in one delta (vLLM #41967), white space that depends on the cut."""
+"""However a text is cut, the same thoughts, content and tool calls come out. Catches: a tag cut in two taken for text,
+a call's first arguments lost when a whole call comes in one delta (vLLM #41967), white space that depends on the
+cut."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_any_cut_gives_the_same_parts(name: str, text: str, cuts: list[int], com
 
 SIMPLE = st.recursive(
     st.one_of(st.booleans(), st.integers(-(10**9), 10**9), st.text(max_size=8), st.none()),
-    lambda v: st.one_of(st.lists(v, max_size=3), st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), v, max_size=3)),
+    lambda v: st.one_of(
+        st.lists(v, max_size=3), st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), v, max_size=3)
+    ),
     max_leaves=8,
 )
 ARGUMENTS = st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), SIMPLE, max_size=4)
@@ -71,12 +74,17 @@ def quoting_is_safe(value: object) -> bool:
     """Gemma's format has no escape for its own quote."""
     if isinstance(value, str):
         return '<|"|>' not in value + '<|"|>'[:4] if value else True
-    return all(map(quoting_is_safe, value.values() if isinstance(value, dict) else value)) if isinstance(value, (dict, list)) else True
+    return (
+        all(map(quoting_is_safe, value.values() if isinstance(value, dict) else value))
+        if isinstance(value, (dict, list))
+        else True
+    )
 
 
 @settings(max_examples=60)
 @given(
-    calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather", "a.b-c"]), ARGUMENTS), min_size=1, max_size=3), size=st.integers(1, 40)
+    calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather", "a.b-c"]), ARGUMENTS), min_size=1, max_size=3),
+    size=st.integers(1, 40),
 )
 def test_calls_come_back_as_they_were_written(calls: list[tuple[str, dict[str, object]]], size: int) -> None:
     if all(quoting_is_safe(a) for _, a in calls):
@@ -90,4 +98,7 @@ def read(parser: Parser, text: str, size: int) -> list[tuple[str, object]]:
     parts = run(parser, [text[i : i + size] for i in range(0, len(text), size)], True)
     names = [p.text for p in parts if p.kind == "call"]
     assert [p.text for p in parts if p.kind == "content"] in ([], ["Sure."])
-    return [(n, json.loads("".join(p.text for p in parts if p.kind == "args" and p.index == i))) for i, n in enumerate(names)]
+    return [
+        (n, json.loads("".join(p.text for p in parts if p.kind == "args" and p.index == i)))
+        for i, n in enumerate(names)
+    ]

@@ -11,7 +11,8 @@ from outrider.models.config import ModelConfig
 
 GEMMA = {
     "model_type": "gemma3_text", "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-    "num_hidden_layers": 3, "intermediate_size": 16, "vocab_size": 32, "sliding_window": 10, "sliding_window_pattern": 3,
+    "num_hidden_layers": 3, "intermediate_size": 16, "vocab_size": 32, "sliding_window": 10,
+    "sliding_window_pattern": 3,
 }  # fmt: skip
 PAGE = 4
 
@@ -20,7 +21,9 @@ def store(tokens: int = 200, slots: int = 4) -> KVStore:
     return KVStore(ModelConfig.from_hf(GEMMA), CacheSpec(slots, 120, PAGE, 8, tokens), torch.float32, "cpu")
 
 
-step = st.tuples(st.sampled_from(["open", "append", "append", "commit", "share", "close"]), st.integers(0, 3), st.integers(1, 8))
+step = st.tuples(
+    st.sampled_from(["open", "append", "append", "commit", "share", "close"]), st.integers(0, 3), st.integers(1, 8)
+)
 
 
 @settings(max_examples=60)

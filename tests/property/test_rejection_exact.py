@@ -1,13 +1,21 @@
-"""Losslessness of the rejection and block verifiers, by enumeration: every draft, every number of accepted tokens and every
-next token is weighted with its exact probability; no sampling, so a bias of 1e-9 would show. Then the same code with real
-randomness, against chi-square, through several cycles."""
+"""Losslessness of the rejection and block verifiers, by enumeration: every draft, every number of accepted tokens and
+every next token is weighted with its exact probability; no sampling, so a bias of 1e-9 would show. Then the same code
+with real randomness, against chi-square, through several cycles."""
 
 import pytest
 import torch
 
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch
-from outrider.spec.rejection import block_accept, proposal, randomness, residual, token_accept, verify_block, verify_rejection
+from outrider.spec.rejection import (
+    block_accept,
+    proposal,
+    randomness,
+    residual,
+    token_accept,
+    verify_block,
+    verify_rejection,
+)
 from outrider.types import Draft, SamplingParams
 
 V, OPS = 4, ReferenceOps()
@@ -85,11 +93,15 @@ def law(kind: str, method: str, k: int, length: int, seed: int):
     want = torch.ones(1, dtype=torch.float64)
     kept = []
     for i in range(k + 1):
-        here = (chance * exactly[:, i])[:, None] * residual(p[:, i], q[:, i], w[:, i, None])  # [V^k, V] cut after i tokens
+        here = (chance * exactly[:, i])[:, None] * residual(
+            p[:, i], q[:, i], w[:, i, None]
+        )  # [V^k, V] cut after i tokens
         at = (path // V ** (k - i))[:, None] * V + torch.arange(V)
         got = (got[:, None] * P[i]).reshape(-1).scatter_add(0, at.reshape(-1), here.reshape(-1))
         want = (want[:, None] * P[i]).reshape(-1)
-        kept.append(torch.zeros(V**i, dtype=torch.float64).scatter_add(0, path // V ** (k - i), chance * exactly[:, i:].sum(1)))
+        kept.append(
+            torch.zeros(V**i, dtype=torch.float64).scatter_add(0, path // V ** (k - i), chance * exactly[:, i:].sum(1))
+        )
     return got, want, kept
 
 
@@ -150,8 +162,8 @@ def chi_square(seen: torch.Tensor, law: torch.Tensor) -> float:
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
 @pytest.mark.parametrize("kind", ["good", "bad", "outside", "greedy"])
 def test_the_vectorised_verifiers_draw_from_the_targets_law(kind, verify):
-    """200k sequences through several cycles with the counter-based noise, K = 2 or fewer: a Markov chain of 4 tokens. Positions
-    that were refused are drafted again: noise that was used twice would show."""
+    """200k sequences through several cycles with the counter-based noise, K = 2 or fewer: a Markov chain of 4 tokens.
+    Positions that were refused are drafted again: noise that was used twice would show."""
     n, steps = 200_000, 4
     P, Q = (torch.cat([t[1], t[1][:1]]) for t in tables(kind, 2, 3))  # [V + 1, V] by the last token; row V: the start
     seed, last = torch.arange(n), torch.full((n,), V)
@@ -166,7 +178,11 @@ def test_the_vectorised_verifiers_draw_from_the_targets_law(kind, verify):
             q.append(law_q)
             p.append(P[token])
             prev = token
-        draft = Draft(torch.stack(tokens, 1), torch.where(seed % 8 == 0, seed % 3, 2), None if kind == "greedy" else torch.stack(q, 1))
+        draft = Draft(
+            torch.stack(tokens, 1),
+            torch.where(seed % 8 == 0, seed % 3, 2),
+            None if kind == "greedy" else torch.stack(q, 1),
+        )
         verdict = verify(torch.stack(p, 1), draft, *randomness(seed, at, 2, V))
         assert torch.equal(verdict.counts, verdict.accepted + 1) and bool((verdict.accepted <= draft.lengths).all())
         for j in range(3):  # write what was emitted, as far as it is needed

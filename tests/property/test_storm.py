@@ -1,4 +1,5 @@
-"""Two thousand random joins, cancels and pre-emptions: no page is lost, and what was answered is what the request alone gets."""
+"""Two thousand random joins, cancels and pre-emptions: no page is lost, and what was answered is what the request alone
+gets."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from outrider.engine.engine import Engine
 
 MODEL = tiny_model("dense")
 PARAMS: list[dict[str, Any]] = [
-    {}, {}, {"temperature": 0.8}, {"temperature": 1.1, "top_k": 9, "top_p": 0.9}, {"repetition_penalty": 1.3}, {"logprobs": 2},
+    {}, {}, {"temperature": 0.8}, {"temperature": 1.1, "top_k": 9, "top_p": 0.9}, {"repetition_penalty": 1.3},
+    {"logprobs": 2},
     {"bad_words": ((5, 7), (12,)), "logit_bias": {4: 2.0}}, {"min_tokens": 3, "temperature": 0.5},
 ]  # fmt: skip
 
@@ -22,8 +24,12 @@ def test_nothing_is_lost_in_a_storm(graphs: bool, most: int) -> None:
     rng = random.Random(7)
     drafter = mtp_drafter(MODEL, "dense", clustered=True)
     swap = 32 / 2**20 if graphs else 0.0  # GiB: some are kept on the host, others computed again
-    engine = tiny_engine("dense", drafter, model=MODEL, max_batch=8, max_context=96, kv_tokens=128, k=2, graphs=graphs, swap=swap)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))] for _ in range(12)]  # few: prefixes are shared
+    engine = tiny_engine(
+        "dense", drafter, model=MODEL, max_batch=8, max_context=96, kv_tokens=128, k=2, graphs=graphs, swap=swap
+    )
+    prompts = [
+        [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))] for _ in range(12)
+    ]  # few: prefixes are shared
     asked: dict[str, Any] = {}
     got: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -54,7 +60,10 @@ def test_nothing_is_lost_in_a_storm(graphs: bool, most: int) -> None:
     assert len(answered) > most // 40
     for i in rng.sample(answered, 10):
         alone = tiny_engine("dense", model=MODEL, max_context=96)
-        assert got[i] == run(alone, [request("alone", asked[i].prompt, k=0, drafter=False, **_of(asked[i].params))])["alone"]
+        assert (
+            got[i]
+            == run(alone, [request("alone", asked[i].prompt, k=0, drafter=False, **_of(asked[i].params))])["alone"]
+        )
 
 
 def _of(params: Any) -> dict[str, Any]:

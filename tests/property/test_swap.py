@@ -16,23 +16,36 @@ from outrider.types import OutriderError
 
 MODEL = tiny_model("dense")  # sliding and full layers
 MIB = 2.0**-10  # of a GiB
-PARAMS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}, {"repetition_penalty": 1.3}, {"temperature": 0.7, "seed": 5}]
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0.7, "seed": 5},
+]
 
 
 def crowd(swap: float, graphs: bool) -> Engine:
     """Too few pages for four."""
     drafter = mtp_drafter(MODEL, "dense", clustered=True)
-    return tiny_engine("dense", drafter, model=MODEL, kv_tokens=120, max_batch=4, prefix_cache=False, swap=swap, graphs=graphs)
+    return tiny_engine(
+        "dense", drafter, model=MODEL, kv_tokens=120, max_batch=4, prefix_cache=False, swap=swap, graphs=graphs
+    )
 
 
 def jobs() -> list[Any]:
-    return [request(str(i), [(3 * i + j) % VOCAB for j in range(18)], k=2 * (i % 2), max_tokens=50, **p) for i, p in enumerate(PARAMS)]
+    return [
+        request(str(i), [(3 * i + j) % VOCAB for j in range(18)], k=2 * (i % 2), max_tokens=50, **p)
+        for i, p in enumerate(PARAMS)
+    ]
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[int]]:
     alone = tiny_engine("dense", model=MODEL, max_context=96)
-    return {r.id: run(alone, [request(r.id, r.prompt, k=0, drafter=False, max_tokens=50, **p)])[r.id] for r, p in zip(jobs(), PARAMS)}
+    return {
+        r.id: run(alone, [request(r.id, r.prompt, k=0, drafter=False, max_tokens=50, **p)])[r.id]
+        for r, p in zip(jobs(), PARAMS)
+    }
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -94,9 +107,17 @@ def test_pages_come_back_bit_by_bit_and_to_other_places() -> None:
 
 def test_a_long_prompt_that_was_set_back_half_way_comes_back() -> None:
     """Longer than the sliding group has pages for at once: it needs no more of them than its window and a chunk."""
-    engine = tiny_engine("dense", model=MODEL, max_batch=2, max_context=420, kv_tokens=900, swap=1 * MIB, prefix_cache=False)
-    long, other = request("long", [j % VOCAB for j in range(400)], k=0, max_tokens=4), request("other", [7] * 12, k=0, max_tokens=4)
-    alone = run(tiny_engine("dense", model=MODEL, max_context=420), [request("long", [j % VOCAB for j in range(400)], k=0, max_tokens=4)])
+    engine = tiny_engine(
+        "dense", model=MODEL, max_batch=2, max_context=420, kv_tokens=900, swap=1 * MIB, prefix_cache=False
+    )
+    long, other = (
+        request("long", [j % VOCAB for j in range(400)], k=0, max_tokens=4),
+        request("other", [7] * 12, k=0, max_tokens=4),
+    )
+    alone = run(
+        tiny_engine("dense", model=MODEL, max_context=420),
+        [request("long", [j % VOCAB for j in range(400)], k=0, max_tokens=4)],
+    )
     engine.submit(long)
     scheduler = engine.scheduler
     while not scheduler.running or scheduler.running[0].computed < 32:
@@ -118,7 +139,9 @@ def test_a_long_prompt_that_was_set_back_half_way_comes_back() -> None:
     engine.check()
 
 
-def test_memory_that_can_not_be_had_means_computing_again(monkeypatch: pytest.MonkeyPatch, plain: dict[str, list[int]]) -> None:
+def test_memory_that_can_not_be_had_means_computing_again(
+    monkeypatch: pytest.MonkeyPatch, plain: dict[str, list[int]]
+) -> None:
     engine = crowd(1 * MIB, False)
     monkeypatch.setattr("outrider.cache.swap.torch.empty", Mock(side_effect=RuntimeError("no memory to be pinned")))
     assert engine.store.swap._take(10) is None and engine.store.swap.most == 0

@@ -1,5 +1,5 @@
-"""Drafts that branch change nothing: whatever tree stands in a step, the tokens are those of plain decoding, and a row's logits on the CPU
-are those of plain decoding to the bit."""
+"""Drafts that branch change nothing: whatever tree stands in a step, the tokens are those of plain decoding, and a
+row's logits on the CPU are those of plain decoding to the bit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,24 @@ from outrider.types import Draft
 
 MODELS = {name: tiny_model(name) for name in VARIANTS}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
-HOT = {"temperature": 1.3, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.2, "logit_bias": {4: 1.5, 9: -2.0}}
+HOT = {
+    "temperature": 1.3,
+    "seed": 11,
+    "top_p": 0.9,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.2,
+    "logit_bias": {4: 1.5, 9: -2.0},
+}
 PARAMS: dict[str, dict[str, Any]] = {
-    "greedy": {}, "T0.7": {"temperature": 0.7, "seed": 5}, "T1.3+all": {**HOT, "bad_words": ((5, 7), (12,)), "min_p": 0.02},
+    "greedy": {}, "T0.7": {"temperature": 0.7, "seed": 5},
+    "T1.3+all": {**HOT, "bad_words": ((5, 7), (12,)), "min_p": 0.02},
     "grammar": {"temperature": 0.7, "grammar": Thirds()}, "logprobs": {"logprobs": 2, "temperature": 1.3, "top_k": 9},
 }  # fmt: skip
 
 
 class Wood:
-    """Random trees; where `truth` is known, the right tokens stand somewhere in them, on branches that are never the first."""
+    """Random trees; where `truth` is known, the right tokens stand somewhere in them, on branches that are never the
+    first."""
 
     name, taps = "wood", ()
 
@@ -66,7 +75,9 @@ def tree_request(id: str, prompt: list[int], k: int, tree: int, **params: Any) -
 
 
 def plain(variant: str, prompt: list[int], params: dict[str, Any]) -> list[int]:
-    return run(tiny_engine(variant, model=MODELS[variant]), [request("plain", prompt, drafter=False, **params)])["plain"]
+    return run(tiny_engine(variant, model=MODELS[variant]), [request("plain", prompt, drafter=False, **params)])[
+        "plain"
+    ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,7 +87,9 @@ def test_random_trees_change_nothing(variant: str) -> None:
         engine = tiny_engine(variant, Wood(i, {"a": PROMPT + want}), names=(), model=MODELS[variant])
         assert run(engine, [tree_request("a", PROMPT, 4, 9, **params)])["a"] == want, (variant, name)
         m = engine.metrics
-        assert m.trees > 0 and m.branched > 0 and m.drafter_failures == 0 and m.accepted > m.trees / 2, "branches are taken"
+        assert m.trees > 0 and m.branched > 0 and m.drafter_failures == 0 and m.accepted > m.trees / 2, (
+            "branches are taken"
+        )
 
 
 @pytest.mark.parametrize("variant", ["dense", "edge", "moe"])
@@ -95,13 +108,23 @@ def test_joining_and_leaving(graphs: bool) -> None:
     """Trees beside lines, copies and plain decoding; sequences come and go, and are pre-empted."""
     rng, kinds = random.Random(8), list(PARAMS.values())
     engine = tiny_engine(
-        "dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=4, kv_tokens=160, graphs=graphs
+        "dense",
+        mtp_drafter(MODELS["dense"], "dense", True),
+        model=MODELS["dense"],
+        max_batch=4,
+        kv_tokens=160,
+        graphs=graphs,
     )
     jobs = []
     for i in range(10):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))]
         params = {**kinds[i % len(kinds)], "seed": i, "max_tokens": rng.randrange(2, 16)}
-        jobs.append((rng.randrange(5), tree_request(str(i), prompt, rng.choice([1, 2, 4]), rng.choice([0, 8, 12, 16, 16, 16]), **params)))
+        jobs.append(
+            (
+                rng.randrange(5),
+                tree_request(str(i), prompt, rng.choice([1, 2, 4]), rng.choice([0, 8, 12, 16, 16, 16]), **params),
+            )
+        )
     got = run_joining(engine, jobs, 400)
     assert engine.metrics.trees > 0
     for _, r in jobs:
@@ -129,10 +152,13 @@ def test_rejection_keeps_lines() -> None:
 
 @pytest.mark.parametrize("variant,clustered", [("dense", True), ("edge", False), ("moe", True)])
 def test_captured_trees_change_nothing(variant: str, clustered: bool) -> None:
-    """The captured function itself, run as a function. Filters go with trees; histories, masks and logprobs with lines."""
+    """The captured function itself, run as a function. Filters go with trees; histories, masks and logprobs with
+    lines."""
     for name, params in {**PARAMS, "T1.3+filters": {"temperature": 1.3, "seed": 3, "top_k": 20, "top_p": 0.9}}.items():
         want = plain(variant, PROMPT, params)
-        engine = tiny_engine(variant, mtp_drafter(MODELS[variant], variant, clustered), model=MODELS[variant], graphs=True)
+        engine = tiny_engine(
+            variant, mtp_drafter(MODELS[variant], variant, clustered), model=MODELS[variant], graphs=True
+        )
         assert run(engine, [tree_request("a", PROMPT, 3, 7, **params)])["a"] == want, (variant, name)
         m, lines = engine.metrics, name in ("T1.3+all", "grammar", "logprobs")
         assert m.drafter_failures == 0 and m.drafted > 0 and (m.trees == 0) == lines

@@ -1,10 +1,12 @@
-"""Two Ray nodes on this machine, a replica each; a replica that is two processes; keys. One line a verdict; exit code 1 when one fails.
+"""Two Ray nodes on this machine, a replica each; a replica that is two processes; keys. One line a verdict; exit code 1
+when one fails.
 
     python tests/stress/cluster_nodes.py [MODEL] [--phases divided,nodes] [--requests 200]
 
-Without MODEL a tiny one is made up. `divided`: one replica over two processes (gloo, a placement group); answers are those of
-`--tensor-parallel 2` alone; then its second process is killed under load. `nodes`: the head has no room for engines, two more nodes have room for
-one each; requests by key and without, then the node that has a replica and not the ingress is killed under load, and another joins.
+Without MODEL a tiny one is made up. `divided`: one replica over two processes (gloo, a placement group); answers are
+those of `--tensor-parallel 2` alone; then its second process is killed under load. `nodes`: the head has no room for
+engines, two more nodes have room for one each; requests by key and without, then the node that has a replica and not
+the ingress is killed under load, and another joins.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ import httpx
 
 KEY = "secret"
 TINY = {
-    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2,
-    "intermediate_size": 256, "vocab_size": 320, "max_position_embeddings": 16384, "tie_word_embeddings": False, "eos_token_id": 1,
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256, "vocab_size": 320, "max_position_embeddings": 16384, "tie_word_embeddings": False,
+    "eos_token_id": 1,
 }  # fmt: skip
 PROMPTS = [[9 + i, 8, 7, 30 + i % 5] for i in range(12)]
 TOKENS = 24
@@ -58,17 +62,30 @@ def alone(model: str, processes: int) -> list[str]:
     from outrider import LLM, SamplingParams
 
     llm = LLM.load(model, device="cpu", threads=1, tensor_parallel=processes)
-    said = [done.text for done in llm.generate(PROMPTS, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))]
+    said = [
+        done.text for done in llm.generate(PROMPTS, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
+    ]
     llm.close()
     return said
 
 
 async def ask(client: httpx.AsyncClient, index: int, stream: bool) -> str:
     """right | wrong | clean 503 | stream error | something else."""
-    body = {"model": "m", "prompt": PROMPTS[index], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
+    body = {
+        "model": "m",
+        "prompt": PROMPTS[index],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
     answer = await client.post("/v1/completions", json=body)
     if answer.status_code != 200:
-        return "clean 503" if answer.status_code == 503 and "retry-after" in answer.headers else f"status {answer.status_code}: {answer.text[:200]}"
+        return (
+            "clean 503"
+            if answer.status_code == 503 and "retry-after" in answer.headers
+            else f"status {answer.status_code}: {answer.text[:200]}"
+        )
     if not stream:
         return str(answer.json()["choices"][0]["text"])
     text = ""
@@ -81,7 +98,9 @@ async def ask(client: httpx.AsyncClient, index: int, stream: bool) -> str:
     return text
 
 
-async def load(url: str, texts: list[str], requests: int, harm: Callable[[], str] | None, key: str | None) -> Counter[str]:
+async def load(
+    url: str, texts: list[str], requests: int, harm: Callable[[], str] | None, key: str | None
+) -> Counter[str]:
     """Requests at concurrency 8; in the middle something is killed."""
     count: Counter[str] = Counter()
     order = iter(range(requests))
@@ -112,7 +131,10 @@ async def load(url: str, texts: list[str], requests: int, harm: Callable[[], str
 def judge(count: Counter[str], requests: int, what: str) -> None:
     bad = {k: v for k, v in count.items() if k not in ("right", "clean 503", "stream error")}
     shown = ", ".join(f"{v} {k}" for k, v in count.most_common())
-    verdict(sum(count.values()) == requests and not bad and count["right"] > requests // 2, f"{what}: {requests} requests: {shown}"[:600])
+    verdict(
+        sum(count.values()) == requests and not bad and count["right"] > requests // 2,
+        f"{what}: {requests} requests: {shown}"[:600],
+    )
 
 
 def back(url: str, replicas: int, seconds: float = 180) -> float | None:
@@ -138,7 +160,16 @@ def deploy(model: str, port: int, **more: object) -> float:
     from outrider.cluster.config import ClusterConfig
 
     began = time.monotonic()
-    fields = {"model": model, "name": "m", "port": port, "device": "cpu", "max_concurrent": 8, "max_context": 512, "wait": 60, **more}
+    fields = {
+        "model": model,
+        "name": "m",
+        "port": port,
+        "device": "cpu",
+        "max_concurrent": 8,
+        "max_context": 512,
+        "wait": 60,
+        **more,
+    }
     run.deploy(ClusterConfig.of(fields), False)
     return time.monotonic() - began
 
@@ -148,7 +179,8 @@ def divided(model: str, port: int, requests: int) -> None:
 
     url, texts = f"http://127.0.0.1:{port}", alone(model, 2)
     ray.init(
-        address="local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False, logging_level=logging.ERROR,
+        address="local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False,
+        logging_level=logging.ERROR,
         namespace="serve",
     )  # fmt: skip
     took = deploy(model, port, replicas=1, tensor_parallel=2, cpus_per_replica=2)
@@ -156,7 +188,10 @@ def divided(model: str, port: int, requests: int) -> None:
 
     groups = [g for g in placement_group_table().values() if g["state"] == "CREATED"]
     held = [(g["strategy"], *g["bundles"].values()) for g in groups]
-    verdict(held == [("STRICT_PACK", {"CPU": 2.0})], f"a replica over two processes up in {took:.0f} s, a placement group: {held}")
+    verdict(
+        held == [("STRICT_PACK", {"CPU": 2.0})],
+        f"a replica over two processes up in {took:.0f} s, a placement group: {held}",
+    )
     (pid,) = engines().values()
     workers = [child for child in below(pid) if named(child, "import worker")]
     verdict(len(workers) == 1, f"it has started one process beside itself ({pid} and {workers})")
@@ -169,14 +204,20 @@ def divided(model: str, port: int, requests: int) -> None:
     judge(count, requests, "its second process killed")
     found = back(url, 1)
     (new,) = engines().values()
-    verdict(found is not None and new != pid, f"the replica came back as another ({new}); the old one is gone: {not Path(f'/proc/{pid}').exists()}")
+    verdict(
+        found is not None and new != pid,
+        f"the replica came back as another ({new}); the old one is gone: {not Path(f'/proc/{pid}').exists()}",
+    )
     judge(asyncio.run(load(url, texts, 24, None, None)), 24, "after that")
     left = [child for child in below(new) if named(child, "import worker")]
     finish()
     until = time.monotonic() + 30
     while time.monotonic() < until and any(named(child, "import worker") for child in left):
         time.sleep(0.2)
-    verdict(bool(left) and not any(named(child, "import worker") for child in left), f"its processes end with the cluster ({len(left)})")
+    verdict(
+        bool(left) and not any(named(child, "import worker") for child in left),
+        f"its processes end with the cluster ({len(left)})",
+    )
 
 
 def finish() -> None:
@@ -198,7 +239,9 @@ def nodes(model: str, port: int, requests: int) -> None:
     try:
         members = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})  # one machine has one such port
+        serve.start(
+            proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}
+        )  # one machine has one such port
         os.environ["OUTRIDER_API_KEY"] = KEY
         took = deploy(model, port, replicas=2)
 
@@ -207,14 +250,24 @@ def nodes(model: str, port: int, requests: int) -> None:
 
         pids = engines()
         where = {name: [i for i, node in enumerate(members) if pid in on(node)] for name, pid in pids.items()}
-        verdict(sorted(where.values()) == [[0], [1]], f"two replicas up in {took:.0f} s, one on each of two nodes: {where}")
+        verdict(
+            sorted(where.values()) == [[0], [1]], f"two replicas up in {took:.0f} s, one on each of two nodes: {where}"
+        )
         body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
         for key, want in ((None, 401), ("wrong", 401), (KEY, 200)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
             answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
             clean = want == 200 or "error" in answer.json()
-            verdict(answer.status_code == want and clean, f"key {key}: {answer.status_code} {'' if want == 200 else answer.text[:120]}")
-        answer = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+            verdict(
+                answer.status_code == want and clean,
+                f"key {key}: {answer.status_code} {'' if want == 200 else answer.text[:120]}",
+            )
+        answer = httpx.post(
+            f"{url}/v1/completions",
+            json={**body, "stream": True},
+            headers={"authorization": f"Bearer {KEY}"},
+            timeout=60,
+        )
         verdict(answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]"), "a stream by key")
         ingress = [i for i, node in enumerate(members) if any(named(pid, "Ingress") for pid in on(node))]
         victim = members[0 if 0 not in ingress else 1]

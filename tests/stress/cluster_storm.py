@@ -2,10 +2,10 @@
 
     python tests/stress/cluster_storm.py smollm2 --requests 2000 --concurrency 32
 
-Two replicas on this machine. Every answer is compared with what one engine alone says for the same prompt and seed. One line a verdict;
-exit code 1 when one fails. Phases: `kill` (requests by the openai client, some cancelled, one replica gets SIGKILL in the middle), `prefix`
-(conversations, with prefix routing and without: the share of prompt tokens found in a cache), `update` (new settings under load),
-`scale` (one replica that becomes two when requests queue).
+Two replicas on this machine. Every answer is compared with what one engine alone says for the same prompt and seed. One
+line a verdict; exit code 1 when one fails. Phases: `kill` (requests by the openai client, some cancelled, one replica
+gets SIGKILL in the middle), `prefix` (conversations, with prefix routing and without: the share of prompt tokens found
+in a cache), `update` (new settings under load), `scale` (one replica that becomes two when requests queue).
 """
 
 from __future__ import annotations
@@ -70,7 +70,14 @@ def cases(count: int, rng: random.Random) -> list[Case]:
     for i in range(count):
         system = f"{RULE * 2}Today you speak about {TOPICS[i % 8]}."
         user = f"Tell me something about {rng.choice(TOPICS)} and {rng.choice(TOPICS)}, number {i}."
-        made.append(Case((("system", system), ("user", user)), rng.randrange(1 << 30), rng.randrange(8, 25), rng.choice((0.0, 0.8))))
+        made.append(
+            Case(
+                (("system", system), ("user", user)),
+                rng.randrange(1 << 30),
+                rng.randrange(8, 25),
+                rng.choice((0.0, 0.8)),
+            )
+        )
     return made
 
 
@@ -86,7 +93,8 @@ def alone(model: str, known: list[Case]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         asked, told = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
         lines = [
-            {"custom_id": str(i), "url": "/v1/chat/completions", "body": {"model": name, **case.body()}} for i, case in enumerate(known)
+            {"custom_id": str(i), "url": "/v1/chat/completions", "body": {"model": name, **case.body()}}
+            for i, case in enumerate(known)
         ]
         asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
         llm = LLM.load(model, threads=1, engine=EngineConfig(max_batch=8))
@@ -159,7 +167,9 @@ class Load:
 
     @property
     def bad(self) -> int:
-        return sum(n for what, n in self.count.items() if what not in ("right", "cancelled", "clean 503", "stream error"))
+        return sum(
+            n for what, n in self.count.items() if what not in ("right", "cancelled", "clean 503", "stream error")
+        )
 
 
 async def metrics(url: str) -> dict[str, float]:
@@ -190,7 +200,10 @@ def pids() -> list[int]:
 
 
 async def kill_phase(load: Load, requests: int, concurrency: int, rng: random.Random) -> None:
-    plan = [(rng.randrange(len(load.known)), rng.choices(("whole", "stream", "cancel"), (45, 45, 10))[0]) for _ in range(requests)]
+    plan = [
+        (rng.randrange(len(load.known)), rng.choices(("whole", "stream", "cancel"), (45, 45, 10))[0])
+        for _ in range(requests)
+    ]
     began = time.monotonic()
     back: list[float | None] = []
 
@@ -213,13 +226,16 @@ async def kill_phase(load: Load, requests: int, concurrency: int, rng: random.Ra
         f"every finished answer is the single engine's ({load.count['right']} of them), and so are cancelled ones as far as read",
     )
     verdict(
-        not load.bad, f"every other request got a clean 503 ({load.count['clean 503']}) or a stream error ({load.count['stream error']})"
+        not load.bad,
+        f"every other request got a clean 503 ({load.count['clean 503']}) or a stream error ({load.count['stream error']})",
     )
     retried = int(seen["outrider_cluster_retries_total"])
     verdict(retried > 0, f"requests not yet streaming were retried unseen ({retried})")
     verdict(
         bool(back) and back[0] is not None,
-        f"the replica came back, {1 + (back[0] or 0):.0f} s after the kill" if back and back[0] else "the replica did not come back",
+        f"the replica came back, {1 + (back[0] or 0):.0f} s after the kill"
+        if back and back[0]
+        else "the replica did not come back",
     )
     await idle(load.url)
 
@@ -244,19 +260,28 @@ async def conversations(url: str, model: str, groups: int, turns: int, concurren
 
     async def conversation(group: int) -> list[dict[str, str]]:
         rng = random.Random(group)
-        told = [{"role": "system", "content": f"Guide number {group}, who knows all about {rng.choice(TOPICS)}. {RULE * 3}"}]
+        told = [
+            {"role": "system", "content": f"Guide number {group}, who knows all about {rng.choice(TOPICS)}. {RULE * 3}"}
+        ]
         for turn in range(turns):
             told.append(
-                {"role": "user", "content": f"Question {turn}: what about {rng.choice(TOPICS)}? Compare them with {rng.choice(TOPICS)}."}
+                {
+                    "role": "user",
+                    "content": f"Question {turn}: what about {rng.choice(TOPICS)}? Compare them with {rng.choice(TOPICS)}.",
+                }
             )
             async with free:
-                answer = await client.chat.completions.create(model=model, messages=told, max_tokens=8, temperature=0, seed=1)  # type: ignore[arg-type]
+                answer = await client.chat.completions.create(
+                    model=model, messages=told, max_tokens=8, temperature=0, seed=1
+                )  # type: ignore[arg-type]
             told.append({"role": "assistant", "content": answer.choices[0].message.content or "-"})
         return told
 
     await asyncio.gather(*(conversation(g) for g in range(groups)))
     after = await metrics(url)
-    asked, found = (after[f"outrider_{n}_tokens_total"] - before[f"outrider_{n}_tokens_total"] for n in ("prompt", "cached"))
+    asked, found = (
+        after[f"outrider_{n}_tokens_total"] - before[f"outrider_{n}_tokens_total"] for n in ("prompt", "cached")
+    )
     return found / asked
 
 
@@ -280,7 +305,10 @@ async def update_phase(load: Load, change, concurrency: int, rng: random.Random)
     took, _ = await asyncio.gather(roll(), load.run(plan(), concurrency))
     new = set(await asyncio.to_thread(pids))
     total, right = sum(load.count.values()), load.count["right"]
-    verdict(total == right, f"rolling update under load: {total - right} of {total} requests failed ({load.summary()}; {took:.0f} s)")
+    verdict(
+        total == right,
+        f"rolling update under load: {total - right} of {total} requests failed ({load.summary()}; {took:.0f} s)",
+    )
     verdict(len(new) == 2 and not old & new, "both replicas were replaced")
 
 
@@ -297,7 +325,10 @@ async def scale_phase(load: Load, concurrency: int, rng: random.Random) -> None:
 
     await asyncio.gather(watch(), load.run(plan(), concurrency))
     found = grown[0]
-    verdict(found is not None, f"autoscaling 1..2: a second replica after {found or 0:.0f} s of {concurrency} requests at a time")
+    verdict(
+        found is not None,
+        f"autoscaling 1..2: a second replica after {found or 0:.0f} s of {concurrency} requests at a time",
+    )
     verdict(load.count["right"] == sum(load.count.values()), f"no request failed meanwhile ({load.summary()})")
 
 
@@ -307,7 +338,13 @@ async def storm(args: argparse.Namespace, url: str, port: int, known: list[Case]
     from outrider.server.settings import public_name
 
     rng = random.Random(args.seed)
-    fields: dict[str, object] = {"model": args.model, "replicas": 2, "port": port, "max_concurrent": 8, "routing": "prefix"}
+    fields: dict[str, object] = {
+        "model": args.model,
+        "replicas": 2,
+        "port": port,
+        "max_concurrent": 8,
+        "routing": "prefix",
+    }
 
     def deploy(**more: object) -> None:
         fields.update(more)
@@ -320,7 +357,9 @@ async def storm(args: argparse.Namespace, url: str, port: int, known: list[Case]
     if "kill" in args.phases:
         await kill_phase(Load(url, name, known, texts), args.requests, args.concurrency, rng)
     if "update" in args.phases:
-        await update_phase(Load(url, name, known, texts), lambda: deploy(max_queued=65), max(4, args.concurrency // 4), rng)
+        await update_phase(
+            Load(url, name, known, texts), lambda: deploy(max_queued=65), max(4, args.concurrency // 4), rng
+        )
     if "scale" in args.phases:
         await asyncio.to_thread(deploy, replicas="1..2", target_queue=4, upscale_delay=1, downscale_delay=600)
         await ready(url, 1, 120)
@@ -331,7 +370,10 @@ async def storm(args: argparse.Namespace, url: str, port: int, known: list[Case]
         by_prefix = await conversations(url, name, args.groups, 4, 4)
         await asyncio.to_thread(deploy, routing="least-loaded")
         by_load = await conversations(url, name, args.groups, 4, 4)
-        verdict(by_prefix > by_load, f"prompt tokens found in a cache: {by_prefix:.1%} with prefix routing, {by_load:.1%} by load alone")
+        verdict(
+            by_prefix > by_load,
+            f"prompt tokens found in a cache: {by_prefix:.1%} with prefix routing, {by_load:.1%} by load alone",
+        )
 
 
 def main() -> int:
@@ -358,7 +400,8 @@ def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ray.init(
-        address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=args.log_to_driver,
+        address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20,
+        log_to_driver=args.log_to_driver,
         logging_level=logging.ERROR, namespace="serve",
     )  # fmt: skip
     logging.getLogger("ray.serve").setLevel(logging.ERROR)

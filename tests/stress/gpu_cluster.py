@@ -1,17 +1,22 @@
-"""Tensor parallelism on one GPU: a team of one (NCCL inside the captured graph) beside the plain path, and two ranks on one device.
+"""Tensor parallelism on one GPU: a team of one (NCCL inside the captured graph) beside the plain path, and two ranks on
+one device.
 
-    PYTHONPATH=src python3 tests/stress/gpu_cluster.py                    # all parts, each in a process of its own: about 2 minutes on an H200
-    PYTHONPATH=src python3 tests/stress/gpu_cluster.py --dry              # the same on the CPU with tiny models, over gloo
+    PYTHONPATH=src python3 tests/stress/gpu_cluster.py                    # all parts, each in a process of its own:
+    about 2 minutes on an H200
+    PYTHONPATH=src python3 tests/stress/gpu_cluster.py --dry              # the same on the CPU with tiny models, over
+    gloo
     PYTHONPATH=src python3 tests/stress/gpu_cluster.py --part one --size 31B | --part two --how nccl|mps|gloo
 
-`one`: three engines over the same dummy weights, steps timed in turn: `solo` (what --tensor-parallel 1 runs: no exchange), `team` (a team of one:
-rank 0 tells every step, NCCL is called for every exchange and finds its part in place), `copies` (the same, but NCCL has to move each part:
-one node a call in the graph). Texts of all three, plain and drafted, must be equal, and `team` within 1 % of `solo`.
+`one`: three engines over the same dummy weights, steps timed in turn: `solo` (what --tensor-parallel 1 runs: no
+exchange), `team` (a team of one: rank 0 tells every step, NCCL is called for every exchange and finds its part in
+place), `copies` (the same, but NCCL has to move each part: one node a call in the graph). Texts of all three, plain and
+drafted, must be equal, and `team` within 1 % of `solo`.
 
-`two`: two processes of one model on the same GPU. NCCL refuses two ranks on one device of one host; told that they are two hosts
-(NCCL_HOSTID) it connects them by sockets. The two share the GPU in turn, so times say nothing: what counts is that logits are those of
-one process, that drafting changes nothing, that exchanges are captured, and that both processes end. `mps`: with NVIDIA's daemon that lets
-both run at once. `gloo`: through the host's memory, without graphs.
+`two`: two processes of one model on the same GPU. NCCL refuses two ranks on one device of one host; told that they are
+two hosts (NCCL_HOSTID) it connects them by sockets. The two share the GPU in turn, so times say nothing: what counts is
+that logits are those of one process, that drafting changes nothing, that exchanges are captured, and that both
+processes end. `mps`: with NVIDIA's daemon that lets both run at once. `gloo`: through the host's memory, without
+graphs.
 """
 
 from __future__ import annotations
@@ -58,7 +63,8 @@ from outrider.weights import load_target
 K = 4
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------------
+# ---- models
+# ----------------------------------------------------------------------------------------------------------------
 @contextmanager
 def folder(size: str, layers: int | None, dry: bool) -> Iterator[tuple[str, str]]:
     """Where the configurations of a target and its drafter lie; weights are made up."""
@@ -100,7 +106,8 @@ def graphs_of(engine: Engine) -> GraphExecutor | None:
     return None
 
 
-# ---- one rank ----------------------------------------------------------------------------------------------------------------
+# ---- one rank
+# ----------------------------------------------------------------------------------------------------------------
 class Copies(ProcessGroup):
     """The same team, whose exchanges move their part."""
 
@@ -177,12 +184,19 @@ def nodes(engine: Engine, prompt: list[int]) -> str:
 
 def one(size: str, device: str, dry: bool) -> None:
     share_weights()
-    context, steps, rounds, tokens = (40, 6, 3, 12) if dry else (1024, 30, 5, 24) if size == "31B" else (1024, 150, 9, 48)
+    context, steps, rounds, tokens = (
+        (40, 6, 3, 12) if dry else (1024, 30, 5, 24) if size == "31B" else (1024, 150, 9, 48)
+    )
     with folder(size, 10 if dry else None, dry) as (target, drafter):
-        load = LoadSettings(drafter=drafter, draft_tokens=K, tree="off", device=device, load_format="dummy", engine=settings(context, 4))
+        load = LoadSettings(
+            drafter=drafter, draft_tokens=K, tree="off", device=device, load_format="dummy", engine=settings(context, 4)
+        )
         quiet = lambda line: None  # noqa: E731
         team = join(1, device)
-        say(f"one: {size}, {dist.get_backend()} at world size 1" + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if not dry else ""))
+        say(
+            f"one: {size}, {dist.get_backend()} at world size 1"
+            + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if not dry else "")
+        )
         engines: dict[str, LLM] = {}
         for name, whose in (("solo", None), ("team", team), ("copies", Copies(team))):
             engines[name] = LLM._open(target, load, say if name == "solo" else quiet, whose)
@@ -192,8 +206,16 @@ def one(size: str, device: str, dry: bool) -> None:
             want = want or plain
             executor = graphs_of(llm.engine)
             assert executor is not None
-            verdict(f"{size} {name}: plain and drafted texts are solo's plain ones", plain == want and drafted == want, f"({sum(map(len, plain))} tokens each)")
-            verdict(f"{size} {name}: captured", executor.broken is None, executor.broken or f"({len(executor._graphs)} graphs)")
+            verdict(
+                f"{size} {name}: plain and drafted texts are solo's plain ones",
+                plain == want and drafted == want,
+                f"({sum(map(len, plain))} tokens each)",
+            )
+            verdict(
+                f"{size} {name}: captured",
+                executor.broken is None,
+                executor.broken or f"({len(executor._graphs)} graphs)",
+            )
         prompt = prompts(engines["solo"].config.vocab_size, context)[0]
         for k in (0, K):
             found: dict[str, list[float]] = {name: [] for name in engines}
@@ -204,19 +226,32 @@ def one(size: str, device: str, dry: bool) -> None:
                     if turn:  # the first captures
                         found[name].append(ms)
             middle = {name: statistics.median(each) for name, each in found.items()}
-            ratio = {name: statistics.median(a / b for a, b in zip(each, found["solo"])) for name, each in found.items()}
+            ratio = {
+                name: statistics.median(a / b for a, b in zip(each, found["solo"])) for name, each in found.items()
+            }
             shown = ", ".join(f"{name} {middle[name]:.3f} ms ({ratio[name]:.4f} x)" for name in engines)
-            verdict(f"{size} K = {k}, one sequence at {context}: team within 1 % of solo", ratio["team"] <= 1.01 or dry, shown)
-            say(f"     exchanges that copy cost {(middle['copies'] - middle['solo']) * 1e3:.0f} us a step; all: {json.dumps({n: [round(x, 3) for x in e] for n, e in found.items()})}")
+            verdict(
+                f"{size} K = {k}, one sequence at {context}: team within 1 % of solo",
+                ratio["team"] <= 1.01 or dry,
+                shown,
+            )
+            say(
+                f"     exchanges that copy cost {(middle['copies'] - middle['solo']) * 1e3:.0f} us a step; all: {json.dumps({n: [round(x, 3) for x in e] for n, e in found.items()})}"
+            )
         if not dry:
             for name in engines:
                 say(f"     {name}: {nodes(engines[name].engine, prompt)}")
         began = time.perf_counter()
         team.close()
-        verdict(f"{size}: the team ends with its graphs", time.perf_counter() - began < 10, f"({time.perf_counter() - began:.2f} s)")
+        verdict(
+            f"{size}: the team ends with its graphs",
+            time.perf_counter() - began < 10,
+            f"({time.perf_counter() - began:.2f} s)",
+        )
 
 
-# ---- two ranks ---------------------------------------------------------------------------------------------------------------
+# ---- two ranks
+# ---------------------------------------------------------------------------------------------------------------
 class Logits(ScoringJob):
     logits = True
 
@@ -266,24 +301,53 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
     if how == "gloo" and not dry:
         by_host()
     context, tokens = 40, 12
-    options = {"draft_tokens": K, "tree": 0, "device": device, "load_format": "dummy", "engine": settings(context, 4, graphs=how != "gloo")}
+    options = {
+        "draft_tokens": K,
+        "tree": 0,
+        "device": device,
+        "load_format": "dummy",
+        "engine": settings(context, 4, graphs=how != "gloo"),
+    }
     llm = LLM.load(f"{where}/target", drafter=f"{where}/drafter", tensor_parallel=2, say=say, **options)  # type: ignore[arg-type]  # rank 1 stays in here
     whole = LLM.load(f"{where}/target", drafter=f"{where}/drafter", say=lambda line: None, **options)  # type: ignore[arg-type]
-    mine, want, exact = logits_of(llm, context), logits_of(whole, context), exact_logits(f"{where}/target", device, context)
-    off = {name: (a - b).abs() for name, a, b in (("two - one", mine, want), ("one - exact", want, exact), ("two - exact", mine, exact))}
-    say("logits (exact: the same weights in float32, plain torch), rms and most: " + ", ".join(f"{name} {float(x.square().mean().sqrt()):.2e} {float(x.max()):.2e}" for name, x in off.items()))
-    say(f"     they spread by {float(exact.std()):.3f}; two ranks have the best token of one process at {int((mine.argmax(1) == want.argmax(1)).sum())} of {len(mine)} positions")
+    mine, want, exact = (
+        logits_of(llm, context),
+        logits_of(whole, context),
+        exact_logits(f"{where}/target", device, context),
+    )
+    off = {
+        name: (a - b).abs()
+        for name, a, b in (("two - one", mine, want), ("one - exact", want, exact), ("two - exact", mine, exact))
+    }
+    say(
+        "logits (exact: the same weights in float32, plain torch), rms and most: "
+        + ", ".join(f"{name} {float(x.square().mean().sqrt()):.2e} {float(x.max()):.2e}" for name, x in off.items())
+    )
+    say(
+        f"     they spread by {float(exact.std()):.3f}; two ranks have the best token of one process at {int((mine.argmax(1) == want.argmax(1)).sum())} of {len(mine)} positions"
+    )
     rms = {name: float(x.square().mean().sqrt()) for name, x in off.items()}
-    verdict(f"two ranks ({how}): as close to the exact logits as one process", rms["two - exact"] <= 1.25 * rms["one - exact"] + 1e-6)
+    verdict(
+        f"two ranks ({how}): as close to the exact logits as one process",
+        rms["two - exact"] <= 1.25 * rms["one - exact"] + 1e-6,
+    )
     began = time.perf_counter()
     plain = texts(llm, context, tokens, False, 0)
     between = time.perf_counter()
     drafted, copied = texts(llm, context, tokens, True, K), texts(llm, context, tokens, "ngram", K)
     cycles = llm.engine.metrics
-    verdict(f"two ranks ({how}): plain = drafted = copied", plain == drafted == copied, f"(8 x {tokens} tokens; plain {between - began:.1f} s, drafted twice {time.perf_counter() - between:.1f} s; {cycles.accepted} drafts accepted)")
+    verdict(
+        f"two ranks ({how}): plain = drafted = copied",
+        plain == drafted == copied,
+        f"(8 x {tokens} tokens; plain {between - began:.1f} s, drafted twice {time.perf_counter() - between:.1f} s; {cycles.accepted} drafts accepted)",
+    )
     executor = graphs_of(llm.engine)
     if executor is not None:
-        verdict(f"two ranks ({how}): exchanges captured", executor.broken is None, executor.broken or f"({len(executor._graphs)} graphs)")
+        verdict(
+            f"two ranks ({how}): exchanges captured",
+            executor.broken is None,
+            executor.broken or f"({len(executor._graphs)} graphs)",
+        )
     began = time.perf_counter()
     llm.close()
     verdict(f"two ranks ({how}): both end", time.perf_counter() - began < 15, f"({time.perf_counter() - began:.2f} s)")
@@ -303,7 +367,17 @@ def two(size: str, how: str, dry: bool) -> bool:
         if daemon is not None:
             shared |= {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": pipes}
             subprocess.run([daemon, "-d"], env=shared, timeout=20)
-        words = [sys.executable, __file__, "--part", "rank", "--how", how, "--where", str(Path(target).parent), *(["--dry"] if dry else [])]
+        words = [
+            sys.executable,
+            __file__,
+            "--part",
+            "rank",
+            "--how",
+            how,
+            "--where",
+            str(Path(target).parent),
+            *(["--dry"] if dry else []),
+        ]
         ranks = [subprocess.Popen(words, env=shared | {"RANK": str(r), "NCCL_HOSTID": f"rank{r}"}) for r in range(2)]
         try:
             codes = [process.wait(timeout=75) for process in ranks]

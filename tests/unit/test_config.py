@@ -17,11 +17,18 @@ from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 
 # These mean something else there, or take several.
-OTHERS = {("train", "dtype"), ("inspect", "drafter"), ("inspect", "quantize"), ("bench", "draft_tokens"), ("bench", "tree")}
+OTHERS = {
+    ("train", "dtype"),
+    ("inspect", "drafter"),
+    ("inspect", "quantize"),
+    ("bench", "draft_tokens"),
+    ("bench", "tree"),
+}
 
 
 @pytest.mark.parametrize(
-    "name", ["generate", "chat", "serve", "batch", "bench", "prove", "demo", "inspect", "train", "eval-drafter", "cluster"]
+    "name",
+    ["generate", "chat", "serve", "batch", "bench", "prove", "demo", "inspect", "train", "eval-drafter", "cluster"],
 )
 def test_commands_take_name_default_and_help_from_the_settings(name: str) -> None:
     group = typer.main.get_command(app(("doctor", name)))
@@ -44,18 +51,34 @@ def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.Monke
     monkeypatch.setattr(ServerSettings, "__post_init__", lambda self: (made(self), told.append(self))[0])
     monkeypatch.setattr("outrider.server.main.listen", listen)
     (tmp_path / "keys").write_text("alpha\nbeta\n")
-    words = ["serve", "m", "--port", "7", "--host", "here", "--api-key", "own", "--api-key-file", str(tmp_path / "keys"), "--log-json"]
-    words += ["--max-queued", "3", "--idle-timeout", "2.5", "--allowed-origin", "http://a", "--allowed-origin", "http://b"]
+    words = [
+        "serve",
+        "m",
+        "--port",
+        "7",
+        "--host",
+        "here",
+        "--api-key",
+        "own",
+        "--api-key-file",
+        str(tmp_path / "keys"),
+        "--log-json",
+    ]
+    words += [
+        "--max-queued",
+        "3",
+        "--idle-timeout",
+        "2.5",
+        "--allowed-origin",
+        "http://a",
+        "--allowed-origin",
+        "http://b",
+    ]
     with pytest.raises(OutriderError, match="here 7"):
         typer.main.get_command(app(("doctor", "serve")))(words, standalone_mode=False)
     got = told[-1]
     assert got.api_keys == ("own", "alpha", "beta")
-    assert (got.max_queued, got.idle_timeout, got.log_json, got.timeout) == (
-        3,
-        2.5,
-        True,
-        600.0,
-    )
+    assert (got.max_queued, got.idle_timeout, got.log_json, got.timeout) == (3, 2.5, True, 600.0)
     assert got.allowed_origins == ("http://a", "http://b") and got.model_name == "m" and got.max_concurrent == 8
 
 

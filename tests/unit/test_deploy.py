@@ -57,9 +57,13 @@ def test_the_unit_starts_a_command() -> None:
     [start] = re.findall(r"^ExecStart=(.*)$", text, re.M)
     assert parses(shlex.split(start))
     if shutil.which("systemd-analyze"):
-        done = subprocess.run(["systemd-analyze", "verify", str(DEPLOY / "outrider.service")], capture_output=True, text=True)
+        done = subprocess.run(
+            ["systemd-analyze", "verify", str(DEPLOY / "outrider.service")], capture_output=True, text=True
+        )
         other = [
-            line for line in (done.stdout + done.stderr).splitlines() if "outrider.service" in line and "is not executable" not in line
+            line
+            for line in (done.stdout + done.stderr).splitlines()
+            if "outrider.service" in line and "is not executable" not in line
         ]
         assert not other, other
 

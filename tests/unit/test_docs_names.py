@@ -1,7 +1,7 @@
 """What the docs name is there: files behind links, headings behind anchors, modules and their functions, metrics.
 
-Commands and options are checked by tests/e2e/test_docs.py, the map of the sources by test_layering.py. Here nothing is run: pages and
-sources are read as text, in about a second.
+Commands and options are checked by tests/e2e/test_docs.py, the map of the sources by test_layering.py. Here nothing is
+run: pages and sources are read as text, in about a second.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "outrider"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), SRC / "assets" / "drafters" / "smollm2" / "README.md"])
-GENERATED = ("docs/reference/", "docs/history/", "docs/changelog.md")  # made by tools/docs_site.py when the site is built
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), SRC / "assets" / "drafters" / "smollm2" / "README.md"]
+)
+GENERATED = (
+    "docs/reference/",
+    "docs/history/",
+    "docs/changelog.md",
+)  # made by tools/docs_site.py when the site is built
 PAST = ("CHANGELOG.md", "docs/lab/", "docs/adr/", "src/")  # records of their time: what they name may have gone since
 BLOCK = re.compile(r"^```.*?^```", re.M | re.S)
 
@@ -31,9 +37,12 @@ def prose(page: Path) -> str:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """As the site and GitHub make them of headings: lower case, no punctuation, a hyphen for each blank or run of blanks."""
+    """As the site and GitHub make them of headings: lower case, no punctuation, a hyphen for each blank or run of
+    blanks."""
     titles = re.findall(r"^#+ +(.*?) *$", prose(page), re.M)
-    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)).strip().lower() for title in titles]
+    plain = [
+        re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)).strip().lower() for title in titles
+    ]
     return {re.sub(r"[-\s]+", "-", title) for title in plain} | {re.sub(r"\s", "-", title) for title in plain}
 
 
@@ -55,7 +64,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @cache
 def members() -> dict[str, set[str]]:
-    """What each class of the sources has (methods, fields, what is assigned to self), and each module at its top, by name."""
+    """What each class of the sources has (methods, fields, what is assigned to self), and each module at its top, by
+    name."""
     found: dict[str, set[str]] = {}
     for path in SRC.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -63,9 +73,13 @@ def members() -> dict[str, set[str]]:
             own = found.setdefault(node.name if isinstance(node, ast.ClassDef) else path.stem, set())
             for child in node.body:
                 own |= (
-                    {n.id for n in ast.walk(child) if isinstance(n, ast.Name)} if isinstance(child, (ast.Assign, ast.AnnAssign)) else set()
+                    {n.id for n in ast.walk(child) if isinstance(n, ast.Name)}
+                    if isinstance(child, (ast.Assign, ast.AnnAssign))
+                    else set()
                 )
-                own |= {child.name} if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else set()
+                own |= (
+                    {child.name} if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else set()
+                )
             if isinstance(node, ast.ClassDef):
                 own |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     return found
@@ -84,7 +98,11 @@ def test_named_functions_and_modules_exist(page: Path) -> None:
             module = dotted[2] in ("py", "c", "h", "cu", "cuh")
             wrong += [] if module or dotted[2] in known[dotted[1]] else [f"{span}: {dotted[1]} has no {dotted[2]}"]
         if re.fullmatch(r"[a-z0-9_]+(/[a-z0-9_]+)*/[a-z0-9_]+\.(py|c|h|cu|cuh|js|jsonl|yaml|conf|toml|sh)", span):
-            wrong += [] if (SRC / span).is_file() or (ROOT / span).is_file() or measured(page) else [f"there is no file {span}"]
+            wrong += (
+                []
+                if (SRC / span).is_file() or (ROOT / span).is_file() or measured(page)
+                else [f"there is no file {span}"]
+            )
         top = re.fullmatch(r"([a-z]+)/[a-z_/]+", span)
         if top and (SRC / top[1]).is_dir() and not (SRC / f"{span}.py").is_file() and not (SRC / span).is_dir():
             wrong.append(f"there is no module {span}")
@@ -92,7 +110,8 @@ def test_named_functions_and_modules_exist(page: Path) -> None:
 
 
 def measured(page: Path) -> bool:
-    """A page of figures names the script that made them, which may have gone since (it then says which commit has it)."""
+    """A page of figures names the script that made them, which may have gone since (it then says which commit has
+    it)."""
     return page.name.endswith("-measured.md")
 
 
@@ -103,5 +122,9 @@ def test_named_metrics_exist() -> None:
     wrong = []
     for page in CHECKED:
         for metric in set(re.findall(r"`outrider_([a-z_]+)`", prose(page))):
-            wrong += [] if any(metric.removesuffix(end) in stems for end in endings) else [f"{name(page)}: no metric outrider_{metric}"]
+            wrong += (
+                []
+                if any(metric.removesuffix(end) in stems for end in endings)
+                else [f"{name(page)}: no metric outrider_{metric}"]
+            )
     assert not wrong, "\n".join(wrong)

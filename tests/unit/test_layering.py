@@ -10,7 +10,8 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "outrider"
 
-# A package (or module) may import only these of ours, besides itself. `types`, `config` and `prompts` are open to everybody.
+# A package (or module) may import only these of ours, besides itself. `types`, `config` and `prompts` are open to
+# everybody.
 ALLOWED = {
     "types": set(),
     "config": set(),
@@ -27,13 +28,27 @@ ALLOWED = {
     "bench": {"llm", "engine", "spec", "cache", "models", "weights", "ops", "train"},
     "server": {"llm", "engine", "spec", "cache", "models", "weights", "ops"},
     "cluster": {"server", "llm"},
-    "cli": {"cluster", "parallel", "server", "bench", "train", "llm", "engine", "spec", "cache", "models", "weights", "ops"},
+    "cli": {
+        "cluster",
+        "parallel",
+        "server",
+        "bench",
+        "train",
+        "llm",
+        "engine",
+        "spec",
+        "cache",
+        "models",
+        "weights",
+        "ops",
+    },
     "__init__": {"llm"},
     "__main__": {"cli"},
 }
 TORCH_FREE = [
     "types", "config", "prompts",
-    "models/config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "cache/pages", "cache/prefix",
+    "models/config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "cache/pages",
+    "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics",
     "bench/predict",
@@ -75,7 +90,13 @@ def defined(module: str) -> set[str]:
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     names = {a.asname or a.name for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
     names |= {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    names |= {t.id for n in tree.body if isinstance(n, (ast.Assign, ast.AnnAssign)) for t in ast.walk(n) if isinstance(t, ast.Name)}
+    names |= {
+        t.id
+        for n in tree.body
+        if isinstance(n, (ast.Assign, ast.AnnAssign))
+        for t in ast.walk(n)
+        if isinstance(t, ast.Name)
+    }
     return names | {child.stem for child in path.glob("*") if path.is_dir()}
 
 
@@ -92,16 +113,27 @@ def test_scripts_import_what_is_there() -> None:
 
 def test_the_map_names_every_file() -> None:
     """docs/architecture.md, "The map": a section for each folder with all of its source files and no others."""
-    text = (SRC.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## The map")[2].partition("\n## ")[0]
+    text = (
+        (SRC.parents[1] / "docs" / "architecture.md")
+        .read_text(encoding="utf-8")
+        .partition("## The map")[2]
+        .partition("\n## ")[0]
+    )
     sections = dict(re.findall(r"^### `([^`]*)/`\n(.*?)(?=^### |\Z)", text, re.M | re.S))
     wrong = []
     for folder in sorted({p.parent for p in SRC.rglob("*.py")}):
-        there = {p.name for p in folder.iterdir() if p.suffix in (".py", ".c", ".h", ".cu", ".cuh") and p.name != "__init__.py"}
+        there = {
+            p.name
+            for p in folder.iterdir()
+            if p.suffix in (".py", ".c", ".h", ".cu", ".cuh") and p.name != "__init__.py"
+        }
         key = "src/outrider" if folder == SRC else str(folder.relative_to(SRC))
         cells = re.findall(r"^\| (`[^|]*) \|", sections.pop(key, ""), re.M)
         named = set(re.findall(r"`([a-z0-9_]+\.[a-z]+)`", " ".join(cells)))
         wrong += [
-            f"{key}: {what} {sorted(files)}" for what, files in (("not on the map:", there - named), ("gone:", named - there)) if files
+            f"{key}: {what} {sorted(files)}"
+            for what, files in (("not on the map:", there - named), ("gone:", named - there))
+            if files
         ]
     assert not wrong and not sections, "\n".join([*wrong, *(f"no folder {key}" for key in sections)])
 

@@ -26,10 +26,19 @@ def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.Mon
     raw = builtin_configs.BUILTIN_CONFIGS["google/gemma-4-E2B-it"]
     for name in (n for n in builtin_configs.BUILTIN_CONFIGS if n.endswith("-it")):
         assert hub.resolve(name, weights=False).config == builtin_configs.BUILTIN_CONFIGS[name]
-        assert hub.resolve(f"{name}-assistant", kind="drafter", weights=False).config == builtin_configs.BUILTIN_CONFIGS[f"{name}-assistant"]
-    small = dict(raw["text_config"], hidden_size=64, num_hidden_layers=5, layer_types=raw["text_config"]["layer_types"][:5])
+        assert (
+            hub.resolve(f"{name}-assistant", kind="drafter", weights=False).config
+            == builtin_configs.BUILTIN_CONFIGS[f"{name}-assistant"]
+        )
+    small = dict(
+        raw["text_config"], hidden_size=64, num_hidden_layers=5, layer_types=raw["text_config"]["layer_types"][:5]
+    )
     small |= dict(
-        num_kv_shared_layers=0, intermediate_size=64, vocab_size=128, vocab_size_per_layer_input=128, hidden_size_per_layer_input=32
+        num_kv_shared_layers=0,
+        intermediate_size=64,
+        vocab_size=128,
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=32,
     )
     monkeypatch.setattr(hub, "KNOWN", {"google/gemma-4-E2B-it": {**raw, "text_config": small}})
     llm = LLM.load("google/gemma-4-E2B-it", drafter="none", device="cpu", ops="reference", load_format="dummy")

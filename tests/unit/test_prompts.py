@@ -20,7 +20,11 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         file.write(text)
     for name in ("p.jsonl", "p.jsonl.gz"):
         read = read_prompts(tmp_path / name)
-        assert [(p.text, p.category, p.id) for p in read] == [("a", "x", "1"), ("b", "all", "7"), ("c", "all", "spec_bench/81")]
+        assert [(p.text, p.category, p.id) for p in read] == [
+            ("a", "x", "1"),
+            ("b", "all", "7"),
+            ("c", "all", "spec_bench/81"),
+        ]
     assert len(read_prompts(tmp_path / "p.jsonl", 2)) == 2
 
 
@@ -36,11 +40,20 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         (b'{"prompt": "\xff"}\n', "cannot read prompts"),
         (b'{"prompt": "a"}\n' + b"[" * 200_000, ":2: cannot be read"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", ":1: cannot be read"),
-        (b'{"prompt": "a", "check": "gsm8k"}', ":1: check must be an object whose 'kind' is one of gsm8k, mmlu, humaneval"),
+        (
+            b'{"prompt": "a", "check": "gsm8k"}',
+            ":1: check must be an object whose 'kind' is one of gsm8k, mmlu, humaneval",
+        ),
         (b'{"prompt": "a", "check": {"kind": "gsm9k", "answer": "1"}}', ":1: check must be an object"),
         (b'{"prompt": "a", "check": {"kind": ["mmlu"]}}', ":1: check must be an object"),
-        (b'{"prompt": "a", "check": {"kind": "mmlu"}}', ":1: a check of kind mmlu needs a text under 'answer', got null"),
-        (b'{"prompt": "a", "check": {"kind": "humaneval", "prompt": "", "test": ""}}', "needs a text under 'entry_point'"),
+        (
+            b'{"prompt": "a", "check": {"kind": "mmlu"}}',
+            ":1: a check of kind mmlu needs a text under 'answer', got null",
+        ),
+        (
+            b'{"prompt": "a", "check": {"kind": "humaneval", "prompt": "", "test": ""}}',
+            "needs a text under 'entry_point'",
+        ),
     ],
 )
 def test_a_bad_prompt_file_names_the_line(content: bytes, message: str, tmp_path: Path) -> None:
@@ -54,7 +67,11 @@ def test_a_bad_prompt_file_names_the_line(content: bytes, message: str, tmp_path
 
 def test_damaged_gzip_is_one_line(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"prompt": "a"}\n' * 50, mtime=0)
-    for damaged in (whole[:-9], whole[:12] + b"\xff" * 8 + whole[20:], whole[:-6] + b"\0" * 6):  # cut off; its data; its sums
+    for damaged in (
+        whole[:-9],
+        whole[:12] + b"\xff" * 8 + whole[20:],
+        whole[:-6] + b"\0" * 6,
+    ):  # cut off; its data; its sums
         (tmp_path / "p.jsonl.gz").write_bytes(damaged)
         with pytest.raises(OutriderError, match=r"cannot read prompts from .*p\.jsonl\.gz: ") as caught:
             read_prompts(tmp_path / "p.jsonl.gz")
@@ -62,7 +79,10 @@ def test_damaged_gzip_is_one_line(tmp_path: Path) -> None:
 
 
 def test_what_counts_as_absent_and_a_mark_of_the_encoding(tmp_path: Path) -> None:
-    rows = [{"prompt": "ä", "max_tokens": None, "check": None}, {"prompt": "b", "check": {"kind": "gsm8k", "answer": 18, "note": []}}]
+    rows = [
+        {"prompt": "ä", "max_tokens": None, "check": None},
+        {"prompt": "b", "check": {"kind": "gsm8k", "answer": 18, "note": []}},
+    ]
     text = "\n".join(json.dumps(row) for row in rows).encode("utf-8-sig")
     (tmp_path / "p.jsonl").write_bytes(text)
     (tmp_path / "p.gz").write_bytes(gzip.compress(text))
@@ -74,7 +94,12 @@ def test_what_counts_as_absent_and_a_mark_of_the_encoding(tmp_path: Path) -> Non
 
 def test_turns_and_the_first_of_them(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    rows = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"prompt": "d", "turns": []}, {"prompt": None, "turns": ["e"], "more": 1}]
+    rows = [
+        {"prompt": "a"},
+        {"turns": ["b", "c"]},
+        {"prompt": "d", "turns": []},
+        {"prompt": None, "turns": ["e"], "more": 1},
+    ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     read = read_prompts(path)
     assert [p.text for p in read] == ["a", "b", "d", "e"] and [p.row for p in read] == rows

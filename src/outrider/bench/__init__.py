@@ -1,1 +1,2 @@
-"""Measuring and predicting: `harness` times contestants, `prove` compares texts, `predict` reckons from a configuration."""
+"""Measuring and predicting: `harness` times contestants, `prove` compares texts, `predict` reckons from a
+configuration."""

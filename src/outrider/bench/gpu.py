@@ -1,7 +1,9 @@
-"""Cycles on a GPU with dummy weights: a whole cycle captured as one CUDA graph, timed, and set against the memory limit.
+"""Cycles on a GPU with dummy weights: a whole cycle captured as one CUDA graph, timed, and set against the memory
+limit.
 
-Speed does not depend on what the weights say, so no checkpoint is needed; acceptance does, so it is always an assumption
-here and is marked as synthetic. `Rig` builds one size; `rig.graph(seqs, k, context, bound)` captures the engine's own step.
+Speed does not depend on what the weights say, so no checkpoint is needed; acceptance does, so it is always an
+assumption here and is marked as synthetic. `Rig` builds one size; `rig.graph(seqs, k, context, bound)` captures the
+engine's own step.
 """
 
 from __future__ import annotations
@@ -128,9 +130,9 @@ class Rig:
         dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None,
         weights: dict[str, DeviceWeight] | None = None, compiled: bool = False, kv: str = "auto",
     ):  # fmt: skip
-        """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all; weights: given
-        ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the ops can; kv: what K/V is
-        held as."""
+        """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all;
+        weights: given ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the
+        ops can; kv: what K/V is held as."""
         self.kv = kv
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
         self.config = ModelConfig.from_hf(raw)
@@ -181,12 +183,18 @@ class Rig:
         from ..ops.triton import TritonOps  # here: not everybody who imports this module has a GPU
 
         raw = dict(BUILTIN_CONFIGS[SIZES[size]])
-        return Rig(raw if layers is None else shallow(raw, layers), BUILTIN_CONFIGS[SIZES[size] + "-assistant"], TritonOps("cuda"), **rest)
+        return Rig(
+            raw if layers is None else shallow(raw, layers),
+            BUILTIN_CONFIGS[SIZES[size] + "-assistant"],
+            TritonOps("cuda"),
+            **rest,
+        )
 
-    # ---- what must be read ---------------------------------------------------------------------------------------------
+    # ---- what must be read
+    # ---------------------------------------------------------------------------------------------
     def weight_bytes(self, rows: int = 1) -> int:
-        """Weights one pass must read: all but the embedding rows that are not looked up; of the experts as many as `rows` rows
-        choose among (8 of 128 for one row; for more, what even routing gives on average)."""
+        """Weights one pass must read: all but the embedding rows that are not looked up; of the experts as many as
+        `rows` rows choose among (8 of 128 for one row; for more, what even routing gives on average)."""
         total = 0.0
         moe = self.config.moe
         for name, w in self.weights.items():
@@ -216,18 +224,25 @@ class Rig:
         item = next(keys.element_size() for keys in self.store.keys if keys is not None)
         return kv_bytes(self.config, context, item, read=True)
 
-    # ---- sequences -----------------------------------------------------------------------------------------------------
+    # ---- sequences
+    # -----------------------------------------------------------------------------------------------------
     def open(self, batch: int, context: int, room: int) -> list[SeqCache]:
         """`batch` sequences with `context` random positions in the cache and room for `room` more."""
         g = torch.Generator(device=self.device).manual_seed(7)
         for tensor in (*self.store.keys, *self.store.values):
             if tensor is not None:  # through the dtype of activations: torch draws no eight-bit numbers
-                tensor.copy_(torch.empty(tensor.shape, dtype=self.model.dtype, device=self.device).normal_(0.0, 1.0, generator=g))
+                tensor.copy_(
+                    torch.empty(tensor.shape, dtype=self.model.dtype, device=self.device).normal_(0.0, 1.0, generator=g)
+                )
         seqs = []
         chunk = self.store.spec.chunk
         for _ in range(batch):
             seq, _ = self.store.open([0] * 8, self.store.spec.page_size, reuse=False)
-            for end in [*range(chunk, context, chunk), context, context + room]:  # sliding pages are given back on the way
+            for end in [
+                *range(chunk, context, chunk),
+                context,
+                context + room,
+            ]:  # sliding pages are given back on the way
                 if not self.store.reserve(seq, end):
                     raise OutriderError(f"no room for {batch} sequences of {context + room} positions")
                 self.store.commit(seq, min(end, context))
@@ -244,20 +259,24 @@ class Rig:
         count = ids.shape[0]
         at = torch.arange(start, start + count, device=self.device)
         rows = torch.tensor([0, count], dtype=torch.int32, device=self.device)
-        kv = self.store.view(torch.tensor([seq.slot], device=self.device), at, torch.zeros_like(at), rows, count, start + count)
+        kv = self.store.view(
+            torch.tensor([seq.slot], device=self.device), at, torch.zeros_like(at), rows, count, start + count
+        )
         return self.model.forward(ids, kv, wanted=last_rows(kv, [0]) if last else None).hidden
 
-    # ---- a cycle as one graph --------------------------------------------------------------------------------------------
+    # ---- a cycle as one graph
+    # --------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def graph(
         self, seqs: list[SeqCache], k: int, context: int, bound: int, *, advance: bool = False,
-        propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, assumed: Synthetic | None = None, eager: bool = False,
+        propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, assumed: Synthetic | None = None,
+        eager: bool = False,
         nodes: int = 0,
     ) -> CapturedCycle:  # fmt: skip
-        """Capture the engine's own decode step. advance: the committed length and the newest token move with every replay;
-        otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP drafter; assumed:
-        synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay is a call. nodes: tokens of a tree,
-        k deep."""
+        """Capture the engine's own decode step. advance: the committed length and the newest token move with every
+        replay; otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP
+        drafter; assumed: synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay
+        is a call. nodes: tokens of a tree, k deep."""
         batch, idle = len(seqs), self.store.spec.slots
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
         rng = torch.Generator(device=self.device).manual_seed(2)
@@ -286,12 +305,15 @@ def collect() -> None:
         torch.cuda.empty_cache()
 
 
-# ---- assumed acceptance ----------------------------------------------------------------------------------------------------
+# ---- assumed acceptance
+# ----------------------------------------------------------------------------------------------------
 class Synthetic:
-    """SYNTHETIC acceptance: the drafter and the target run for real, then the verdict is replaced. Dummy weights guess nothing
-    right; what a cycle costs does not depend on it. `chances[j]`: position j is right, given those before it were.
+    """SYNTHETIC acceptance: the drafter and the target run for real, then the verdict is replaced. Dummy weights guess
+    nothing right; what a cycle costs does not depend on it. `chances[j]`: position j is right, given those before it
+    were.
 
-    Counter-based and even: the n-th cycle's number is n times the golden ratio, so few cycles already have the right mean."""
+    Counter-based and even: the n-th cycle's number is n times the golden ratio, so few cycles already have the right
+    mean."""
 
     def __init__(self, chances: Sequence[float], batch: int, device: torch.device):
         reach = [math.prod(chances[: j + 1]) for j in range(len(chances))]
@@ -305,7 +327,8 @@ class Synthetic:
         return Verdict(accepted, verdict.tokens, accepted + 1)
 
 
-# ---- bitwise equality ------------------------------------------------------------------------------------------------------
+# ---- bitwise equality
+# ------------------------------------------------------------------------------------------------------
 @dataclass
 class Equality:
     """What comparing a speculative run with the plain one gave."""
@@ -334,14 +357,17 @@ def plain_run(rig: Rig, seqs: list[SeqCache], context: int, steps: int) -> tuple
 
 @torch.inference_mode()
 def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens: Tensor, logits: Tensor) -> Equality:
-    """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth time."""
+    """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth
+    time."""
     batch, steps = tokens.shape
     device = rig.device
     padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
     offset, each = torch.arange(k + 1, device=device), torch.arange(batch, device=device)[:, None]
 
     def propose(last: Tensor, length: Tensor) -> Draft:
-        at = (length[:, None] - context + offset[:k]).clamp(max=steps + k)  # row j of a cycle chooses token length - context + j
+        at = (length[:, None] - context + offset[:k]).clamp(
+            max=steps + k
+        )  # row j of a cycle chooses token length - context + j
         right = padded.gather(1, at)
         wrong = (at * 2654435761 + each * 40503) % 4 == 0
         return Draft(torch.where(wrong, (right + 1) % rig.config.vocab_size, right), torch.full_like(length, k))
@@ -351,9 +377,11 @@ def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens
 
 
 @torch.inference_mode()
-def tree_run(rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], tokens: Tensor, logits: Tensor) -> Equality:
-    """The same with a tree a cycle, always of one shape (engine.tree.Tree.of). The path to its last deepest node knows the answer and is
-    wrong about every fourth time; all others are. Compared are the rows on the accepted paths."""
+def tree_run(
+    rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], tokens: Tensor, logits: Tensor
+) -> Equality:
+    """The same with a tree a cycle, always of one shape (engine.tree.Tree.of). The path to its last deepest node knows
+    the answer and is wrong about every fourth time; all others are. Compared are the rows on the accepted paths."""
     (batch, steps), device, vocab = tokens.shape, rig.device, rig.config.vocab_size
     tree, nodes = Tree.of([parents] * batch, device), len(parents)
     k, depth = tree.deepest, tree.depth[1 : nodes + 1]
@@ -364,24 +392,31 @@ def tree_run(rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], t
     other = 1 + torch.arange(nodes, device=device)
 
     def propose(last: Tensor, length: Tensor) -> FixedTree:
-        at = (length[:, None] - context + depth - 1).clamp(max=steps + k)  # a node of depth 1 guesses what the newest token's row chooses
+        at = (length[:, None] - context + depth - 1).clamp(
+            max=steps + k
+        )  # a node of depth 1 guesses what the newest token's row chooses
         right = padded.gather(1, at)
         wrong = ~known | ((at * 2654435761 + each * 40503) % 4 == 0)
-        return FixedTree(torch.where(wrong, (right + other) % vocab, right), tree.depth, tree.ancestors, tree.parent_rows)
+        return FixedTree(
+            torch.where(wrong, (right + other) % vocab, right), tree.depth, tree.ancestors, tree.parent_rows
+        )
 
     run = rig.graph(seqs, k, context, context + steps + 64, advance=True, propose=propose, nodes=nodes)
     return compared(run, context, tokens, logits, run.rows)
 
 
 def compared(run: CapturedCycle, context: int, tokens: Tensor, logits: Tensor, rows: Tensor) -> Equality:
-    """Cycles until every sequence has its tokens [B, steps], each held against them and their logits [B, steps, V]. rows [B, K + 1]: which
-    of a sequence's rows chose each token. Compared on the device: the host looks every 16 cycles whether all are done."""
+    """Cycles until every sequence has its tokens [B, steps], each held against them and their logits [B, steps, V].
+    rows [B, K + 1]: which of a sequence's rows chose each token. Compared on the device: the host looks every 16 cycles
+    whether all are done."""
     (batch, steps), device, k = tokens.shape, tokens.device, run.k
     offset, each = torch.arange(k + 1, device=device), torch.arange(batch, device=device)[:, None]
     bad_tokens, bad_logits, taken, made = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     first = torch.full((), steps, dtype=torch.int64, device=device)
     cycles = 0
-    while cycles < steps and (cycles % 16 or int(run.length.min()) < context + steps):  # every cycle emits at least one token
+    while cycles < steps and (
+        cycles % 16 or int(run.length.min()) < context + steps
+    ):  # every cycle emits at least one token
         at = run.length[:, None] - context + offset  # [B, K + 1]
         run.graph.replay()
         cycles += 1

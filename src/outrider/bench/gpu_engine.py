@@ -1,7 +1,7 @@
 """Steps of the engine itself on dummy weights, the host included: what a server gets, beside what a graph takes alone.
 
-All sequences get their prompts first; then only steps in which every one of them decodes are timed. Then the same graph is replayed without
-a host in between: what a step takes longer than that is what the host did not hide.
+All sequences get their prompts first; then only steps in which every one of them decodes are timed. Then the same graph
+is replayed without a host in between: what a step takes longer than that is what the host did not hide.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ class Figures:
 
 
 def measure(size: str, batches: Sequence[int], k: int, context: int, device: str = "cuda") -> Iterator[Figures]:
-    """Plain decoding (k = 0), or drafts of the size's own assistant, which dummy weights never accept: a step is a token.
-    size: one of SIZES, or a folder with a configuration."""
+    """Plain decoding (k = 0), or drafts of the size's own assistant, which dummy weights never accept: a step is a
+    token. size: one of SIZES, or a folder with a configuration."""
     most = max(batches)
     room = context + 4 * STEPS + MAX_DRAFT + 32
     settings = EngineConfig(most, room, kv_tokens=most * (room + 32), prefix_cache=False)
-    load = LoadSettings(drafter="auto" if k else "none", draft_tokens=k, device=device, load_format="dummy", engine=settings)
+    load = LoadSettings(
+        drafter="auto" if k else "none", draft_tokens=k, device=device, load_format="dummy", engine=settings
+    )
     llm = LLM.load(SIZES.get(size, size), load, say=lambda _: None)
     for batch in batches:
         yield of_engine(llm.engine, size, batch, k, context)
@@ -90,8 +92,8 @@ def of_engine(engine: Engine, size: str, batch: int, k: int, context: int) -> Fi
 
 
 def graph_ms(engine: Engine) -> float:
-    """Milliseconds of the graph that runs just now, replayed by itself. Its sequences are further on afterwards than the engine knows: what
-    they write lies on pages that are theirs or on the scratch page, and they must be aborted."""
+    """Milliseconds of the graph that runs just now, replayed by itself. Its sequences are further on afterwards than
+    the engine knows: what they write lies on pages that are theirs or on the scratch page, and they must be aborted."""
     pending = engine._pending
     if pending is None or not isinstance(pending.payload, Copied):
         return 0.0

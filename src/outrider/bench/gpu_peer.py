@@ -1,4 +1,5 @@
-"""Hugging Face transformers on the same shapes: random weights on the GPU from the same config, timed through `generate`.
+"""Hugging Face transformers on the same shapes: random weights on the GPU from the same config, timed through
+`generate`.
 
 A step is the time between two forward passes of the target, so prompt processing does not count. With random weights no
 draft is right, so an assisted cycle emits one token; what it costs does not depend on that.
@@ -44,7 +45,9 @@ def build(raw: Foreign, device: str = "cuda", dtype: torch.dtype = torch.bfloat1
     import transformers as t
 
     assistant = "assistant" in raw["model_type"]
-    unified = "unified" in raw["model_type"] and hasattr(t, "Gemma4UnifiedTextConfig")  # older ones: the same text layers
+    unified = "unified" in raw["model_type"] and hasattr(
+        t, "Gemma4UnifiedTextConfig"
+    )  # older ones: the same text layers
     text_kind = t.Gemma4UnifiedTextConfig if unified else t.Gemma4TextConfig
     body = {k: v for k, v in raw["text_config"].items() if k not in ("model_type", "dtype")}
     if assistant and not unified:
@@ -66,7 +69,9 @@ def step_ms(model: Causal, context: int, batch: int, vocab: int, assistant: Caus
     ids = torch.randint(3, vocab, (batch, context), device=model.device)
     at: list[float] = []
     handle = model.register_forward_pre_hook(lambda *_: at.append(time.perf_counter()))
-    model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=STEPS + 3, do_sample=False)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=STEPS + 3, do_sample=False
+    )
     handle.remove()
     return median(b - a for a, b in pairwise(at[2:])) * 1e3
 

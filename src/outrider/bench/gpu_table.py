@@ -1,7 +1,7 @@
 """The GPU benchmark: what is measured of each size, in which order, and how it is written down.
 
-Every size is built, measured and freed before the next. A cell that does not fit the device says so and costs nothing else.
-Whatever rests on assumed acceptance carries "synthetic" in its name, in the table, in the JSON and in the plots.
+Every size is built, measured and freed before the next. A cell that does not fit the device says so and costs nothing
+else. Whatever rests on assumed acceptance carries "synthetic" in its name, in the table, in the JSON and in the plots.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class PeerRow(gpu_peer.Timed):
 
 
 class Record(TypedDict):
-    """One (size, batch, context). With `error` the figures are missing; a size that could not be built has no batch either."""
+    """One (size, batch, context). With `error` the figures are missing; a size that could not be built has no batch
+    either."""
 
     size: str
     batch: NotRequired[int]
@@ -112,12 +113,18 @@ class GpuBenchSettings:
 
 def quick(against_hf: bool = True) -> GpuBenchSettings:
     """What issue and README quote: batch 1 at 1k for every size, and batches for the mixture of experts."""
-    return GpuBenchSettings(ks=(0, 4, 8, 16), batches=(1,), contexts=(1024,), against_hf=against_hf, prefill=True, quick=True, repeats=12)
+    return GpuBenchSettings(
+        ks=(0, 4, 8, 16), batches=(1,), contexts=(1024,), against_hf=against_hf, prefill=True, quick=True, repeats=12
+    )
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------
+# ---- measuring
+# -------------------------------------------------------------------------------------------------------------
 def run(
-    settings: GpuBenchSettings, say: Say, make: Callable[..., Rig] = Rig.of, save: Callable[[list[Record]], None] | None = None
+    settings: GpuBenchSettings,
+    say: Say,
+    make: Callable[..., Rig] = Rig.of,
+    save: Callable[[list[Record]], None] | None = None,
 ) -> list[Record]:
     """A record for each (size, batch, context), in order. `save` is called after every size with all so far."""
     records: list[Record] = []
@@ -125,14 +132,21 @@ def run(
         try:
             found = measure_size(size, settings, say, make)
         except Exception as error:  # the other sizes are still worth having
-            found = [{"size": size, "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]}]
+            found = [
+                {
+                    "size": size,
+                    "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300],
+                }
+            ]
             say(f"{size}: {found[0]['error']}")
         collect()
         records += found
         if settings.against_hf and found and "error" not in found[0]:
             batches = tuple(sorted({r["batch"] for r in found}))
             context = found[0]["context"]
-            peer = gpu_peer.measure(BUILTIN_CONFIGS[SIZES[size]], BUILTIN_CONFIGS[SIZES[size] + "-assistant"], context, batches)
+            peer = gpu_peer.measure(
+                BUILTIN_CONFIGS[SIZES[size]], BUILTIN_CONFIGS[SIZES[size] + "-assistant"], context, batches
+            )
             say(f"{size} transformers: {peer}")
             for record in found:
                 if record["context"] == context:
@@ -161,7 +175,9 @@ def measure_size(size: str, settings: GpuBenchSettings, say: Say, make: Callable
                 try:
                     prompt = settings.prefill and batch == 1
                     slots = batch + prompt
-                    rig.resize(slots, max(context, PROMPT) + room, slots * (context + room + 64) + (PROMPT if prompt else 0))
+                    rig.resize(
+                        slots, max(context, PROMPT) + room, slots * (context + room + 64) + (PROMPT if prompt else 0)
+                    )
                     measure_cell(rig, record, settings, say)
                     if prompt:
                         record["prefill"] = measure_prefill(rig)
@@ -185,12 +201,16 @@ def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say)
     plain = rig.graph(seqs, 0, context, bound)
     ar = plain.time(settings.repeats)
     record |= {
-        "first_capture_s": round(plain.capture_s, 2), "ar_ms": ar, "floor_ms": need / H200_BYTES_PER_S * 1e3, "bytes": need,
-        "tb_per_s": need / ar * 1e-9, "share_of_floor": need / H200_BYTES_PER_S * 1e3 / ar, "tokens_per_s": batch / ar * 1e3,
+        "first_capture_s": round(plain.capture_s, 2), "ar_ms": ar, "floor_ms": need / H200_BYTES_PER_S * 1e3,
+        "bytes": need,
+        "tb_per_s": need / ar * 1e-9, "share_of_floor": need / H200_BYTES_PER_S * 1e3 / ar,
+        "tokens_per_s": batch / ar * 1e3,
         "cycles": {}, "synthetic": {},
     }  # fmt: skip
     del plain
-    say(f"{size} batch {batch} context {context}: AR {ar:.3f} ms, floor {record['floor_ms']:.3f}, {record['tb_per_s']:.2f} TB/s")
+    say(
+        f"{size} batch {batch} context {context}: AR {ar:.3f} ms, floor {record['floor_ms']:.3f}, {record['tb_per_s']:.2f} TB/s"
+    )
     for k in ks:
         if not k:
             continue
@@ -213,11 +233,15 @@ def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say)
         for k in (k for k in ks if k):
             same = speculative_run(rig, seqs, context, k, tokens, logits)
             record["equal"][k] = same.equal_tokens and same.equal_logits
-        say(f"{size} batch {batch}: bitwise equal to plain decoding over {settings.equal_tokens} tokens: {record['equal']}")
+        say(
+            f"{size} batch {batch}: bitwise equal to plain decoding over {settings.equal_tokens} tokens: {record['equal']}"
+        )
     rig.close(seqs)
 
 
-def synthetic_run(rig: Rig, seqs: list[SeqCache], k: int, context: int, bound: int, chances: list[float], ar_ms: float) -> dict[str, float]:
+def synthetic_run(
+    rig: Rig, seqs: list[SeqCache], k: int, context: int, bound: int, chances: list[float], ar_ms: float
+) -> dict[str, float]:
     """Tokens a second when the sequences really move on, at an assumed acceptance."""
     assumed = Synthetic(chances, len(seqs), rig.device)
     cycles = min(CYCLES, max(1, (bound - context) // (k + 1) - 4))
@@ -235,7 +259,8 @@ def synthetic_run(rig: Rig, seqs: list[SeqCache], k: int, context: int, bound: i
     per_cycle = tokens / cycles / len(seqs)
     rate = tokens / ms * 1e3
     return {
-        "share": (per_cycle - 1) / k, "expected_share": (assumed.expected - 1) / k, "tokens_per_cycle": per_cycle, "cycle_ms": ms / cycles,
+        "share": (per_cycle - 1) / k, "expected_share": (assumed.expected - 1) / k, "tokens_per_cycle": per_cycle,
+        "cycle_ms": ms / cycles,
         "tokens_per_s": rate, "speedup": rate / (len(seqs) / ar_ms * 1e3),
         "speedup_at_expected": assumed.expected * ar_ms / (ms / cycles),
     }  # fmt: skip
@@ -255,23 +280,34 @@ def measure_prefill(rig: Rig) -> dict[str, float]:
             raise OutriderError(f"no room for a prompt of {PROMPT} tokens")
         rig.store.commit(seq, max(0, end - CHUNK))
         rig.prefill(seq, ids, end - CHUNK, last=True)  # the warm-up
-    ms = time_ms(whole, 2, 0)  # early sliding pages were given back: what is written there now is nobody's, at the same cost
+    ms = time_ms(
+        whole, 2, 0
+    )  # early sliding pages were given back: what is written there now is nobody's, at the same cost
     rig.store.close(seq)
     moe, params, last = rig.config.moe, 0.0, rig.config.kv_layers[-1]
     for name, w in rig.weights.items():
         layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
-        through = layer < last or (layer == last and name.endswith(".qkv"))  # all rows: the rest is for the last one alone
+        through = layer < last or (
+            layer == last and name.endswith(".qkv")
+        )  # all rows: the rest is for the last one alone
         if len(w.shape) >= 2 and name not in ("embed", "head", "ple_embed") and through:
             params += math.prod(w.shape) * (moe.top_k / moe.experts if moe is not None and ".experts_" in name else 1.0)
     rate = 2 * params * PROMPT / ms * 1e3
-    return {"tokens": PROMPT, "ms": ms, "tokens_per_s": PROMPT / ms * 1e3, "tflop_per_s": rate * 1e-12, "share_of_peak": rate / BF16_FLOPS}
+    return {
+        "tokens": PROMPT,
+        "ms": ms,
+        "tokens_per_s": PROMPT / ms * 1e3,
+        "tflop_per_s": rate * 1e-12,
+        "share_of_peak": rate / BF16_FLOPS,
+    }
 
 
 def allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-# ---- writing down ----------------------------------------------------------------------------------------------------------
+# ---- writing down
+# ----------------------------------------------------------------------------------------------------------
 def verdict(value: float, limit: float | None, least: bool = False) -> str:
     """The value, and whether the target is met."""
     if limit is None:
@@ -283,25 +319,52 @@ def table(records: Sequence[Record]) -> list[list[str]]:
     """Head and rows. Targets are those of batch 1 at 1k."""
     ks = sorted({k for r in records for k in r.get("cycles", {})})
     head = ["size", "batch", "context", "AR ms", "floor ms", "TB/s", "of floor", *(f"K={k} / AR" for k in ks)]
-    head += ["synthetic speed-up (" + ", ".join(f"K={k}" for k in ks) + ")", "HF AR", "HF MTP cycle", "equal", "beside GiB"]
+    head += [
+        "synthetic speed-up (" + ", ".join(f"K={k}" for k in ks) + ")",
+        "HF AR",
+        "HF MTP cycle",
+        "equal",
+        "beside GiB",
+    ]
     rows = [head]
     for r in records:
         if "ar_ms" not in r:
-            rows.append([r["size"], *(str(r.get(n, "")) for n in ("batch", "context")), str(r.get("error", "")), *[""] * (len(head) - 4)])
+            rows.append(
+                [
+                    r["size"],
+                    *(str(r.get(n, "")) for n in ("batch", "context")),
+                    str(r.get("error", "")),
+                    *[""] * (len(head) - 4),
+                ]
+            )
             continue
         aim = TARGETS.get(r["size"]) if r["batch"] == 1 and r["context"] == 1024 else None
         ups = SPEEDUPS.get(r["size"], {}) if aim else {}
-        row = [r["size"], str(r["batch"]), str(r["context"]), verdict(r["ar_ms"], aim[0] if aim else None), f"{r['floor_ms']:.2f}"]
+        row = [
+            r["size"],
+            str(r["batch"]),
+            str(r["context"]),
+            verdict(r["ar_ms"], aim[0] if aim else None),
+            f"{r['floor_ms']:.2f}",
+        ]
         row += [f"{r['tb_per_s']:.2f}", f"{r['share_of_floor']:.0%}"]
-        row += [verdict(r["cycles"][k]["over_ar"], aim[1].get(k) if aim else None) if k in r["cycles"] else "" for k in ks]
-        row.append(", ".join(verdict(r["synthetic"][k]["speedup_at_expected"], ups.get(k), True) for k in ks if k in r["synthetic"]))
+        row += [
+            verdict(r["cycles"][k]["over_ar"], aim[1].get(k) if aim else None) if k in r["cycles"] else "" for k in ks
+        ]
+        row.append(
+            ", ".join(
+                verdict(r["synthetic"][k]["speedup_at_expected"], ups.get(k), True) for k in ks if k in r["synthetic"]
+            )
+        )
         hf, four = r.get("hf"), r["cycles"].get(4)
         pairs = (
             (hf and hf["ar_ms"], r["ar_ms"], aim and aim[2]),
             (hf and hf["mtp_ms"], four and four["ms"], aim and aim[3]),
         )
         for theirs, ours, limit in pairs:
-            row.append(f"{theirs:.1f} ms, ours {verdict(theirs / ours, limit, True)} x faster" if theirs and ours else "")
+            row.append(
+                f"{theirs:.1f} ms, ours {verdict(theirs / ours, limit, True)} x faster" if theirs and ours else ""
+            )
         equal = r.get("equal", {})
         row.append("" if not equal else "yes" if all(equal.values()) else f"NO {equal}")
         row.append(f"{r['memory_beside_gib']:.2f}" if "memory_beside_gib" in r else "")
@@ -321,7 +384,9 @@ def machine() -> str:
 
 def commit() -> str:
     try:
-        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -329,7 +394,12 @@ def commit() -> str:
 def write(folder: Path, records: Sequence[Record], command: str) -> list[Path]:
     """gpu.jsonl (one line a record, as in benchmarks/history), gpu.txt, and plots where matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
-    stamp = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(), "machine": machine(), "command": command}
+    stamp = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "machine": machine(),
+        "command": command,
+    }
     lines, text = folder / "gpu.jsonl", folder / "gpu.txt"
     lines.write_text("".join(json.dumps({**stamp, "figures": r}) + "\n" for r in records), encoding="utf-8")
     text.write_text(f"{stamp['machine']}, {stamp['date']}\n{text_table(table(records))}\n", encoding="utf-8")
@@ -348,10 +418,17 @@ def plots(folder: Path, records: Sequence[Record]) -> list[Path]:
     left, right = figure.subplots(1, 2)
     for r in shown:
         ks = sorted(r["cycles"])
-        left.plot([0, *ks], [1.0, *(r["cycles"][k]["over_ar"] for k in ks)], marker="o", label=f"{r['size']}, {r['context']}")
+        left.plot(
+            [0, *ks], [1.0, *(r["cycles"][k]["over_ar"] for k in ks)], marker="o", label=f"{r['size']}, {r['context']}"
+        )
         some = sorted(r["synthetic"])
         if some:
-            right.plot(some, [r["synthetic"][k]["speedup_at_expected"] for k in some], marker="o", label=f"{r['size']}, {r['context']}")
+            right.plot(
+                some,
+                [r["synthetic"][k]["speedup_at_expected"] for k in some],
+                marker="o",
+                label=f"{r['size']}, {r['context']}",
+            )
     left.set(title="a cycle against a plain step, batch 1", xlabel="K", ylabel="cycle / AR")
     right.set(title="speed-up at SYNTHETIC acceptance, batch 1", xlabel="K", ylabel="times plain decoding")
     for axes in (left, right):

@@ -28,7 +28,8 @@ PLAIN = "plain"
 
 @dataclass
 class TimedAnswer:
-    """One answer. `decode_s` is the time for `decode_tokens` of its tokens (the first step, or first token, is left out)."""
+    """One answer. `decode_s` is the time for `decode_tokens` of its tokens (the first step, or first token, is left
+    out)."""
 
     id: str
     text: str
@@ -48,9 +49,12 @@ class Contestant(Protocol):
 
 
 class Ours:
-    """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding; `tree` None: as loaded."""
+    """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding; `tree`
+    None: as loaded."""
 
-    def __init__(self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True, tree: int | None = None) -> None:
+    def __init__(
+        self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True, tree: int | None = None
+    ) -> None:
         self.name, self.llm, self.draft_tokens, self.drafting, self.tree = name, llm, draft_tokens, drafting, tree
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
@@ -140,7 +144,9 @@ class Store:
             (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size
         ):  # one that failed before its first cell is none
             if not resume:
-                raise OutriderError(f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
+                raise OutriderError(
+                    f"{folder} holds a run already: --resume finishes it, another --out starts a new one"
+                )
             found, now = (_flat(s) for s in (json.loads((folder / "run.json").read_text(encoding="utf-8")), wanted))
             different = [k for k in now if found.get(k) != now[k]]
             if different:
@@ -197,9 +203,14 @@ def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 
 
 def run(
-    contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: BenchSettings, store: Store, tick: Callable[[Cell | None], None]
+    contestants: Sequence[Contestant],
+    prompts: Sequence[Prompt],
+    settings: BenchSettings,
+    store: Store,
+    tick: Callable[[Cell | None], None],
 ) -> None:
-    """Everything that is missing. `tick` is called for every cell: with it when it was run, with None when it was there already."""
+    """Everything that is missing. `tick` is called for every cell: with it when it was run, with None when it was there
+    already."""
     warm: set[str] = set()
     for temperature in settings.temperatures:
         for batch in settings.batches:
@@ -213,9 +224,13 @@ def run(
                             continue
                         if contestant.name not in warm:
                             warm.add(contestant.name)
-                            contestant.answer([Prompt("warm-up", "warm-up", group[0].text[:200], 16)], temperature, settings.seed)
+                            contestant.answer(
+                                [Prompt("warm-up", "warm-up", group[0].text[:200], 16)], temperature, settings.seed
+                            )
                         answers, whole = contestant.answer(group, temperature, settings.seed)
-                        cell = _cell(contestant.name, temperature, batch, group[0].category, name, repeat, answers, whole)
+                        cell = _cell(
+                            contestant.name, temperature, batch, group[0].category, name, repeat, answers, whole
+                        )
                         store.add(cell)
                         tick(cell)
 
@@ -226,9 +241,20 @@ def total(settings: BenchSettings, prompts: Sequence[Prompt]) -> int:
 
 
 def _cell(
-    contestant: str, temperature: float, batch: int, category: str, group: str, repeat: int, answers: Sequence[TimedAnswer], whole: float
+    contestant: str,
+    temperature: float,
+    batch: int,
+    category: str,
+    group: str,
+    repeat: int,
+    answers: Sequence[TimedAnswer],
+    whole: float,
 ) -> Cell:
-    seconds, tokens = (answers[0].decode_s, answers[0].decode_tokens) if batch == 1 else (whole, sum(len(a.token_ids) for a in answers))
+    seconds, tokens = (
+        (answers[0].decode_s, answers[0].decode_tokens)
+        if batch == 1
+        else (whole, sum(len(a.token_ids) for a in answers))
+    )
     first = sorted(a.ttft_s for a in answers)[len(answers) // 2]
     digest = hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16]
     texts = {a.id: a.text for a in answers} if repeat == 0 else {}

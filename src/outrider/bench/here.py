@@ -1,8 +1,9 @@
-"""What this machine does with the engine's own kernels: the two figures that `outrider predict MODEL --gpu here` rests on.
+"""What this machine does with the engine's own kernels: the two figures that `outrider predict MODEL --gpu here` rests
+on.
 
-On a CPU a product of one row and one of many are timed over more weights than its caches hold, in the format the model is held in. The
-slope is the arithmetic of a row, what is left of the first the time to move the bytes: a prediction made of them is a
-prediction of these very products. On a GPU: a second of reading memory and of multiplying.
+On a CPU a product of one row and one of many are timed over more weights than its caches hold, in the format the model
+is held in. The slope is the arithmetic of a row, what is left of the first the time to move the bytes: a prediction
+made of them is a prediction of these very products. On a GPU: a second of reading memory and of multiplying.
 """
 
 from __future__ import annotations

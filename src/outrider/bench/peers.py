@@ -64,13 +64,23 @@ class Transformers:
     """`generate()` of Hugging Face transformers, one request at a time or a left-padded batch."""
 
     def __init__(
-        self, name: str, path: Path, encode: Encode, eos: frozenset[int], threads: int | None, device: str, dtype: str, lookup: bool
+        self,
+        name: str,
+        path: Path,
+        encode: Encode,
+        eos: frozenset[int],
+        threads: int | None,
+        device: str,
+        dtype: str,
+        lookup: bool,
     ):
         import torch
         import torch._meta_registrations
         from transformers import AutoModelForCausalLM
 
-        _ = torch._meta_registrations.register_meta  # transformers makes models without memory: all of torch's rules (cli/quick.py)
+        _ = (
+            torch._meta_registrations.register_meta
+        )  # transformers makes models without memory: all of torch's rules (cli/quick.py)
 
         self.name, self.encode, self.eos, self.lookup = name, encode, sorted(eos), lookup
         kind = getattr(torch, dtype)
@@ -125,14 +135,18 @@ class Transformers:
         answers = []
         for prompt, row in zip(prompts, out.tolist(), strict=True):
             new = _until_eos(row[width:], self.eos, prompt.max_tokens)
-            answers.append(TimedAnswer(prompt.id, "", new, first - began, ended - first, max(0, len(new) - (first_width - width))))
+            answers.append(
+                TimedAnswer(prompt.id, "", new, first - began, ended - first, max(0, len(new) - (first_width - width)))
+            )
         return answers, ended - first
 
 
 class LlamaCpp:
     """llama-cpp-python over the same GGUF file, one request at a time."""
 
-    def __init__(self, name: str, path: Path, encode: Encode, eos: frozenset[int], threads: int | None, device: str, lookup: bool) -> None:
+    def __init__(
+        self, name: str, path: Path, encode: Encode, eos: frozenset[int], threads: int | None, device: str, lookup: bool
+    ) -> None:
         if path.suffix != ".gguf":
             raise OutriderError(f"--against {name}: llama.cpp reads GGUF files only, {path} is none")
         from llama_cpp import Llama
@@ -145,7 +159,13 @@ class LlamaCpp:
             draft_model = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)
         layers = -1 if device.startswith("cuda") else 0
         self.model = Llama(
-            str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, n_gpu_layers=layers, verbose=False, draft_model=draft_model
+            str(path),
+            n_ctx=4096,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=layers,
+            verbose=False,
+            draft_model=draft_model,
         )
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
@@ -156,7 +176,12 @@ class LlamaCpp:
             began, first = time.perf_counter(), 0.0
             new: list[int] = []
             stream = self.model.generate(
-                self.encode(prompt), temp=temperature, top_k=0 if temperature else 1, top_p=1.0, min_p=0.0, repeat_penalty=1.0
+                self.encode(prompt),
+                temp=temperature,
+                top_k=0 if temperature else 1,
+                top_p=1.0,
+                min_p=0.0,
+                repeat_penalty=1.0,
             )
             for token in stream:
                 if not new:

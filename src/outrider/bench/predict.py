@@ -1,13 +1,16 @@
-"""How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table of machines.
+"""How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table of
+machines.
 
-The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the arithmetic (on a
-CPU: both, one after the other), plus what every kernel costs however little it does, plus what every further row costs a layer.
+The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the
+arithmetic (on a CPU: both, one after the other), plus what every kernel costs however little it does, plus what every
+further row costs a layer.
 
-    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead + layers · (R - 1) · row
+    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead + layers · (R -
+    1) · row
 
-`bytes` counts each weight once for all rows (a mixture of experts: the experts that R tokens are expected to ask for), and
-the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps (docs/benchmarks.md says which);
-elsewhere bandwidth and rate are the vendors' and the constants are carried over. Torch-free.
+`bytes` counts each weight once for all rows (a mixture of experts: the experts that R tokens are expected to ask for),
+and the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps (docs/benchmarks.md
+says which); elsewhere bandwidth and rate are the vendors' and the constants are carried over. Torch-free.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..types import MAX_DRAFT, OutriderError
 from .several import Link, Need, Several, SplitLayout, cheapest
 
-KERNELS = 9  # launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and write
+# launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and write
+KERNELS = 9
 PLE_KERNELS = 3  # more where a layer has its own embeddings, counted
 MOE_KERNELS = 10  # more of them in a layer of experts, as time: fitted to one size
 HEAD_KERNELS = 21  # and whatever else is outside the layers, counted
@@ -72,23 +76,49 @@ MACHINES: Mapping[str, Hardware] = {
     "strix-halo": Hardware("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
     "mi300x": Hardware("AMD MI300X", 5300, 1307, 192, reach=0.75),
     "desktop-ddr5": Hardware(
-        "Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64, kernel_us=2.0, reach=0.75, row_us=0.0, overlaps=False
+        "Desktop CPU, 8 cores, dual-channel DDR5-5600",
+        90,
+        1.6,
+        64,
+        kernel_us=2.0,
+        reach=0.75,
+        row_us=0.0,
+        overlaps=False,
     ),
     "server-ddr5": Hardware(
-        "Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0, reach=0.75, row_us=0.0, overlaps=False
+        "Server CPU, 32 cores, 8-channel DDR5-4800 with AMX",
+        307,
+        20,
+        512,
+        kernel_us=3.0,
+        reach=0.75,
+        row_us=0.0,
+        overlaps=False,
     ),
     "cpu-2-cores": Hardware(
-        "Two x86-64 cores with AVX2", 20.7, 0.28, 16, kernel_us=2.0, reach=0.95, rate_reach=1.0, row_us=0.0, overlaps=False
+        "Two x86-64 cores with AVX2",
+        20.7,
+        0.28,
+        16,
+        kernel_us=2.0,
+        reach=0.95,
+        rate_reach=1.0,
+        row_us=0.0,
+        overlaps=False,
     ),  # measured
 }
 
 
 def machine(name: str) -> Hardware:
     plain = name.lower().replace(" ", "-").replace("_", "-")
-    found = MACHINES.get(plain) or next((on for known, on in MACHINES.items() if known.replace("-", "") == plain.replace("-", "")), None)
+    found = MACHINES.get(plain) or next(
+        (on for known, on in MACHINES.items() if known.replace("-", "") == plain.replace("-", "")), None
+    )
     if found is None:
         near = get_close_matches(plain, MACHINES, 1)
-        raise OutriderError(f"unknown machine {name!r}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(MACHINES)}")
+        raise OutriderError(
+            f"unknown machine {name!r}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(MACHINES)}"
+        )
     return found
 
 
@@ -106,8 +136,8 @@ class Acceptance:
 
     @staticmethod
     def parse(text: str) -> Acceptance:
-        """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (what engines report), from which one chance a
-        token is solved. '0.84,0.60,0.39': the chance that the first 1, 2, 3 … tokens are right."""
+        """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (what engines report), from which one
+        chance a token is solved. '0.84,0.60,0.39': the chance that the first 1, 2, 3 … tokens are right."""
         try:
             if "," in text:
                 values = [float(v) for v in text.split(",")]
@@ -139,11 +169,14 @@ class Acceptance:
     @staticmethod
     def of_share(share: float, k: int) -> Acceptance:
         each = chance(share, k)
-        return Acceptance(tuple(each**j for j in range(1, MAX_DRAFT + 1)), f"{share:.0%} of drafts at K={k} ({each:.3f} a token)")
+        return Acceptance(
+            tuple(each**j for j in range(1, MAX_DRAFT + 1)), f"{share:.0%} of drafts at K={k} ({each:.3f} a token)"
+        )
 
 
 def chance(share: float, k: int) -> float:
-    """That a drafted token is right, given those before it were: one for all positions, such that `share` of k tokens is accepted."""
+    """That a drafted token is right, given those before it were: one for all positions, such that `share` of k tokens
+    is accepted."""
     if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
         raise ValueError(share)
     low, high = 0.0, 1.0
@@ -172,7 +205,8 @@ class Setup:
 
     @property
     def part(self) -> ModelConfig:
-        """What the fullest GPU has of the target. Of K/V more than its share: heads are kept by several where there are few."""
+        """What the fullest GPU has of the target. Of K/V more than its share: heads are kept by several where there are
+        few."""
         return self.target if self.several is None else self.several.part(self.target)
 
 
@@ -182,10 +216,14 @@ def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
     size = model_size(config)
     part = setup.part
     moved = size.streamed(rows) * setup.weight_bytes / setup.gpus
-    moved += setup.batch * kv_bytes(part, setup.context, setup.kv_item, read=True) + rows * kv_bytes(part, 1, setup.kv_item)
+    moved += setup.batch * kv_bytes(part, setup.context, setup.kv_item, read=True) + rows * kv_bytes(
+        part, 1, setup.kv_item
+    )
     work = setup.batch * flops(size, k + 1, setup.context, k + 1) / setup.gpus
     layers = len(config.layers)
-    launched = layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS
+    launched = (
+        layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS
+    )
     own = 1e-6 * (launched * on.kernel_us + layers * (rows - 1) * on.row_us)
     own += 0.0 if setup.several is None else setup.several.verify(config, rows, on.kernel_us)
     return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), own
@@ -310,7 +348,8 @@ def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> SplitLayou
     points = sweep(each, accept)
     best = max(points, key=lambda p: p.speedup)
     return {
-        "gpus": gpus, "fits": fits(each), "memory_gb": memory_bytes(each)["total"] / 1e9, "plain_ms": points[0].cycle_ms,
+        "gpus": gpus, "fits": fits(each), "memory_gb": memory_bytes(each)["total"] / 1e9,
+        "plain_ms": points[0].cycle_ms,
         "best_k": best.k, "ms": best.ms_per_token, "tokens_per_second": 1e3 * users / best.ms_per_token,
     }  # fmt: skip
 
@@ -346,7 +385,9 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     plain = verify_seconds(setup, 0)
     ratio = (verify_seconds(setup, 4) + draft_seconds(setup, 4)) / plain
     if working > moving:
-        out.append(f"checking {5 * setup.batch} rows is bound by arithmetic: a drafted token costs nearly as much as a decoded one")
+        out.append(
+            f"checking {5 * setup.batch} rows is bound by arithmetic: a drafted token costs nearly as much as a decoded one"
+        )
     if setup.target.moe is not None and verify_parts(setup, 4)[0] > 1.5 * verify_parts(setup, 0)[0]:
         size = model_size(setup.target)
         more = size.streamed(5 * setup.batch) / size.streamed(setup.batch)
@@ -363,11 +404,16 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
 def roofline(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[str, float, float]]]:
     """(the roof: flops a byte -> TFLOP/s), (points: a name, flops a byte, TFLOP/s reached at that K)."""
     on = setup.on
-    roof = [(2.0**e, min(2.0**e * on.bandwidth * 1e9 * on.reach, on.rate * 1e12 * on.rate_reach) / 1e12) for e in range(-2, 13)]
+    roof = [
+        (2.0**e, min(2.0**e * on.bandwidth * 1e9 * on.reach, on.rate * 1e12 * on.rate_reach) / 1e12)
+        for e in range(-2, 13)
+    ]
     points, size = [], model_size(setup.target)
     for k in (0, 4, 16):
         rows = setup.batch * (k + 1)
-        moved = size.streamed(rows) * setup.weight_bytes + setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item, read=True)
+        moved = size.streamed(rows) * setup.weight_bytes + setup.batch * kv_bytes(
+            setup.target, setup.context, setup.kv_item, read=True
+        )
         work = setup.batch * flops(size, k + 1, setup.context, k + 1)
         points.append((f"K={k}" if k else "plain", work / moved, work / verify_seconds(setup, k) / 1e12))
     return roof, points
@@ -395,8 +441,9 @@ class Measured(TypedDict):
 
 
 def read_measured(path: Path) -> list[Measured]:
-    """Lines with measured cycles: {"model", "k", "cycle_ms", "batch"?, "context"?}, {"model", "cycles_ms": {k: ms}, ...} (K = 0 is a
-    plain step), or summary rows of `outrider bench`. Lines marked superseded are of kernels that are no more."""
+    """Lines with measured cycles: {"model", "k", "cycle_ms", "batch"?, "context"?}, {"model", "cycles_ms": {k: ms},
+    ...} (K = 0 is a plain step), or summary rows of `outrider bench`. Lines marked superseded are of kernels that are
+    no more."""
     out = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,9 +1,9 @@
 """What drafts that branch would bring and cost: the companion of `predict` for trees. Torch-free.
 
-Of the tokens behind a node at depth j the drafter's best is right with the chance a_j; where it is wrong, the second with the chance s (the
-card's `second`), where both are, the third with 0.7·s, and the fourth with 0.49·s. The tree is the likeliest of its size and depth whatever
-the drafter's confidence, with up to four tokens behind each of up to four nodes a level; one that is grown by confidence, cycle by
-cycle, brings more.
+Of the tokens behind a node at depth j the drafter's best is right with the chance a_j; where it is wrong, the second
+with the chance s (the card's `second`), where both are, the third with 0.7·s, and the fourth with 0.49·s. The tree is
+the likeliest of its size and depth whatever the drafter's confidence, with up to four tokens behind each of up to four
+nodes a level; one that is grown by confidence, cycle by cycle, brings more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .predict import Acceptance, Setup, draft_seconds, verify_seconds
 
 BRANCH, WIDTH = 4, 4  # as ops.trees has them, which needs torch; a test compares them
 SECOND = 0.35  # where no card says better: what the shipped drafter shows, a little less
-FADE = 0.7  # a third guess against a second, a fourth against a third (.38, .27, .19 greedily, .35, .23, .18 at T = 1: docs/lab/log.md)
+# a third guess against a second, a fourth against a third (.38, .27, .19 greedily, .35, .23, .18 at T = 1:
+# docs/lab/log.md)
+FADE = 0.7
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ def likeliest(survive: Sequence[float], second: float, nodes: int, depth: int) -
     open_nodes = [0] * (depth + 1)  # of each level: that may have tokens behind them
     inner: list[set[int]] = [set() for _ in range(depth)]  # that have some
     tokens, kept, number = 1.0, 0, 0
-    heap = [(-1.0, 0, 0, -1)]  # the chance, negative so that the likeliest comes first; a number; the level; the parent's number
+    heap = [
+        (-1.0, 0, 0, -1)
+    ]  # the chance, negative so that the likeliest comes first; a number; the level; the parent's number
     while heap and kept <= nodes:
         chance, me, level, parent = heapq.heappop(heap)
         kept += 1
@@ -70,6 +74,10 @@ def tree_points(setup: Setup, accept: Acceptance, nodes: int, second: float) -> 
             tokens, inner = likeliest(accept.survive, second, size, depth)
             seconds = verify_seconds(setup, size)
             seconds += sum(draft_seconds(replace(setup, batch=setup.batch * rows), 1) for rows in inner)
-            found.append(TreePoint(size, depth, max(inner), 1e3 * seconds, tokens, 1e3 * seconds / tokens, plain * tokens / seconds))
+            found.append(
+                TreePoint(
+                    size, depth, max(inner), 1e3 * seconds, tokens, 1e3 * seconds / tokens, plain * tokens / seconds
+                )
+            )
         out.append(max(found, key=lambda p: p.speedup))
     return out

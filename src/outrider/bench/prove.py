@@ -4,7 +4,8 @@
    sequences, are compared bit for bit.
 2. Identity: plain decoding against every drafter and K, greedy and sampled: the same tokens or the first difference,
    with the gap between the two candidates' log-probabilities there.
-3. Whole answers: log-probabilities, text, finish reason and counts of answers that end at a stop string are the same too.
+3. Whole answers: log-probabilities, text, finish reason and counts of answers that end at a stop string are the same
+too.
 4. The rejection verifiers draw from the target's distribution: chi-square tests on real logits.
 """
 
@@ -54,10 +55,13 @@ def prove(
     yield from chi_square(llm, prompts, seed)
 
 
-# ---- 1 ----------------------------------------------------------------------------------------------------------------
+# ---- 1
+# ----------------------------------------------------------------------------------------------------------------
 def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResult]:
     for i, prompt in enumerate(prompts):
-        answer = llm.generate(prompt, SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
+        answer = llm.generate(prompt, SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[
+            0
+        ].token_ids
         tokens = prompt + answer
         alone = block_logits(llm, [tokens], [len(prompt)], 1)[0]  # [17, V]
         others = [prompts[j % len(prompts)] for j in range(i + 1, i + BATCH)]
@@ -76,7 +80,8 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 @torch.inference_mode()
 def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int], width: int) -> list[Tensor]:
-    """Logits [17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh cache."""
+    """Logits [17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh
+    cache."""
     engine = llm.engine
     model, store, device = engine.model, engine.store, engine.device
     begins = [start - 1 for start in starts]
@@ -100,7 +105,8 @@ def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int]
 
 
 def _rows(
-    model: Target, store: KVStore, caches: Sequence[SeqCache], sequences: Sequence[list[int]], begins: Sequence[int], count: int,
+    model: Target, store: KVStore, caches: Sequence[SeqCache], sequences: Sequence[list[int]], begins: Sequence[int],
+    count: int,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=device)
@@ -111,9 +117,11 @@ def _rows(
     return model.forward(ids, store.view(slots, positions, row_seq, start, count, max(begins) + count)).hidden
 
 
-# ---- 2 ----------------------------------------------------------------------------------------------------------------
+# ---- 2
+# ----------------------------------------------------------------------------------------------------------------
 def identity(
-    llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None, k: int | None,
+    llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None,
+    k: int | None,
     tree: int = 0,
 ) -> ProofResult:  # fmt: skip
     """K and drafter as given; both None: as the controller chooses, all prompts in one batch."""
@@ -121,18 +129,31 @@ def identity(
         answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]
     else:
         answers = [llm.generate(p, params, draft_tokens=k, drafter=drafter, tree=tree)[0].token_ids for p in prompts]
-    how = "greedy" if params.temperature == 0 else f"T = {params.temperature}" + (f", top-p {params.top_p}" if params.top_p < 1.0 else "")
-    case = f"{how}, " + ("auto, one batch" if drafter is None else f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else ""))
+    how = (
+        "greedy"
+        if params.temperature == 0
+        else f"T = {params.temperature}" + (f", top-p {params.top_p}" if params.top_p < 1.0 else "")
+    )
+    case = f"{how}, " + (
+        "auto, one batch" if drafter is None else f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
+    )
     for i, (want, got) in enumerate(zip(plain, answers)):
         if want != got:
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
             gap = _logprob_gap(llm, prompts[i], want, got, at, params)
             texts = f"{want[at : at + 1]} against {got[at : at + 1]}"
-            return ProofResult("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}")
+            return ProofResult(
+                "identity",
+                case,
+                False,
+                f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}",
+            )
     return ProofResult("identity", case, True, f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical")
 
 
-def _logprob_gap(llm: LLM, prompt: list[int], want: list[int], got: list[int], at: int, params: SamplingParams) -> float:
+def _logprob_gap(
+    llm: LLM, prompt: list[int], want: list[int], got: list[int], at: int, params: SamplingParams
+) -> float:
     if at >= len(want) or at >= len(got):
         return float("nan")
     again = llm.generate(prompt, replace(params, max_tokens=at + 1, logprobs=20), drafter=False)[0]
@@ -141,9 +162,11 @@ def _logprob_gap(llm: LLM, prompt: list[int], want: list[int], got: list[int], a
     return table[want[at]] - table.get(got[at], float("-inf")) if want[at] in table else float("nan")
 
 
-# ---- 3 ----------------------------------------------------------------------------------------------------------------
+# ---- 3
+# ----------------------------------------------------------------------------------------------------------------
 def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: Sequence[int]) -> Iterator[ProofResult]:
-    """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the way."""
+    """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the
+    way."""
     asked = []
     for prompt in prompts:
         text = llm.generate(prompt, params, drafter=False)[0].text
@@ -170,14 +193,23 @@ def _parts(answer: Completion) -> dict[str, object]:
     }
 
 
-# ---- 4 ----------------------------------------------------------------------------------------------------------------
+# ---- 4
+# ----------------------------------------------------------------------------------------------------------------
 def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[ProofResult]:
     """First emitted token of the rejection verifiers, K = 1, target p and a wrong but plausible q from real logits."""
-    tokens = prompts[0] + llm.generate(prompts[0], SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
+    tokens = (
+        prompts[0]
+        + llm.generate(prompts[0], SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[
+            0
+        ].token_ids
+    )
     logits = block_logits(llm, [tokens], [len(prompts[0])], MAX_DRAFT + 1)[0].double().cpu()  # [17, V]
     generator = torch.Generator().manual_seed(seed)
     cases = [(1.0, int(logits.softmax(-1).max(-1).values.argmin())), (1.5, 3)]
-    rules: list[tuple[str, Callable[[Tensor, Draft, Tensor, Tensor], Verdict]]] = [("rejection", verify_rejection), ("block", verify_block)]
+    rules: list[tuple[str, Callable[[Tensor, Draft, Tensor, Tensor], Verdict]]] = [
+        ("rejection", verify_rejection),
+        ("block", verify_block),
+    ]
     for name, rule in rules:
         for temperature, row in cases:
             top = (logits[row] / temperature).topk(64)

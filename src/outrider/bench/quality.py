@@ -67,7 +67,9 @@ def function(prompt: str, answer: str, entry_point: str) -> str:
 
 
 def passes(prompt: str, answer: str, test: str, entry_point: str, seconds: int = 5) -> bool:
-    program = LIMITS.format(seconds=seconds) + function(prompt, answer, entry_point) + f"\n{test}\ncheck({entry_point})\n"
+    program = (
+        LIMITS.format(seconds=seconds) + function(prompt, answer, entry_point) + f"\n{test}\ncheck({entry_point})\n"
+    )
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(

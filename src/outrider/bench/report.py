@@ -1,7 +1,8 @@
-"""From cells to figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, a table, an HTML page.
+"""From cells to figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, a table, an HTML
+page.
 
-Speed-up of a contestant in a category: seconds a token of plain decoding over its own, on the same prompts, each the median
-over the repeats. The 95 % interval resamples prompts (percentile bootstrap, 1000 draws, fixed seed).
+Speed-up of a contestant in a category: seconds a token of plain decoding over its own, on the same prompts, each the
+median over the repeats. The 95 % interval resamples prompts (percentile bootstrap, 1000 draws, fixed seed).
 """
 
 from __future__ import annotations
@@ -75,10 +76,15 @@ def _medians(cells: Sequence[Cell]) -> dict[str, _Median]:
     for cell in cells:
         if cell.tokens > 0 and cell.seconds > 0:
             by.setdefault(cell.group, []).append(cell)
-    return {g: _Median(median(c.seconds / c.tokens for c in cs) * cs[0].tokens, cs[0].tokens, cs[0].digest) for g, cs in by.items()}
+    return {
+        g: _Median(median(c.seconds / c.tokens for c in cs) * cs[0].tokens, cs[0].tokens, cs[0].digest)
+        for g, cs in by.items()
+    }
 
 
-def _row(name: str, category: str, temperature: float, batch: int, cells: Sequence[Cell], plain: Mapping[str, _Median]) -> Row | None:
+def _row(
+    name: str, category: str, temperature: float, batch: int, cells: Sequence[Cell], plain: Mapping[str, _Median]
+) -> Row | None:
     found = _medians(cells)
     if not found:
         return None
@@ -129,7 +135,17 @@ def scores(
 
 
 # ---- showing -------------------------------------------------------------------------------------------------------
-HEADS = ("contestant", "ms/tok", "tok/s", "speed-up", "95 %", "TTFT ms", "tok/cycle", "right", "same")  # right: of drafts; same: text
+HEADS = (
+    "contestant",
+    "ms/tok",
+    "tok/s",
+    "speed-up",
+    "95 %",
+    "TTFT ms",
+    "tok/cycle",
+    "right",
+    "same",
+)  # right: of drafts; same: text
 
 
 def _texts(row: Row) -> tuple[str, ...]:
@@ -137,13 +153,20 @@ def _texts(row: Row) -> tuple[str, ...]:
     gain, between = ("–", "–") if row.speedup is None else (f"{row.speedup:.2f}x", f"{row.low:.2f}–{row.high:.2f}")
     cycle = "–" if row.tokens_per_cycle is None else f"{row.tokens_per_cycle:.2f}"
     return (
-        row.contestant, f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, between, f"{row.ttft_ms:.0f}", cycle,
+        row.contestant, f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, between, f"{row.ttft_ms:.0f}",
+        cycle,
         share(row.acceptance), share(row.identical),
     )  # fmt: skip
 
 
 def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:
-    out = Table(title=f"temperature {temperature:g}, batch {batch}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    out = Table(
+        title=f"temperature {temperature:g}, batch {batch}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+    )
     out.add_column("category", no_wrap=True)
     for i, head in enumerate(HEADS):
         out.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
@@ -181,12 +204,17 @@ def history(folder: Path, settings: Mapping[str, object], rows: Sequence[Row]) -
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(
-                json.dumps({"at": stamp, **{k: settings[k] for k in ("model", "suite", "machine", "version")}, **asdict(row)}) + "\n"
+                json.dumps(
+                    {"at": stamp, **{k: settings[k] for k in ("model", "suite", "machine", "version")}, **asdict(row)}
+                )
+                + "\n"
             )
     return path
 
 
-def html(settings: Mapping[str, object], rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
+def html(
+    settings: Mapping[str, object], rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple[int, int]]]
+) -> str:
     """One self-contained page."""
     model, machine, version = (escape(str(settings[k])) for k in ("model", "machine", "version"))
     parts = [f"<h1>{model}</h1><p>{machine} · outrider {version}</p>"]
@@ -199,9 +227,13 @@ def html(settings: Mapping[str, object], rows: Sequence[Row], found: Mapping[str
         series = [(n, [_bar(by.get((n, c))) for c in categories]) for n in names]
         if any(e for _, values in series for e in values):
             parts.append(svg.bars("speed-up over plain decoding, with 95 % intervals", categories, series))
-        curves = [(n, list(enumerate(by[n, ALL].by_position, 1))) for n in names if (n, ALL) in by and by[n, ALL].by_position]
+        curves = [
+            (n, list(enumerate(by[n, ALL].by_position, 1))) for n in names if (n, ALL) in by and by[n, ALL].by_position
+        ]
         if curves:
-            parts.append(svg.lines("acceptance by position, of the tokens drafted there", "position", "", curves, log=False))
+            parts.append(
+                svg.lines("acceptance by position, of the tokens drafted there", "position", "", curves, log=False)
+            )
         parts.append(_html_table(("category", *HEADS), [(r.category, *_texts(r)) for r in here]))
     if found:
         top, *body = _score_rows(found)
@@ -218,7 +250,11 @@ def html(settings: Mapping[str, object], rows: Sequence[Row], found: Mapping[str
 
 
 def _bar(row: Row | None) -> tuple[float, float, float] | None:
-    return None if row is None or row.speedup is None or row.low is None or row.high is None else (row.speedup, row.low, row.high)
+    return (
+        None
+        if row is None or row.speedup is None or row.low is None or row.high is None
+        else (row.speedup, row.low, row.high)
+    )
 
 
 def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

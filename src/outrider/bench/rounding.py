@@ -1,7 +1,8 @@
 """What holding a model's weights in few bits costs: perplexity and logit error against float32 on a short text.
 
-The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats), or as a GPU would
-round it, and through the torch reference with every weight in float32, one after the other, so that only one of them is in memory.
+The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats), or
+as a GPU would round it, and through the torch reference with every weight in float32, one after the other, so that only
+one of them is in memory.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Rounding:
 
 
 class AsOnGpu(ReferenceOps):
-    """The definition with matrices rounded as a GPU's kernels hold them (and multiplied in float32: theirs in bfloat16 come on top)."""
+    """The definition with matrices rounded as a GPU's kernels hold them (and multiplied in float32: theirs in bfloat16
+    come on top)."""
 
     capabilities = replace(ReferenceOps.capabilities, quantizes=tuple(MODES))
 
@@ -80,7 +82,8 @@ class AsOnGpu(ReferenceOps):
 
 
 def measure(
-    model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE, kv_dtype: str = "auto", gpu: bool = False
+    model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE, kv_dtype: str = "auto",
+    gpu: bool = False
 ) -> Rounding:  # fmt: skip
     """gpu: rounded as there, instead of as the CPU kernels do."""
     held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu", threads)
@@ -110,7 +113,9 @@ def forced(model: str, ops: Backend, quantize: str | None, text: str, kv_dtype: 
     return predicted(config, weights, ops, ids, kv_dtype), ids
 
 
-def predicted(config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, ids: Tensor, kv_dtype: str = "auto") -> Tensor:
+def predicted(
+    config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, ids: Tensor, kv_dtype: str = "auto"
+) -> Tensor:
     """Logits [T - 1, V] of a text [T], in passes of 64 tokens."""
     runner = ops.compile(TextModel(config, weights, ops))
     rows = len(ids) - 1

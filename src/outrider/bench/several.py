@@ -1,13 +1,16 @@
-"""Several GPUs on paper: what dividing a model over them gives, what whole replicas give instead, and what many users need. Torch-free.
+"""Several GPUs on paper: what dividing a model over them gives, what whole replicas give instead, and what many users
+need. Torch-free.
 
-What N GPUs divide: weights, arithmetic, and K/V as far as there are K/V heads. What they do not: the kernels' own time and the drafter.
-What comes on top is the exchange: a sum of [rows, hidden] after attention and after the MLP of every layer (a third after routed
-experts), one for the embedding, the logits of everybody, and for each drafted token one a drafter layer and its embedding. One takes
+What N GPUs divide: weights, arithmetic, and K/V as far as there are K/V heads. What they do not: the kernels' own time
+and the drafter. What comes on top is the exchange: a sum of [rows, hidden] after attention and after the MLP of every
+layer (a third after routed experts), one for the embedding, the logits of everybody, and for each drafted token one a
+drafter layer and its embedding. One takes
 
     link latency + (N - 1) · bytes / link bandwidth + the kernels that add the parts up
 
-since everybody's part is gathered and added in the order of the ranks (`outrider.parallel.process_group`). Latencies of links are rounded from
-published steps of other engines (docs/tensor-parallel.md says which), bandwidths are the vendors', one way.
+since everybody's part is gathered and added in the order of the ranks (`outrider.parallel.process_group`). Latencies of
+links are rounded from published steps of other engines (docs/tensor-parallel.md says which), bandwidths are the
+vendors', one way.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ class Several:
 
     def exchange(self, nbytes: float, kernel_us: float) -> float:
         """Seconds until everybody has the sum of everybody's `nbytes`."""
-        adding = kernel_us * (1 if self.gpus == 2 else self.gpus + 1)  # two parts are added as they are; more in float32
+        adding = kernel_us * (
+            1 if self.gpus == 2 else self.gpus + 1
+        )  # two parts are added as they are; more in float32
         waiting = self.by.us + self.by.us_each * self.gpus
         return 1e-6 * (waiting + adding) + (self.gpus - 1) * nbytes / (self.by.bandwidth * 1e9)
 
@@ -77,7 +82,9 @@ class Several:
         """Seconds of exchange in a pass over `rows`."""
         sums = 1 + len(config.layers) * (3 if config.moe else 2)
         wide = len(config.layers) * config.ple_dim
-        seconds = sums * self.exchange(2.0 * rows * config.hidden, kernel_us) + self.exchange(4.0 * rows * config.vocab_size / self.gpus, 0)
+        seconds = sums * self.exchange(2.0 * rows * config.hidden, kernel_us) + self.exchange(
+            4.0 * rows * config.vocab_size / self.gpus, 0
+        )
         return seconds + (self.exchange(2.0 * rows * wide, kernel_us) if wide else 0.0)
 
     def draft(self, config: DrafterConfig, batch: int, kernel_us: float) -> float:
@@ -90,7 +97,8 @@ class Several:
         return split_target(config, TPRank(0, self.gpus), lambda name: 1)[0]
 
 
-# ---- layouts -----------------------------------------------------------------------------------------------------------------------
+# ---- layouts
+# -----------------------------------------------------------------------------------------------------------------------
 class SplitLayout(TypedDict):
     """`gpus` that share a model, for a number of users each."""
 
@@ -123,7 +131,14 @@ def cheapest(users: int, found: Mapping[int, Sequence[tuple[int, float]]], limit
         batch, ms = max(good)
         replicas = -(-users // batch)
         spread = -(-users // replicas)
-        need: Need = {"users": users, "gpus": replicas * each, "replicas": replicas, "each": each, "batch": spread, "ms": ms}
+        need: Need = {
+            "users": users,
+            "gpus": replicas * each,
+            "replicas": replicas,
+            "each": each,
+            "batch": spread,
+            "ms": ms,
+        }
         if best is None or need["gpus"] < best["gpus"]:
             best = need
     return best

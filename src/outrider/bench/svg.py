@@ -1,4 +1,5 @@
-"""Small charts as SVG text: bars with intervals, and lines on logarithmic axes. No library, so that every report has its plots."""
+"""Small charts as SVG text: bars with intervals, and lines on logarithmic axes. No library, so that every report has
+its plots."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ COLOURS = ("#3b6ea8", "#d07b33", "#4a9a5b", "#a8496f", "#7a6cc0", "#8a8a8a")
 Series = tuple[str, Sequence[tuple[float, float]]]
 
 
-def bars(title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]]) -> str:
-    """Horizontal bars, one group a row: (value, low, high) for each series; a line is drawn through 1: as fast as plain."""
+def bars(
+    title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]]
+) -> str:
+    """Horizontal bars, one group a row: (value, low, high) for each series; a line is drawn through 1: as fast as
+    plain."""
     high = max([e[2] for _, values in series for e in values if e] + [1.0]) * 1.08
     bar, gap, left, width = 13, 10, 150, 760
     row = bar * len(series) + gap
@@ -24,14 +28,18 @@ def bars(title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence
         out.append(f'<text x="{x(tick):.1f}" y="{top + row * len(groups) + 14}" text-anchor="middle">{tick:g}</text>')
     for g, name in enumerate(groups):
         y = top + g * row + gap / 2
-        out.append(f'<text x="{left - 8}" y="{y + bar * len(series) / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        out.append(
+            f'<text x="{left - 8}" y="{y + bar * len(series) / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>'
+        )
         for s, (_, values) in enumerate(series):
             entry = values[g]
             if entry is None:
                 continue
             value, low, up = entry
             at = y + s * bar
-            out.append(f'<rect x="{left}" y="{at:.1f}" width="{x(value) - left:.1f}" height="{bar - 2}" fill="{COLOURS[s % 6]}"/>')
+            out.append(
+                f'<rect x="{left}" y="{at:.1f}" width="{x(value) - left:.1f}" height="{bar - 2}" fill="{COLOURS[s % 6]}"/>'
+            )
             out.append(f'<line x1="{x(low):.1f}" y1="{at + 5:.1f}" x2="{x(up):.1f}" y2="{at + 5:.1f}" class="i"/>')
             out.append(f'<text x="{x(up) + 4:.1f}" y="{at + 9:.1f}" class="s">{value:.2f}</text>')
     out.append(f'<line x1="{x(1.0):.1f}" y1="{top}" x2="{x(1.0):.1f}" y2="{top + row * len(groups)}" class="one"/>')
@@ -40,7 +48,12 @@ def bars(title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence
 
 
 def lines(
-    title: str, x_label: str, y_label: str, series: Sequence[Series], log: bool = True, marks: Sequence[tuple[str, float, float]] = ()
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    log: bool = True,
+    marks: Sequence[tuple[str, float, float]] = (),
 ) -> str:
     """Lines (on logarithmic axes unless told otherwise) and named points."""
     points = [p for _, line in series for p in line] + [(a, b) for _, a, b in marks]

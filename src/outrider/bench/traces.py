@@ -1,8 +1,8 @@
 """Records what every draft would have been worth: one trace an answer, for `spec.simulate`.
 
-The answer is decoded plainly first. Then, at each of its positions, a draft of 16 tokens is made and judged: a request whose
-prompt is everything up to there, of which only the first cycle is looked at. The n-gram drafter needs no model for that. Drafts are lines:
-`llm` is loaded with trees off.
+The answer is decoded plainly first. Then, at each of its positions, a draft of 16 tokens is made and judged: a request
+whose prompt is everything up to there, of which only the first cycle is looked at. The n-gram drafter needs no model
+for that. Drafts are lines: `llm` is loaded with trees off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0) ->
         return None
     copies, matches = copy_runs(ids, answer)
     if llm.drafter is None:
-        return Trace(prompt.id, prompt.category, "ngram", tuple(max(0, c) for c in copies), copies, matches, (), len(ids))
+        return Trace(
+            prompt.id, prompt.category, "ngram", tuple(max(0, c) for c in copies), copies, matches, (), len(ids)
+        )
     runs, sure = [], []
     for position in range(len(answer)):
         left = len(answer) - position
@@ -46,14 +48,20 @@ def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0) ->
 def _first_cycle(
     llm: LLM, drafter: str, ids: Sequence[int], most: int, temperature: float, seed: int
 ) -> tuple[int, Sequence[float] | None]:
-    """Tokens accepted in the first cycle of a continuation, and the drafter's probability of each token of the draft."""
+    """Tokens accepted in the first cycle of a continuation, and the drafter's probability of each token of the
+    draft."""
     params = SamplingParams(temperature=temperature, max_tokens=most, seed=seed)
     heard: list[tuple[int, Sequence[float] | None]] = []
     controller = llm.engine.controller
     tell = controller.observe
 
     def listen(
-        id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None, tree: VerifiedTree | None = None
+        id: str,
+        drafter: str | None,
+        drafted: int,
+        accepted: int,
+        confidence: Sequence[float] | None = None,
+        tree: VerifiedTree | None = None,
     ) -> None:
         heard.append((accepted, confidence))
         tell(id, drafter, drafted, accepted, confidence, tree)

@@ -17,10 +17,14 @@ GRADED = ("gsm8k_200.jsonl", "humaneval.jsonl", "mmlu_228.jsonl")
 REPOSITORY = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
 
 
-def load_suite(suite: str, data: Path | None = None, limit: int | None = None, categories: Sequence[str] = ()) -> list[Prompt]:
+def load_suite(
+    suite: str, data: Path | None = None, limit: int | None = None, categories: Sequence[str] = ()
+) -> list[Prompt]:
     """`limit`: at most so many prompts of a category, the first ones."""
     if suite == "quick":
-        lines = resources.files("outrider").joinpath("assets/bench/quick.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            resources.files("outrider").joinpath("assets/bench/quick.jsonl").read_text(encoding="utf-8").splitlines()
+        )
         prompts = list(parse(lines, "quick.jsonl"))
     elif suite == "full":
         prompts = [p for name in FULL for p in _read(_file(data, name))]
@@ -65,5 +69,7 @@ def _read(path: Path) -> list[Prompt]:
 def _file(data: Path | None, name: str) -> Path:
     path = (data or REPOSITORY) / name
     if not path.is_file():
-        raise OutriderError(f"no benchmark data at {path}: pass --data (the repository's benchmarks/data), or use --suite quick")
+        raise OutriderError(
+            f"no benchmark data at {path}: pass --data (the repository's benchmarks/data), or use --suite quick"
+        )
     return path

@@ -19,7 +19,9 @@ class PagePool:
     def __init__(self, count: int):
         self.count = count
         self.refs = [0] * count
-        self._free = list(range(count - 1, 0, -1))  # the next one to be handed out is the last; fresh ones come in ascending order
+        self._free = list(
+            range(count - 1, 0, -1)
+        )  # the next one to be handed out is the last; fresh ones come in ascending order
 
     @property
     def free(self) -> int:
@@ -54,7 +56,9 @@ class PagePool:
                 seen[page] += 1
         if seen != self.refs:
             wrong = [p for p in range(self.count) if seen[p] != self.refs[p]][:5]
-            raise AssertionError(f"pages {wrong}: held {[seen[p] for p in wrong]} times, counted {[self.refs[p] for p in wrong]}")
+            raise AssertionError(
+                f"pages {wrong}: held {[seen[p] for p in wrong]} times, counted {[self.refs[p] for p in wrong]}"
+            )
         if sorted(self._free) != [p for p in range(1, self.count) if self.refs[p] == 0]:
             raise AssertionError("the free list does not match the reference counts")
 

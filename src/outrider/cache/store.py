@@ -23,7 +23,9 @@ from .swap import Swap, SwappedKV
 AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
 
 
-def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """A small tensor on the device, without waiting for what runs there."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
@@ -36,8 +38,8 @@ def row_width(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def ragged(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
-    """The rows of a pass over (first position, how many) of each sequence: every row's position and sequence; then where each sequence's
-    rows begin, and where the last one's end."""
+    """The rows of a pass over (first position, how many) of each sequence: every row's position and sequence; then
+    where each sequence's rows begin, and where the last one's end."""
     positions = [p for start, count in spans for p in range(start, start + count)]
     owners = [i for i, (_, count) in enumerate(spans) for _ in range(count)]
     return positions, owners, [0, *accumulate(count for _, count in spans)]
@@ -51,7 +53,12 @@ def last_rows(kv: KVView, seqs: Sequence[int]) -> OutputRows:
     which, start = upload(seqs, torch.int64, device), torch.arange(count + 1, dtype=torch.int32, device=device)
     rows = kv.row_start.index_select(0, which + 1).long() - 1
     tables = {name: table.index_select(0, which) for name, table in kv.tables.items()}
-    return OutputRows(rows, replace(kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long(), row_start=start, max_rows=1))
+    return OutputRows(
+        rows,
+        replace(
+            kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long(), row_start=start, max_rows=1
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,9 @@ class CacheSpec:
     page_size: int
     chunk: int  # most positions written ahead of the committed length in one pass (prefill chunk or K + 1)
     tokens: int
-    window_tokens: int | None = None  # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
+    window_tokens: int | None = (
+        None  # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
+    )
     swap: int = 0  # bytes of host memory for the pages of pre-empted sequences
 
 
@@ -89,11 +98,17 @@ class KVStore:
             pages = -(-spec.tokens // ps)
             if window is not None:
                 bound = self._bound(window)
-                most = spec.slots * bound * 2 if spec.window_tokens is None else max(bound, -(-spec.window_tokens // ps))
+                most = (
+                    spec.slots * bound * 2 if spec.window_tokens is None else max(bound, -(-spec.window_tokens // ps))
+                )
                 pages = min(pages + spec.slots, most)
             self.groups[name] = PageGroup(pages + 1, ps, window)
-        arena = Arena() if self.device.type == "cpu" else None  # fresh pages are zero; huge ones spare a walk of the page table each 4 KiB
-        zeros = lambda shape, dtype: arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)  # noqa: E731
+        arena = (
+            Arena() if self.device.type == "cpu" else None
+        )  # fresh pages are zero; huge ones spare a walk of the page table each 4 KiB
+        zeros = lambda shape, dtype: (
+            arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)
+        )  # noqa: E731
         self.keys: list[Tensor | None] = [None] * len(config.layers)
         self.values: list[Tensor | None] = [None] * len(config.layers)
         for i in config.kv_layers:
@@ -108,24 +123,32 @@ class KVStore:
         self.tables: dict[GroupName, Tensor] = {
             name: torch.zeros((spec.slots + 1, width), dtype=torch.int32, device=self.device) for name in self.groups
         }
-        self._changed: dict[GroupName, list[tuple[int, int]]] = {name: [] for name in self.groups}  # (place in the table, page)
+        self._changed: dict[GroupName, list[tuple[int, int]]] = {
+            name: [] for name in self.groups
+        }  # (place in the table, page)
         self._width = width
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
         self.swap = Swap(spec.swap, self.device)
         both = [(self._group_of[i], t) for i in config.kv_layers for t in (self.keys[i], self.values[i])]
-        self._layers = [(name, t.view(torch.uint8)) for name, t in both if t is not None]  # swapping moves bytes, whatever they mean
+        self._layers = [
+            (name, t.view(torch.uint8)) for name, t in both if t is not None
+        ]  # swapping moves bytes, whatever they mean
 
     def take_ahead(self) -> None:
-        """From now on memory is taken before sequences need it: in a server everybody waits while the system hands out memory."""
+        """From now on memory is taken before sequences need it: in a server everybody waits while the system hands out
+        memory."""
         for name in self.groups if self.device.type == "cpu" else ():
             layers = [i for i, group in self._group_of.items() if group == name]
-            self._ahead[name] = HugePageWarmer([t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None])
+            self._ahead[name] = HugePageWarmer(
+                [t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None]
+            )
 
     def tidy(self, unused_s: float) -> int:
-        """Where memory is taken ahead: prefixes that nobody has asked for in so long are dropped, and the memory of free pages goes back to
-        the system, all but enough for the next sequences. Returns the bytes that came free. Not while a step runs."""
+        """Where memory is taken ahead: prefixes that nobody has asked for in so long are dropped, and the memory of
+        free pages goes back to the system, all but enough for the next sequences. Returns the bytes that came free. Not
+        while a step runs."""
         if self._ahead:
             self.prefix.drop_unused(unused_s)
         return sum(ahead.give_back(self.groups[name].pool.in_order()) for name, ahead in self._ahead.items())
@@ -144,8 +167,8 @@ class KVStore:
         return len(self._free_slots)
 
     def open(self, tokens: Sequence[int], granularity: int, reuse: bool = True) -> tuple[SeqCache, int]:
-        """A slot for a new sequence, on shared pages where its beginning is known; returns how many positions are there.
-        The last token is never taken from the cache: its hidden state and logits are needed."""
+        """A slot for a new sequence, on shared pages where its beginning is known; returns how many positions are
+        there. The last token is never taken from the cache: its hidden state and logits are needed."""
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         hit = 0
         if reuse:
@@ -167,8 +190,8 @@ class KVStore:
         self._live[seq.slot] = seq
 
     def keep(self, seq: SeqCache, committed: int) -> SwappedKV | None:
-        """The K/V of its committed positions on the host, before it is closed. None: there is no room, nothing to keep, or others hold most
-        of it too, so that only the rest is computed again."""
+        """The K/V of its committed positions on the host, before it is closed. None: there is no room, nothing to keep,
+        or others hold most of it too, so that only the rest is computed again."""
         if not self.spec.swap or not committed:
             return None
         for name, group in self.groups.items():  # beside this sequence the prefix cache may hold a page
@@ -212,8 +235,8 @@ class KVStore:
         self.swap.drop(kept)
 
     def place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, Sequence[int]]]) -> None:
-        """Follow another process, which has given these pages to a slot: the first page's number, and the pages. fresh: the slot has a new
-        sequence."""
+        """Follow another process, which has given these pages to a slot: the first page's number, and the pages. fresh:
+        the slot has a new sequence."""
         if fresh:
             self.flush()
             for table in self.tables.values():
@@ -234,7 +257,8 @@ class KVStore:
         return pages if group.window is None else min(pages, self._bound(group.window))
 
     def _there(self, name: GroupName, pages: int) -> bool:
-        """Are so many pages free, counting those of shared prefixes that no sequence uses and that could be given up?"""
+        """Are so many pages free, counting those of shared prefixes that no sequence uses and that could be given
+        up?"""
         pool = self.groups[name].pool
         return pages <= pool.free or pages <= pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
 
@@ -265,7 +289,8 @@ class KVStore:
         return True
 
     def flush(self) -> None:
-        """Bring the tables up to date: the new pages of all sequences in one upload. Whoever launches a pass calls it first."""
+        """Bring the tables up to date: the new pages of all sequences in one upload. Whoever launches a pass calls it
+        first."""
         for name, changed in self._changed.items():
             if changed:
                 both = upload([*zip(*changed)], torch.int64, self.device)  # [2, n]
@@ -291,7 +316,9 @@ class KVStore:
         self._free_slots.append(seq.slot)
 
     # ---- what a forward pass sees -----------------------------------------------------------------------------------
-    def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
+    def view(
+        self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int
+    ) -> KVView:
         """Of the sequences in `slots`, after what `flush` has to bring."""
         self.flush()
         return self.pages_of(slots, max_context).view(positions, row_seq, row_start, max_rows, max_context)
@@ -319,7 +346,9 @@ class KVStore:
                 row = self.tables[name][seq.slot].tolist()
                 for i in range(pages.first, len(pages.pages)):
                     if row[i] != pages.pages[i]:
-                        raise AssertionError(f"{name} table of slot {seq.slot}, page {i}: {row[i]} is not {pages.pages[i]}")
+                        raise AssertionError(
+                            f"{name} table of slot {seq.slot}, page {i}: {row[i]} is not {pages.pages[i]}"
+                        )
         if self.swap.made > self.swap.most:
             raise AssertionError(f"{self.swap.made} blocks of host memory where {self.swap.most} were granted")
         if len(self._live) + len(self._free_slots) != self.spec.slots:

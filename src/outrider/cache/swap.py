@@ -1,8 +1,9 @@
-"""Pages of pre-empted sequences in host memory: what was computed is copied out and back instead of being computed again.
+"""Pages of pre-empted sequences in host memory: what was computed is copied out and back instead of being computed
+again.
 
-The host's share is a number of blocks, taken when they are first needed (pinned on a GPU, so that copies do not hold up the host) and then
-kept for the next. A sequence's pages lie one behind the other in as many blocks as they need. Copies are in the order of the device's other
-work: pages may be given to somebody else as soon as `out` has returned.
+The host's share is a number of blocks, taken when they are first needed (pinned on a GPU, so that copies do not hold up
+the host) and then kept for the next. A sequence's pages lie one behind the other in as many blocks as they need. Copies
+are in the order of the device's other work: pages may be given to somebody else as soon as `out` has returned.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ class Swap:
         return [self._free.pop() for _ in range(count)]
 
     @torch.inference_mode()
-    def out(self, layers: Sequence[tuple[GroupName, Tensor]], held: Mapping[GroupName, tuple[int, list[int]]]) -> SwappedKV | None:
-        """Copy pages out: `layers` are the K and V tensors as bytes, with their groups, `held` each group's first page and all its pages.
-        None: there is no room for them."""
+    def out(
+        self, layers: Sequence[tuple[GroupName, Tensor]], held: Mapping[GroupName, tuple[int, list[int]]]
+    ) -> SwappedKV | None:
+        """Copy pages out: `layers` are the K and V tensors as bytes, with their groups, `held` each group's first page
+        and all its pages. None: there is no room for them."""
         size = sum(len(held[group][1]) * _bytes(tensor) for group, tensor in layers)
         blocks = self._take(size)
         if blocks is None:
@@ -73,7 +76,9 @@ class Swap:
         return kept
 
     @torch.inference_mode()
-    def back(self, layers: Sequence[tuple[GroupName, Tensor]], kept: SwappedKV, pages: Mapping[GroupName, list[int]]) -> None:
+    def back(
+        self, layers: Sequence[tuple[GroupName, Tensor]], kept: SwappedKV, pages: Mapping[GroupName, list[int]]
+    ) -> None:
         """Copy them into these pages, and give the blocks back."""
         where, at = self._indices(pages), 0
         for group, tensor in layers:

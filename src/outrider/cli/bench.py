@@ -29,32 +29,58 @@ LOADED = ("verify", "dtype", "ops", "quantize", "tensor_parallel", "max_context"
 def bench(
     model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2",
     suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
-    drafters: Annotated[str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")] = "auto",
+    drafters: Annotated[
+        str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")
+    ] = "auto",
     draft_tokens: Annotated[str, typer.Option(help="Comma-separated: 0 (plain decoding), 1..16, auto.")] = "0,4,auto",
     tree: Annotated[
-        str, typer.Option(help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays).")
+        str,
+        typer.Option(
+            help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays)."
+        ),
     ] = "auto",
     temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated; 0 is greedy.")] = "0",
     batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
-    against: Annotated[str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")] = "",
+    against: Annotated[
+        str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")
+    ] = "",
     repeats: Annotated[int, typer.Option(help="Times every cell is run; medians count.")] = 3,
     limit: Annotated[int | None, typer.Option(help="At most so many prompts of a category.")] = None,
     categories: Annotated[str, typer.Option(help="Only prompts of these categories, comma-separated.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")] = None,
-    quality: Annotated[int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")] = 0,
-    data: Annotated[Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")] = None,
-    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path("bench-out"),
-    resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = False,
-    history: Annotated[Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")] = None,
-    record_traces: Annotated[Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")] = None,
-    simulate: Annotated[Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")] = None,
-    card: Annotated[Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")
+    ] = None,
+    quality: Annotated[
+        int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")
+    ] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path(
+        "bench-out"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")
+    ] = False,
+    history: Annotated[
+        Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")
+    ] = None,
+    record_traces: Annotated[
+        Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")
+    ] = None,
+    simulate: Annotated[
+        Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")
+    ] = None,
+    card: Annotated[
+        Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")
+    ] = None,
     seed: common.Seed = 0,
     as_json: common.AsJson = False,
     *,
     load: LoadSettings,
 ) -> None:
-    """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are identical.
+    """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are
+    identical.
 
     Example: outrider bench smollm2 --draft-tokens 0,4,auto --against llama-cpp --out results
     """
@@ -62,7 +88,9 @@ def bench(
 
     guessers, trees = tuple(dict.fromkeys(common.parts(drafters))), tuple(dict.fromkeys(common.parts(tree)))
     if not guessers:
-        raise OutriderError("--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding")
+        raise OutriderError(
+            "--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding"
+        )
     if not trees:
         raise OutriderError("--tree is empty: give for instance off,16,auto")
     for text in trees:
@@ -98,7 +126,8 @@ def bench(
 
     names = _names(guessers, ks, trees) + list(common.parts(against))
     settings = harness.BenchSettings(
-        model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(load.device), load.threads),
+        model, suite, tuple(names), temperatures, batches, repeats, len(prompts),
+        machine_name(_accelerator(load.device), load.threads),
         __version__, seed, max_tokens, {name: load.options()[name] for name in LOADED},
     )  # fmt: skip
     store = harness.Store(output, settings, resume)
@@ -108,7 +137,9 @@ def bench(
     _report(output, settings, prompts, history, as_json, load.verify)
 
 
-def _report(output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str) -> None:
+def _report(
+    output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str
+) -> None:
     """What the cells of a run say, here and as a page."""
     from ..bench import harness, report
     from ..bench import quality as grading
@@ -124,7 +155,9 @@ def _report(output: Path, settings: BenchSettings, prompts: list[Prompt], histor
         _verdict(rows, verify)
         return
     for at in sorted({(r.temperature, r.batch) for r in rows}):
-        Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))  # a pipe's 80 columns are too few
+        Console(width=max(out.width, 110), highlight=False).print(
+            report.table(rows, *at)
+        )  # a pipe's 80 columns are too few
     if found:
         out.print(report.score_table(found))
     out.print(f"report: {output / 'report.html'}")
@@ -162,20 +195,25 @@ def _run(contestants: list[Contestant], prompts: list[Prompt], settings: BenchSe
 
 
 def _contestants(
-    model: str, drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...], peers: tuple[str, ...], batch: int,
+    model: str, drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...], peers: tuple[str, ...],
+    batch: int,
     load: LoadSettings,
 ) -> list[Contestant]:  # fmt: skip
     from ..bench import harness
     from ..bench import peers as others
 
     found: list[Contestant] = []
-    engine = replace(load.engine, max_batch=batch, prefix_cache=False)  # the same prompt comes again and again: a cache would hide its cost
+    engine = replace(
+        load.engine, max_batch=batch, prefix_cache=False
+    )  # the same prompt comes again and again: a cache would hide its cost
     for drafter in drafters:
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
         if 0 in ks and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
         for name, k, tree in _ways(_label(drafter, drafters), ks, trees):
-            found.append(harness.Ours(name, llm, k, tree=parse_tree(tree) if len(trees) > 1 else None))  # one for all: it was loaded so
+            found.append(
+                harness.Ours(name, llm, k, tree=parse_tree(tree) if len(trees) > 1 else None)
+            )  # one for all: it was loaded so
     if peers:
         from ..weights import hub
 
@@ -187,7 +225,8 @@ def _contestants(
 
 
 def _label(drafter: str, among: tuple[str, ...]) -> str:
-    """Its last part, or all of it where others end alike, as the folders of two training runs do (a/drafter, b/drafter)."""
+    """Its last part, or all of it where others end alike, as the folders of two training runs do (a/drafter,
+    b/drafter)."""
     last = Path(drafter).name
     return last if sum(Path(other).name == last for other in among) == 1 else drafter
 
@@ -201,7 +240,9 @@ def _ways(label: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tupl
 
 
 def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[str]:
-    return (["plain"] if 0 in ks else []) + [name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)]
+    return (["plain"] if 0 in ks else []) + [
+        name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)
+    ]
 
 
 def _record(model: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, load: LoadSettings) -> None:
@@ -230,7 +271,9 @@ def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None
     if not traces:
         raise OutriderError(f"{path}: holds no traces")
     controller = common.load_llm(model, load, as_json).engine.controller
-    table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
+    table = Table(
+        "category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt"
+    )
     found = {}
     for category in ["all", *dict.fromkeys(t.category for t in traces)]:
         chosen = [t for t in traces if category in ("all", t.category)]
@@ -238,7 +281,8 @@ def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None
         one = found[category] = compare(chosen, controller.cost, controller.fresh(names))
         table.add_row(
             category, str(len(chosen)), f"{one.speedup:.2f}x", f"{one.of_static:.1%}", f"{one.of_clairvoyant:.1%}",
-            f"{one.best_fixed[0]} K={one.best_fixed[1]}", f"{one.of_best_fixed:.1%}", f"{one.worst[1]:.3f}x {one.worst[0]}",
+            f"{one.best_fixed[0]} K={one.best_fixed[1]}", f"{one.of_best_fixed:.1%}",
+            f"{one.worst[1]:.3f}x {one.worst[0]}",
         )  # fmt: skip
     if as_json:
         print(json.dumps({name: asdict(one) for name, one in found.items()}))
@@ -259,7 +303,9 @@ def _card(model: str, drafter: str, path: Path) -> None:
             raise OutriderError(why)
     files = hub.resolve(str(where), kind="drafter")
     before = acceptance_profile.read(Path(files.path), fingerprint(files))  # traces say nothing of second guesses
-    made = acceptance_profile.measure(read_traces(path), fingerprint(files), before.second if before is not None else None)
+    made = acceptance_profile.measure(
+        read_traces(path), fingerprint(files), before.second if before is not None else None
+    )
     out.print(f"{acceptance_profile.write(Path(files.path), made)}: {made.judged} tokens judged")
 
 

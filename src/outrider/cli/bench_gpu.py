@@ -14,22 +14,37 @@ from .common import note, numbers, out, parts
 
 
 def bench_gpu(
-    sizes: Annotated[str, typer.Option(help="Comma-separated: E2B, E4B, 12B, 26B-A4B, 31B.")] = "E2B,E4B,12B,26B-A4B,31B",
-    k: Annotated[str, typer.Option("--k", help="Drafted tokens a cycle, comma-separated; 0 is plain decoding.")] = "0,1,2,4,8,16",
+    sizes: Annotated[
+        str, typer.Option(help="Comma-separated: E2B, E4B, 12B, 26B-A4B, 31B.")
+    ] = "E2B,E4B,12B,26B-A4B,31B",
+    k: Annotated[
+        str, typer.Option("--k", help="Drafted tokens a cycle, comma-separated; 0 is plain decoding.")
+    ] = "0,1,2,4,8,16",
     batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated, up to 256 and more.")] = "1,2,4,8,16",
-    context: Annotated[str, typer.Option(help="Tokens before the step that is timed, comma-separated.")] = "256,4096,32768",
+    context: Annotated[
+        str, typer.Option(help="Tokens before the step that is timed, comma-separated.")
+    ] = "256,4096,32768",
     accept: Annotated[
         str,
         typer.Option(
             help="SYNTHETIC acceptance: share of drafted tokens (0.72), or chances by position (0.9,0.8). Default: as Google published."
         ),
     ] = "",
-    against_hf: Annotated[bool, typer.Option("--against-hf", help="Also time transformers on the same shapes.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Batch 1 at 1k, K = 0, 4, 8, 16, and transformers: three minutes.")] = False,
-    engine: Annotated[bool, typer.Option("--engine", help="The engine's own steps, host included, instead of graphs alone.")] = False,
-    output: Annotated[Path, typer.Option("--out", help="Folder for gpu.jsonl, gpu.txt and plots.")] = Path("bench-gpu-out"),
+    against_hf: Annotated[
+        bool, typer.Option("--against-hf", help="Also time transformers on the same shapes.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Batch 1 at 1k, K = 0, 4, 8, 16, and transformers: three minutes.")
+    ] = False,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="The engine's own steps, host included, instead of graphs alone.")
+    ] = False,
+    output: Annotated[Path, typer.Option("--out", help="Folder for gpu.jsonl, gpu.txt and plots.")] = Path(
+        "bench-gpu-out"
+    ),
 ) -> None:
-    """Times whole cycles as CUDA graphs and sets them against the memory limit. Acceptance is assumed and marked synthetic.
+    """Times whole cycles as CUDA graphs and sets them against the memory limit. Acceptance is assumed and marked
+    synthetic.
 
     Example: outrider bench-gpu --sizes 31B --k 0,4,8,16 --batch 1 --context 1024 --against-hf
     """
@@ -47,7 +62,9 @@ def bench_gpu(
         from ..bench import gpu_engine
 
         found = []
-        for size, drafted, positions in ((s, n, c) for s in settings.sizes for n in settings.ks for c in settings.contexts):
+        for size, drafted, positions in (
+            (s, n, c) for s in settings.sizes for n in settings.ks for c in settings.contexts
+        ):
             for figures in gpu_engine.measure(size, settings.batches, drafted, positions):
                 found.append(figures)
                 note(" ".join(gpu_engine.table([figures])[1]))

@@ -38,7 +38,8 @@ def chat(
 ) -> None:
     """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends.
 
-    What is pasted is one message, with all its lines. From a pipe every line is one, or what stands between three quotes.
+    What is pasted is one message, with all its lines. From a pipe every line is one, or what stands between three
+    quotes.
     """
     params = common.sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = common.load_llm(model, load)
@@ -77,7 +78,8 @@ class Conversation:
                 err.print(str(error), style="red")
 
     def read(self) -> str:
-        """The next message. From a pipe a line is a message; three quotes begin one that goes on until three quotes end it."""
+        """The next message. From a pipe a line is a message; three quotes begin one that goes on until three quotes end
+        it."""
         if self.terminal is not None:
             return self.terminal.read("\x1b[1m>>> \x1b[0m")
         line = out.input("[bold]>>> [/bold]")

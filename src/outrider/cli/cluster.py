@@ -16,9 +16,12 @@ from .common import out
 def cluster(
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
     to: Annotated[Path, typer.Option("--out", help="Where the drafter with the new head goes.")],
-    clusters: Annotated[int | None, typer.Option(help="How many. Default: by the vocabulary (2048 for Gemma's).")] = None,
+    clusters: Annotated[
+        int | None, typer.Option(help="How many. Default: by the vocabulary (2048 for Gemma's).")
+    ] = None,
     top: Annotated[
-        int | None, typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them.")
+        int | None,
+        typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them."),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="With --prompts: tune the centroids and choose top on this target's own answers.")
@@ -32,14 +35,16 @@ def cluster(
     *,
     load: LoadSettings,
 ) -> None:
-    """Group a drafter's vocabulary so that a draft step scores only the best few clusters (the big Gemma drafters have no such head)."""
+    """Group a drafter's vocabulary so that a draft step scores only the best few clusters (the big Gemma drafters have
+    no such head)."""
 
     from ..ops import place
     from ..train.tools import cluster_drafter
 
     where = str(place(load.device))
     result = cluster_drafter(
-        drafter, to, clusters=clusters, top=top, target=target, prompts=prompts, limit=limit, recall=recall, max_new=max_tokens, seed=seed,
+        drafter, to, clusters=clusters, top=top, target=target, prompts=prompts, limit=limit, recall=recall,
+        max_new=max_tokens, seed=seed,
         device=where, say=common.teller(as_json),
     )  # fmt: skip
     if as_json:

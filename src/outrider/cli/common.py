@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 Command = Callable[..., None]
-# Paths, prompts and answers are printed as they are: brackets and colons in them are no markup. Where a colour is wanted, it is a style.
+# Paths, prompts and answers are printed as they are: brackets and colons in them are no markup. Where a colour is
+# wanted, it is a style.
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token (greedy); 1: as the model has it.")]
-TopP = Annotated[float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")]
+TopP = Annotated[
+    float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")
+]
 TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
 Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives the same result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -70,7 +73,14 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
-PLAIN = (bool, int, float, int | None, float | None, Path | None)  # what the parser reads; others are texts, and the settings check them
+PLAIN = (
+    bool,
+    int,
+    float,
+    int | None,
+    float | None,
+    Path | None,
+)  # what the parser reads; others are texts, and the settings check them
 
 
 def loading(*names: str) -> Callable[[Command], Command]:
@@ -78,7 +88,9 @@ def loading(*names: str) -> Callable[[Command], Command]:
     return offering("load", {name: OPTIONS[name] for name in names}, LoadSettings.of)
 
 
-def offering(parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]) -> Callable[[Command], Command]:
+def offering(
+    parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]
+) -> Callable[[Command], Command]:
     """Gives a command options that settings describe; what is made of them reaches it as that parameter."""
 
     def around(command: Command) -> Command:
@@ -92,7 +104,8 @@ def offering(parameter: str, options: Mapping[str, Option], make: Callable[[dict
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
         ours = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=typed(option)) for name, option in options.items()
+            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=typed(option))
+            for name, option in options.items()
         ]
         run.__signature__ = inspect.Signature([*own, *ours])  # type: ignore[attr-defined]  # what typer reads
         run.__annotations__ = {}
@@ -113,14 +126,17 @@ def typed(option: Option) -> object:
 
 
 def sampling(**given: object) -> SamplingParams:
-    """What the options of sampling say; a note names those that do nothing, since the likeliest token is always taken."""
+    """What the options of sampling say; a note names those that do nothing, since the likeliest token is always
+    taken."""
     try:
         params = SamplingParams(**given).validate()  # type: ignore[arg-type]  # the parser has read them
     except OutriderError as error:
         raise OutriderError(as_options(str(error), given)) from None
     idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
     if idle and params.temperature < GREEDY_EPS:
-        note(f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)")
+        note(
+            f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)"
+        )
     return params
 
 
@@ -139,7 +155,8 @@ def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
 
 
 def follow_if_told(load: LoadSettings) -> None:
-    """Under torchrun every process runs the same command; all but the first follow that one and never return from here."""
+    """Under torchrun every process runs the same command; all but the first follow that one and never return from
+    here."""
     if load.tensor_parallel > 1:
         from ..llm import worker
         from ..parallel import is_worker
@@ -179,9 +196,15 @@ def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
 
 
 def stats_line(stats: RequestStats, finish: str) -> str:
-    parts = [f"{stats.new_tokens} tokens ({finish})", f"first after {stats.ttft_s * 1e3:.0f} ms", f"{stats.decode_tps:.1f} tok/s"]
+    parts = [
+        f"{stats.new_tokens} tokens ({finish})",
+        f"first after {stats.ttft_s * 1e3:.0f} ms",
+        f"{stats.decode_tps:.1f} tok/s",
+    ]
     if stats.drafted:
-        by_position = " ".join(f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d)
+        by_position = " ".join(
+            f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d
+        )
         parts.append(f"{stats.tokens_per_cycle:.2f} tokens a cycle")
         parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
     if stats.trees:

@@ -31,7 +31,9 @@ PROMPTS = (
 def demo(
     model: common.Model = "smollm2",
     max_tokens: common.MaxTokens = 128,
-    peer: Annotated[bool, typer.Option(help="Time llama.cpp on the same file too, where llama-cpp-python is installed.")] = True,
+    peer: Annotated[
+        bool, typer.Option(help="Time llama.cpp on the same file too, where llama-cpp-python is installed.")
+    ] = True,
     *,
     load: LoadSettings,
 ) -> None:
@@ -54,7 +56,11 @@ def demo(
         out.print(f"{fast.text}\n")
         p, f = plain.stats, fast.stats
         if p.decode_tps and f.decode_tps:
-            tokens, plain_s, fast_s = tokens + p.new_tokens, plain_s + p.new_tokens / p.decode_tps, fast_s + p.new_tokens / f.decode_tps
+            tokens, plain_s, fast_s = (
+                tokens + p.new_tokens,
+                plain_s + p.new_tokens / p.decode_tps,
+                fast_s + p.new_tokens / f.decode_tps,
+            )
         row: list[str | Text] = [
             prompt if len(prompt) < 16 else prompt[:15] + "…",
             f"{p.decode_tps:.1f}",
@@ -79,7 +85,9 @@ def _llama_cpp(llm: LLM, model: str, threads: int | None) -> Callable[[str, int]
     path = hub.resolve(model).path
     if importlib.util.find_spec("llama_cpp") is None or path.suffix != ".gguf":
         return None
-    (engine,) = peers.build(["llama-cpp"], path, lambda p: llm.encode_chat(p.text), llm.engine.eos, threads, "cpu", "float32")
+    (engine,) = peers.build(
+        ["llama-cpp"], path, lambda p: llm.encode_chat(p.text), llm.engine.eos, threads, "cpu", "float32"
+    )
 
     def speed(text: str, count: int) -> float:
         answers, seconds = engine.answer([Prompt("demo", "demo", text, count)], 0.0, 0)

@@ -11,23 +11,33 @@ from .common import err, needs, note
 
 
 def deploy(
-    what: Annotated[str, typer.Argument(metavar="MODEL|FILE.yaml", help="A model as in `outrider serve`, or a configuration file.")],
-    replicas: Annotated[str | None, typer.Option(help="Engines: a number, or bounds for autoscaling such as 2..8.")] = None,
-    name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
+    what: Annotated[
+        str, typer.Argument(metavar="MODEL|FILE.yaml", help="A model as in `outrider serve`, or a configuration file.")
+    ],
+    replicas: Annotated[
+        str | None, typer.Option(help="Engines: a number, or bounds for autoscaling such as 2..8.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (8000).")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other field of the file: --set max_concurrent=16 (repeatable).")
+        list[str] | None,
+        typer.Option("--set", help="Any other field of the file: --set max_concurrent=16 (repeatable)."),
     ] = None,
     address: Annotated[
-        str, typer.Option(help="Ray: auto (RAY_ADDRESS, else one that runs here, else a new one) | local | HOST:PORT | ray://….")
+        str,
+        typer.Option(
+            help="Ray: auto (RAY_ADDRESS, else one that runs here, else a new one) | local | HOST:PORT | ray://…."
+        ),
     ] = "auto",
     check: Annotated[bool, typer.Option("--check", help="Only check the configuration and print it.")] = False,
 ) -> None:
     """Deploy MODEL as several replicas with one address: same API as `outrider serve`.
 
-    Without a Ray cluster, one is started on this machine and ends with the command. On a running cluster the command returns when all
-    replicas answer; run again with other settings it replaces them one by one, and no request fails.
+    Without a Ray cluster, one is started on this machine and ends with the command. On a running cluster the command
+    returns when all replicas answer; run again with other settings it replaces them one by one, and no request fails.
 
     Example: outrider deploy smollm2 --replicas 2..8
     """

@@ -73,7 +73,9 @@ def _extras() -> Iterator[Diagnosis]:
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         if missing:
-            yield Diagnosis("note", f"extra {extra}", f"without {', '.join(missing)}", f"pip install 'outrider[{extra}]'")
+            yield Diagnosis(
+                "note", f"extra {extra}", f"without {', '.join(missing)}", f"pip install 'outrider[{extra}]'"
+            )
         else:
             yield Diagnosis("ok", f"extra {extra}", ", ".join(f"{m} {_version(m) or ''}".strip() for m in modules))
 
@@ -84,11 +86,19 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     isa, cores = best_isa(), len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
     yield Diagnosis(
-        "note" if isa in slow else "ok", "processor", f"{processor()}, {cores} cores for this process, kernels: {isa}", slow.get(isa, "")
+        "note" if isa in slow else "ok",
+        "processor",
+        f"{processor()}, {cores} cores for this process, kernels: {isa}",
+        slow.get(isa, ""),
     )
     load = os.getloadavg()[0]
     if load > cores / 2:
-        yield Diagnosis("note", "load", f"{load:.1f} on {cores} cores", "other processes will slow decoding and spoil measured costs")
+        yield Diagnosis(
+            "note",
+            "load",
+            f"{load:.1f} on {cores} cores",
+            "other processes will slow decoding and spoil measured costs",
+        )
     ready = found(isa)
     if ready is not None:
         yield Diagnosis("ok", "CPU kernels", str(ready))
@@ -96,7 +106,9 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     try:
         name = compiler()
     except BuildError as error:
-        yield Diagnosis("bad", "CPU kernels", str(error), "apt-get install gcc, or set CC; without it: --ops reference, slowly")
+        yield Diagnosis(
+            "bad", "CPU kernels", str(error), "apt-get install gcc, or set CC; without it: --ops reference, slowly"
+        )
         return
     if not build:
         yield Diagnosis("ok", "CPU kernels", f"compiled by {name} when first needed")
@@ -115,15 +127,24 @@ def _gpu() -> Iterator[Diagnosis]:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         seen = shutil.which("nvidia-smi") is not None
-        mend = "check the driver with nvidia-smi" if built else "an NVIDIA driver is here: install a CUDA build of torch"
-        yield Diagnosis("note" if seen else "ok", "GPU", "none" if built else "none (torch is built without CUDA)", mend if seen else "")
+        mend = (
+            "check the driver with nvidia-smi" if built else "an NVIDIA driver is here: install a CUDA build of torch"
+        )
+        yield Diagnosis(
+            "note" if seen else "ok",
+            "GPU",
+            "none" if built else "none (torch is built without CUDA)",
+            mend if seen else "",
+        )
         return
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
         old = p.major < 8
         text = f"cuda:{i} {p.name}, compute {p.major}.{p.minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        yield Diagnosis("note" if old else "ok", "GPU", text, "bf16 needs compute capability 8.0 or later" if old else "")
+        yield Diagnosis(
+            "note" if old else "ok", "GPU", text, "bf16 needs compute capability 8.0 or later" if old else ""
+        )
     if importlib.util.find_spec("triton") is None:
         yield Diagnosis("bad", "GPU kernels", "triton is missing", "pip install 'outrider[gpu]'")
     else:
@@ -134,7 +155,9 @@ def _storage() -> Iterator[Diagnosis]:
     from ..ops.cpu.build import cache_root, writable
 
     folder = cache_root()
-    if not writable(folder):  # as whoever keeps something there finds it: a file in its place, a read-only mount, a full disk
+    if not writable(
+        folder
+    ):  # as whoever keeps something there finds it: a file in its place, a read-only mount, a full disk
         yield Diagnosis("bad", "cache", f"{folder} can't be written", "set OUTRIDER_CACHE to a folder that can")
     else:
         free = shutil.disk_usage(folder).free / 2**30

@@ -19,12 +19,16 @@ from .common import out
 def eval_drafter(
     model: common.Model,
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
-    prompts: Annotated[Path, typer.Option(help="JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'.")],
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'.")
+    ],
     limit: Annotated[int | None, typer.Option(help="Use only so many prompts, spread over the file.")] = None,
     max_tokens: common.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy; else with the engine's coupled noise.")] = 0.0,
     raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
-    full_head: Annotated[bool, typer.Option(help="Score the whole vocabulary even if the drafter has a clustered head.")] = False,
+    full_head: Annotated[
+        bool, typer.Option(help="Score the whole vocabulary even if the drafter has a clustered head.")
+    ] = False,
     slots: Annotated[int | None, typer.Option(help="Prompts answered at a time. Default: 8, on a GPU 256.")] = None,
     as_json: common.AsJson = False,
     *,
@@ -44,7 +48,8 @@ def eval_drafter(
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     result = evaluate_drafter(
-        model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw, full_head=full_head,
+        model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw,
+        full_head=full_head,
         slots=slots, device=where, dtype=getattr(torch, kind), say=common.teller(as_json),
     )  # fmt: skip
     if as_json:
@@ -60,4 +65,6 @@ def eval_drafter(
     out.print(table)
     if "second_guess" in result:
         out.print(f"where the first guess is wrong the second is right: {result['second_guess']:.1%}")
-    out.print(f"a draft step reads {result['draft_step_share']:.1%} of what a target step reads; predicted best K: {result['best_k']}")
+    out.print(
+        f"a draft step reads {result['draft_step_share']:.1%} of what a target step reads; predicted best K: {result['best_k']}"
+    )

@@ -24,21 +24,33 @@ if TYPE_CHECKING:
 def generate(
     model: common.Model,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A .jsonl file (field prompt or turns): one JSON object a line comes out.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A .jsonl file (field prompt or turns): one JSON object a line comes out.")
+    ] = None,
     raw: Annotated[bool, typer.Option(help="No chat template: continue the text as it is.")] = False,
     max_tokens: common.MaxTokens = 256,
     temperature: common.Temperature = 0.0,
     top_p: common.TopP = 1.0,
     top_k: common.TopK = 0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0: off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Over 1: tokens of prompt and answer so far are less likely; 1: off.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="OpenAI's, -2..2: taken off tokens that the answer already has.")] = 0.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0: off.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Over 1: tokens of prompt and answer so far are less likely; 1: off.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="OpenAI's, -2..2: taken off tokens that the answer already has.")
+    ] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="OpenAI's, -2..2: the same, times how often.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text (may be repeated).")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Report the chosen token's and the N likeliest tokens' logprobs (--json).")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report the chosen token's and the N likeliest tokens' logprobs (--json).")
+    ] = None,
     n: Annotated[int, typer.Option(help="How many answers (answer i has seed + i).")] = 1,
     seed: common.Seed = 0,
-    compare: Annotated[bool, typer.Option(help="Run plain decoding too; print the speed-up and whether the texts are identical.")] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Run plain decoding too; print the speed-up and whether the texts are identical.")
+    ] = False,
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
     as_json: common.AsJson = False,
     *,
@@ -49,7 +61,8 @@ def generate(
     Example: outrider generate smollm2 "Why is the sky blue?" --compare
     """
     params = common.sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_p=min_p, n=n, logprobs=logprobs,
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_p=min_p, n=n,
+        logprobs=logprobs,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         stop=tuple(stop or ()),
     )  # fmt: skip
@@ -101,10 +114,13 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, 
         plain = run_plain(llm, ids, params)
         same = plain.token_ids == tokens
         speedup = fast.decode_tps / plain.stats.decode_tps if plain.stats.decode_tps else 0.0
-        # Other verifiers than the coupled one promise the same distribution, where tokens are drawn: another text is no failure.
+        # Other verifiers than the coupled one promise the same distribution, where tokens are drawn: another text is no
+        # failure.
         drawn = params.temperature >= GREEDY_EPS and llm.engine.spec.verify != "coupled"
         common.note(f"plain: {common.stats_line(plain.stats, plain.finish_reason)}")
-        said = "yes" if same else f"no (--verify {llm.engine.spec.verify} keeps the distribution only)" if drawn else "NO"
+        said = (
+            "yes" if same else f"no (--verify {llm.engine.spec.verify} keeps the distribution only)" if drawn else "NO"
+        )
         err.print(f"{common.times(speedup)} · identical: {said}", style="bold")
 
 

@@ -38,8 +38,20 @@ def show_cpu(asked: bool) -> None:
     for title in ("kernels", "", "library"):
         table.add_column(title)
     for level in levels():
-        state = "in use" if level.in_use else "can run" if not level.missing else f"this processor lacks {', '.join(level.missing)}"
-        kept = "compiled at first use" if level.built is None else "shipped" if level.built.parent == SHIPPED else str(level.built)
+        state = (
+            "in use"
+            if level.in_use
+            else "can run"
+            if not level.missing
+            else f"this processor lacks {', '.join(level.missing)}"
+        )
+        kept = (
+            "compiled at first use"
+            if level.built is None
+            else "shipped"
+            if level.built.parent == SHIPPED
+            else str(level.built)
+        )
         table.add_row(level.name, state, "–" if level.missing else kept)
     out.print(table)
     out.print("The first that the processor can run is used; --ops cpu:LEVEL asks for another.", style="dim")
@@ -49,31 +61,49 @@ def show_cpu(asked: bool) -> None:
 @common.loading("kv_dtype")
 def inspect(
     model: common.Model,
-    drafter: Annotated[str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")
+    ] = None,
     context: Annotated[int, typer.Option(help="Tokens of context for which FLOP a byte is reckoned.")] = 1024,
     bits: Annotated[
-        float | None, typer.Option(help="Reckon with so many bits for every weight, embeddings too. Default: as the checkpoint stores it.")
+        float | None,
+        typer.Option(
+            help="Reckon with so many bits for every weight, embeddings too. Default: as the checkpoint stores it."
+        ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="Does it fit this card, and with how much context? rtx4090, h200, …")] = None,
-    quality: Annotated[bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="Does it fit this card, and with how much context? rtx4090, h200, …")
+    ] = None,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")
+    ] = False,
     quantize: Annotated[
         str | None,
-        typer.Option(help="Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8."),
+        typer.Option(
+            help="Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8."
+        ),
     ] = None,
     as_json: common.AsJson = False,
     _: Annotated[
-        bool, typer.Option("--cpu", help="Which CPU kernels this machine uses and why; needs no model.", is_eager=True, callback=show_cpu)
+        bool,
+        typer.Option(
+            "--cpu",
+            help="Which CPU kernels this machine uses and why; needs no model.",
+            is_eager=True,
+            callback=show_cpu,
+        ),
     ] = False,
     *,
     load: LoadSettings,
 ) -> None:
-    """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are needed.
+    """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are
+    needed.
 
     Example: outrider inspect google/gemma-4-E2B-it --gpu rtx4090
 
-    --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in float32, and
-    prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize int8 | int4 | fp8 it is
-    rounded as a GPU rounds it; the measuring is still done here, without one."""
+    --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in
+    float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
+    int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
     from ..weights.quant_scheme import rounded_activations
 
     kv_dtype = load.engine.kv_dtype
@@ -95,7 +125,9 @@ def inspect(
         total = model_size(config).total * size
     if gpu is not None and kv_dtype == "int8":
         raise OutriderError("--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
-    kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)  # int8: each row of a head has a factor
+    kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(
+        kv_dtype, 2.0
+    )  # int8: each row of a head has a factor
     data = {"model": model, **report(config, helper, size, helper_size, context, total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
     data["rounded_activations"] = rounded_activations(raw)
@@ -116,7 +148,13 @@ def on_card(gpu: str, config: ModelConfig, weights: float, beside: float, kv_ite
     """Whether a GPU holds the weights and those beside them, and how much context then."""
     on = machine(gpu)
     tokens = context_that_fits(config, on.memory * 1e9, weights + beside, kv_item)
-    return {"name": on.label, "memory": round(on.memory * 1e9), "weights": round(weights), "fits": tokens > 0, "context": tokens}
+    return {
+        "name": on.label,
+        "memory": round(on.memory * 1e9),
+        "weights": round(weights),
+        "fits": tokens > 0,
+        "context": tokens,
+    }
 
 
 def rounding(model: str, quantize: str | None, kv_dtype: str, as_on_gpu: bool) -> dict[str, object]:
@@ -127,8 +165,8 @@ def rounding(model: str, quantize: str | None, kv_dtype: str, as_on_gpu: bool) -
 
 
 def read(name: str, quantize: str | None = None) -> tuple[ForeignDict, ModelConfig, StoredSize]:
-    """A model's configuration, foreign and translated, and what its weights take (quantize: rounded by a GPU as it loads them). Gemma 4's
-    are built in: nothing is fetched for them."""
+    """A model's configuration, foreign and translated, and what its weights take (quantize: rounded by a GPU as it
+    loads them). Gemma 4's are built in: nothing is fetched for them."""
     from ..weights import hub
     from ..weights.sizes import stored_size
 
@@ -163,15 +201,22 @@ def show(data: ForeignDict) -> None:
     about = f"  {data['model_type']}, vocabulary {data['vocabulary']:,}, hidden {data['hidden']}"
     out.print(Text.assemble((data["model"], "bold"), about))
     facts = Table.grid(padding=(0, 2))
-    parts = ", ".join(f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5)
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5
+    )
     facts.add_row("parameters", f"{amount(data['parameters'])}  ({parts})")
     facts.add_row("read for a token", f"{amount(data['active_parameters'])} parameters, {amount(data['bytes_per_token'], 'B')}"
                   f" at {data['bits_per_weight']:g} bits")  # fmt: skip
     facts.add_row("K/V", f"{amount(data['kv_bytes_per_token'], 'B')} a token, {amount(data['kv_bytes_full_context'], 'B')}"
                   f" for all {data['max_context']:,} positions")  # fmt: skip
     each = data["intensity"]
-    decode = " · ".join(f"{name.removeprefix('decode_')}: {value:.1f}" for name, value in each.items() if name != "prefill")
-    facts.add_row("FLOP a byte", f"prefill {each['prefill']:.0f}; tokens at once {decode}  (at {data['context']} tokens of context)")
+    decode = " · ".join(
+        f"{name.removeprefix('decode_')}: {value:.1f}" for name, value in each.items() if name != "prefill"
+    )
+    facts.add_row(
+        "FLOP a byte",
+        f"prefill {each['prefill']:.0f}; tokens at once {decode}  (at {data['context']} tokens of context)",
+    )
     drafter = data["drafter"]
     if drafter is not None:
         why = "" if drafter["fits"] else f": {drafter['reason']}"
@@ -182,9 +227,15 @@ def show(data: ForeignDict) -> None:
                       f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}")  # fmt: skip
     kinds = {name: nbytes for name, nbytes in data.get("formats", {}).items() if nbytes >= 0.001 * data["bytes"]}
     if len(kinds) > 1 or (kinds and "dense" not in kinds):
-        facts.add_row("weights", f"{amount(data['bytes'], 'B')}: " + ", ".join(f"{amount(n, 'B')} {name}" for name, n in kinds.items()))
+        facts.add_row(
+            "weights",
+            f"{amount(data['bytes'], 'B')}: " + ", ".join(f"{amount(n, 'B')} {name}" for name, n in kinds.items()),
+        )
     if data["rounded_activations"]:
-        facts.add_row("activations", f"stay 16 bits: {data['rounded_activations']}, as the checkpoint has it, is not done; weights only")
+        facts.add_row(
+            "activations",
+            f"stay 16 bits: {data['rounded_activations']}, as the checkpoint has it, is not done; weights only",
+        )
     if "gpu" in data:
         card = data["gpu"]
         more = f" with {card['context']:,} tokens of context" if card["fits"] else ""
@@ -198,11 +249,17 @@ def show(data: ForeignDict) -> None:
     routed = any(row["experts"] for row in data["layers"])
     for title in ("layers", "type", "q/kv", "size", "window", "K/V", "MLP", *(["experts"] if routed else []), "each"):
         table.add_column(title, no_wrap=True, justify="left" if title in ("layers", "type", "K/V") else "right")
-    for _, group in groupby(data["layers"], key=lambda row: {k: v for k, v in row.items() if k not in ("index", "kv_from")} | owner(row)):
+    for _, group in groupby(
+        data["layers"], key=lambda row: {k: v for k, v in row.items() if k not in ("index", "kv_from")} | owner(row)
+    ):
         rows = list(group)
         row, last = rows[0], rows[-1]
         span = str(row["index"]) if row is last else f"{row['index']}–{last['index']}"
-        kv = ("own, v = k" if row["k_eq_v"] else "own") if row["kv_from"] == row["index"] else f"of layer {row['kv_from']}"
+        kv = (
+            ("own, v = k" if row["k_eq_v"] else "own")
+            if row["kv_from"] == row["index"]
+            else f"of layer {row['kv_from']}"
+        )
         experts = [f"{row['experts_per_token']} of {row['experts']}"] if routed else []
         table.add_row(
             span, row["type"], f"{row['heads']}/{row['kv_heads']}", str(row["head_dim"]), str(row["window"] or "–"), kv,

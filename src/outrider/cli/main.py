@@ -15,7 +15,8 @@ from .. import __version__
 from ..types import OutriderError
 
 COMMANDS = (
-    "generate", "chat", "serve", "deploy", "batch", "inspect", "prove", "bench", "bench-gpu", "predict", "train", "eval-drafter", "cluster",
+    "generate", "chat", "serve", "deploy", "batch", "inspect", "prove", "bench", "bench-gpu", "predict", "train",
+    "eval-drafter", "cluster",
     "load", "make-dummy", "demo", "doctor",
 )  # fmt: skip
 
@@ -45,21 +46,25 @@ def main() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by whoever started this
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that a terminal's encoding lacks is shown as a question mark
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a character that a terminal's encoding lacks is shown as a question mark
             stream.reconfigure(errors="replace")
     code = run()
     try:
         sys.stdout.flush()
     except OSError as error:
-        gone = isinstance(error, BrokenPipeError)  # who read the output has left, as in `outrider ... | head`: not worth a word
+        gone = isinstance(
+            error, BrokenPipeError
+        )  # who read the output has left, as in `outrider ... | head`: not worth a word
         if not gone and code != 2:  # with 2 what went wrong was told, and may have been this
             print(f"outrider: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or (1 if gone else 2)
     world = os.environ.get("WORLD_SIZE", "")
     if left_a_team() or (world.isdecimal() and int(world) > 1):
-        # One of several processes. Threads of the collectives may still want the interpreter, and abort the process when they find
-        # it being taken down: so it is not taken down.
+        # One of several processes. Threads of the collectives may still want the interpreter, and abort the process
+        # when they find it being taken down: so it is not taken down.
         sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)
@@ -87,7 +92,10 @@ def run() -> int:
         return 2
     except OSError as error:  # a file that nobody has checked: a full disk, a folder that may not be written
         print(
-            f"outrider: {error.filename}: {error.strerror}" if error.filename else f"outrider: {error.strerror or error}", file=sys.stderr
+            f"outrider: {error.filename}: {error.strerror}"
+            if error.filename
+            else f"outrider: {error.strerror or error}",
+            file=sys.stderr,
         )
         return 2
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name

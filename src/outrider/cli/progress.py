@@ -1,4 +1,5 @@
-"""Progress of long commands on stderr: a bar where somebody sees it, else a line now and then. Shown from the first second."""
+"""Progress of long commands on stderr: a bar where somebody sees it, else a line now and then. Shown from the first
+second."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ EVERY = 5.0  # seconds between lines where stderr is no terminal
 
 
 class StageProgress:
-    """Called with (stage, done, in all, a line about it); stages without a measure have 0 of 1 until the next begins."""
+    """Called with (stage, done, in all, a line about it); stages without a measure have 0 of 1 until the next
+    begins."""
 
     def __init__(self, quiet: bool = False):
         self.quiet = quiet
@@ -23,7 +25,12 @@ class StageProgress:
 
     def __enter__(self) -> StageProgress:
         if not self.quiet and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[note]}", markup=False),
+                TimeElapsedColumn(),
+            )
             self.bar = Progress(*columns, TimeRemainingColumn(), console=err, transient=True)
             self.bar.start()
         return self

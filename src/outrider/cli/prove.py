@@ -30,7 +30,8 @@ def prove(
     *,
     load: LoadSettings,
 ) -> None:
-    """Check, on your machine and with your weights, that speculation changes nothing. Exit code 1 if anything differs."""
+    """Check, on your machine and with your weights, that speculation changes nothing. Exit code 1 if anything
+    differs."""
     from ..bench.prove import prove as run
 
     lengths, heats = common.numbers(ks, int, "--k"), common.numbers(temperatures, float, "--temperatures")

@@ -1,9 +1,10 @@
 """A quick start on the CPU: torch without the part of it that only compilers read.
 
-Torch ends its import with shape rules in Python for two thousand operators, a quarter of the time it takes. They serve `torch.compile`,
-`torch.export`, fake and meta tensors, none of which runs a model on a CPU here. A stand-in takes their place until somebody asks it for
-an attribute; then the rules are imported as if nothing had been there. Whoever runs operators on such tensors must ask first
-(`getattr(torch._meta_registrations, "register_meta")`), as `bench` does before it brings transformers.
+Torch ends its import with shape rules in Python for two thousand operators, a quarter of the time it takes. They serve
+`torch.compile`, `torch.export`, fake and meta tensors, none of which runs a model on a CPU here. A stand-in takes their
+place until somebody asks it for an attribute; then the rules are imported as if nothing had been there. Whoever runs
+operators on such tensors must ask first (`getattr(torch._meta_registrations, "register_meta")`), as `bench` does before
+it brings transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Later(ModuleType):
 
 @contextmanager
 def quick_start(device: str | None) -> Iterator[None]:
-    """Around imports that bring torch, and a first model. Where a GPU may be used, or torch is there, it is all of torch."""
+    """Around imports that bring torch, and a first model. Where a GPU may be used, or torch is there, it is all of
+    torch."""
     if "torch" not in sys.modules and (device == "cpu" or (device is None and not GPU.exists())):
         sys.modules[RULES] = Later(RULES)
     collecting = gc.isenabled()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Models = Annotated[
     list[str],
     typer.Argument(
-        metavar="MODEL...", help="smollm2, a folder, a .gguf file, or a Hugging Face id; or name=MODEL. Several are loaded when asked for."
+        metavar="MODEL...",
+        help="smollm2, a folder, a .gguf file, or a Hugging Face id; or name=MODEL. Several are loaded when asked for.",
     ),
 ]
 
@@ -34,23 +35,36 @@ Models = Annotated[
 @common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "load_format")
 def serve(
     models: Models,
-    name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB for weights and K/V of several models. Default: 80 % of what is free.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")] = None,
-    otel_endpoint: Annotated[
-        str | None, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Spans of requests go to this OTLP/HTTP collector.")
+    name: Annotated[
+        str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")
     ] = None,
-    max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")] = None,
-    allowed_origin: Annotated[list[str] | None, typer.Option(help="A page of this origin may call, too (repeatable; * is any).")] = None,
-    trusted_host: Annotated[list[str] | None, typer.Option(help="A host name we may be called by on loopback (behind a proxy).")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB for weights and K/V of several models. Default: 80 % of what is free.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")
+    ] = None,
+    otel_endpoint: Annotated[
+        str | None,
+        typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Spans of requests go to this OTLP/HTTP collector."),
+    ] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="A page of this origin may call, too (repeatable; * is any).")
+    ] = None,
+    trusted_host: Annotated[
+        list[str] | None, typer.Option(help="A host name we may be called by on loopback (behind a proxy).")
+    ] = None,
     *,
     server: Callable[..., ServerSettings],
     load: LoadSettings,
 ) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
 
-    Of several models the first is loaded at the start, the others when somebody asks for them; where memory runs short, the one that
-    was used least recently and has no request makes room.
+    Of several models the first is loaded at the start, the others when somebody asks for them; where memory runs short,
+    the one that was used least recently and has no request makes room.
 
     Example: outrider serve smollm2, then open http://127.0.0.1:8000
     """
@@ -67,7 +81,9 @@ def serve(
     if len(listed) > 1:
         several(listed, name, load, memory)
     elif memory is not None:
-        raise OutriderError("--memory is shared by several models: for one, --max-context bounds its K/V, and on a GPU --gpu-memory all")
+        raise OutriderError(
+            "--memory is shared by several models: for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
+        )
     settings = server(
         model_name=name or listed[0].name, api_key=api_key, otel_endpoint=otel_endpoint,
         max_concurrent=8 if max_concurrent is None else max_concurrent,
@@ -75,7 +91,9 @@ def serve(
     )  # fmt: skip
     settings = replace(settings, api_keys=read_keys(settings.api_key, settings.api_key_file))
     common.follow_if_told(load)
-    listener = listen(settings.host, settings.port)  # before the model is loaded: a port in use should not cost a minute
+    listener = listen(
+        settings.host, settings.port
+    )  # before the model is loaded: a port in use should not cost a minute
     if max_concurrent is not None:
         load = replace(load, engine=replace(load.engine, max_batch=max_concurrent + SPARE))
     served: ServedModel | ModelPool
@@ -86,7 +104,9 @@ def serve(
     else:
         limit = None if memory is None else int(memory * 2**30)
         cuda = place(load.device).type == "cuda"
-        served = catalogue.model_pool(listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda)
+        served = catalogue.model_pool(
+            listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda
+        )
         served.first.take(LoadedModel(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")

@@ -1,8 +1,8 @@
 """Messages from a terminal, whole: a paste is one message, however long and whatever lines it has.
 
-A terminal's own line editing cuts a line at 4,095 bytes and gives pasted lines one by one. So keys are read one by one here (with
-backspace, Ctrl-U and Ctrl-W), and the terminal is asked to bracket what is pasted. Where it does not, a line end with more
-right behind it is taken to be part of a paste: nobody types that fast.
+A terminal's own line editing cuts a line at 4,095 bytes and gives pasted lines one by one. So keys are read one by one
+here (with backspace, Ctrl-U and Ctrl-W), and the terminal is asked to bracket what is pasted. Where it does not, a line
+end with more right behind it is taken to be part of a paste: nobody types that fast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Terminal:
         """Standard input and output, where both are a terminal that understands escapes."""
         if sys.stdin is None:
             raise OutriderError("standard input is closed: nothing can be read from it")
-        if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":  # a dumb one knows no escapes
+        if (
+            not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb"
+        ):  # a dumb one knows no escapes
             if isinstance(sys.stdin, io.TextIOWrapper):
                 sys.stdin.reconfigure(errors="replace")  # as keys are read, too
             return None

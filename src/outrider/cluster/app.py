@@ -1,7 +1,8 @@
 """The cluster as a Ray Serve application: engine replicas, and an ingress that relays to them.
 
-`build` is the builder for `serve run outrider.cluster.app:build model=smollm2 replicas=2..8` and for KubeRay. Client -> Serve's HTTP
-proxy -> Ingress -> EngineReplica. The ingress is a deployment of ours because Serve's proxy answers 500 when a replica dies under a request.
+`build` is the builder for `serve run outrider.cluster.app:build model=smollm2 replicas=2..8` and for KubeRay. Client ->
+Serve's HTTP proxy -> Ingress -> EngineReplica. The ingress is a deployment of ours because Serve's proxy answers 500
+when a replica dies under a request.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ class PlacementGroup(TypedDict, total=False):
 
 
 def grouped(config: ClusterConfig) -> PlacementGroup:
-    """A tensor-parallel replica is a placement group: what all its processes take, in one bundle and so on one machine. The replica is the
-    first process and starts the others itself, as `outrider serve` does: so it must see all their GPUs."""
+    """A tensor-parallel replica is a placement group: what all its processes take, in one bundle and so on one machine.
+    The replica is the first process and starts the others itself, as `outrider serve` does: so it must see all their
+    GPUs."""
     if config.load.tensor_parallel == 1:
         return {}
     takes = {"CPU": config.cpus_per_replica, **({"GPU": config.gpus_per_replica} if config.gpus_per_replica else {})}
@@ -141,7 +143,8 @@ def grouped(config: ClusterConfig) -> PlacementGroup:
 
 
 def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Application:
-    """`config` has to be placed. What has changed since the last deployment is rolled out, a replica at a time. `keys`: besides its own."""
+    """`config` has to be placed. What has changed since the last deployment is rolled out, a replica at a time. `keys`:
+    besides its own."""
     assert config.max_concurrent is not None and config.load.threads is not None, "not placed"
     fields = config.fields()
     bounds = config.replicas
@@ -149,7 +152,9 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         min_replicas=bounds.low, max_replicas=bounds.high, target_ongoing_requests=config.target_queue,
         upscale_delay_s=config.upscale_delay, downscale_delay_s=config.downscale_delay,
     )}  # fmt: skip
-    engine_fields = {k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")}
+    engine_fields = {
+        k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")
+    }
     engines = serve.deployment(
         EngineReplica,
         name="Engine",
@@ -164,13 +169,17 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         logging_config=QUIET,
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter,
-            request_router_kwargs={"slack": max(2, config.max_concurrent // 2), "by_prefix": config.routing == "prefix"},
+            request_router_kwargs={
+                "slack": max(2, config.max_concurrent // 2),
+                "by_prefix": config.routing == "prefix",
+            },
         ),
         **scale,
         **grouped(config),
     ).bind(engine_fields)
     front = serve.deployment(
-        IngressApp, name="Ingress", num_replicas=config.ingresses, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_RELAYED,
+        IngressApp, name="Ingress", num_replicas=config.ingresses, ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MOST_RELAYED,
         graceful_shutdown_timeout_s=config.drain, graceful_shutdown_wait_loop_s=0.5, logging_config=QUIET,
     )  # fmt: skip
     return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS}, keys)

@@ -1,8 +1,8 @@
 """`outrider batch --ray`: the pool's workers as Ray actors, each a whole engine.
 
-Actors rather than Ray Data: a result has to be on disk before its request is forgotten, line by line, and Ray Data hands out whole
-blocks, runs a block again when its actor dies, and brings pyarrow and pandas. What is left of a Ray Data job here, a queue of lines over
-actors that are replaced, is pool.py.
+Actors rather than Ray Data: a result has to be on disk before its request is forgotten, line by line, and Ray Data
+hands out whole blocks, runs a block again when its actor dies, and brings pyarrow and pandas. What is left of a Ray
+Data job here, a queue of lines over actors that are replaced, is pool.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class BatchEngine:
 
 class RayWorker:
     def __init__(self, config: ClusterConfig, seed: int) -> None:
-        made = ray.remote(BatchEngine).options(num_cpus=config.cpus_per_replica, num_gpus=config.gpus_per_replica or 0, max_restarts=0)
+        made = ray.remote(BatchEngine).options(
+            num_cpus=config.cpus_per_replica, num_gpus=config.gpus_per_replica or 0, max_restarts=0
+        )
         self._actor = made.remote(config.fields(), seed)
         try:
             ray.get(self._actor.ready.remote())
@@ -81,7 +83,9 @@ def whole(
         ray.shutdown()
 
 
-def run(config: ClusterConfig, requests: Path, out: Path, seed: int, tell: Callable[[BatchProgress], None]) -> BatchProgress:
+def run(
+    config: ClusterConfig, requests: Path, out: Path, seed: int, tell: Callable[[BatchProgress], None]
+) -> BatchProgress:
     """On the Ray that this process has joined."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
 

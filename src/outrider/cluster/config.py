@@ -53,12 +53,16 @@ class ClusterConfig:
     """Each field with the rule that it is read by."""
 
     model: Annotated[str, Rule(_text, "a model's name, folder, .gguf file or Hugging Face id")]
-    replicas: Annotated[ReplicaCount, Rule(_replicas, "a number such as 2, or bounds such as 2..8")] = ReplicaCount(1, 1)
+    replicas: Annotated[ReplicaCount, Rule(_replicas, "a number such as 2, or bounds such as 2..8")] = ReplicaCount(
+        1, 1
+    )
     name: Annotated[str | None, TEXT] = None  # what clients call the model; default: as `outrider serve` names it
     host: Annotated[str, TEXT] = "127.0.0.1"
     port: Annotated[int, _whole(0, 65535)] = 8000
     # each engine
-    load: LoadSettings = AS_IT_COMES  # in a file its options stand beside the others; threads by default: as many as cpus_per_replica
+    load: LoadSettings = (
+        AS_IT_COMES  # in a file its options stand beside the others; threads by default: as many as cpus_per_replica
+    )
     max_concurrent: Annotated[int | None, _whole(1)] = None  # default: 254 on a GPU, else 8
     # what a replica takes of its machine
     cpus_per_replica: Annotated[float, _number(0, over=True)] = 1.0
@@ -73,7 +77,9 @@ class ClusterConfig:
     # the cluster
     routing: Annotated[str, _one_of("prefix", "least-loaded")] = "prefix"
     ingresses: Annotated[int, _whole(1)] = 1
-    target_queue: Annotated[float | None, _number(0, over=True)] = None  # a replica's requests before one is added; max_concurrent
+    target_queue: Annotated[float | None, _number(0, over=True)] = (
+        None  # a replica's requests before one is added; max_concurrent
+    )
     upscale_delay: Annotated[float, _number(0)] = 10.0
     downscale_delay: Annotated[float, _number(0)] = 300.0
     retries: Annotated[int, _whole(0)] = 2  # after a replica's death, while nothing has been told to the client
@@ -94,7 +100,9 @@ class ClusterConfig:
             try:
                 known[name] = rule.read(value)
             except (ValueError, TypeError):
-                raise OutriderError(f"{where}{raw}: {json.dumps(value, default=str)} is not allowed; it must be {rule.allowed}") from None
+                raise OutriderError(
+                    f"{where}{raw}: {json.dumps(value, default=str)} is not allowed; it must be {rule.allowed}"
+                ) from None
         if "model" not in known:
             raise OutriderError(f"{where}model is missing: say what to load, e.g. model: smollm2")
         own = {name: value for name, value in known.items() if name not in OPTIONS}
@@ -119,7 +127,8 @@ class ClusterConfig:
 
     @classmethod
     def from_args(cls, args: Mapping[str, object]) -> ClusterConfig:
-        """Fields, and `config`, a file that they differ from: what a Serve application and `outrider deploy` are told. Most is text."""
+        """Fields, and `config`, a file that they differ from: what a Serve application and `outrider deploy` are told.
+        Most is text."""
         given = {name: _typed(name, value) for name, value in args.items() if name != "config"}
         path = args.get("config")
         return cls.read(Path(str(path)), given) if path else cls.of(given)
@@ -142,16 +151,23 @@ class ClusterConfig:
         """The same with the fields filled in that depend on the machines. gpus: of the whole cluster."""
         load = self.load
         wanted = load.device is None or load.device.startswith("cuda")
-        per_replica = self.gpus_per_replica if self.gpus_per_replica is not None else float(bool(gpus and wanted)) * load.tensor_parallel
+        per_replica = (
+            self.gpus_per_replica
+            if self.gpus_per_replica is not None
+            else float(bool(gpus and wanted)) * load.tensor_parallel
+        )
         if per_replica and load.tensor_parallel > 1 and per_replica != load.tensor_parallel:
             raise OutriderError(
                 f"gpus_per_replica: {per_replica:g} with tensor_parallel {load.tensor_parallel}: a GPU a process; leave the first out"
             )
         if per_replica > gpus:
-            raise OutriderError(f"gpus_per_replica: {per_replica:g}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
+            raise OutriderError(
+                f"gpus_per_replica: {per_replica:g}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines"
+            )
         concurrent = self.max_concurrent or (254 if per_replica else 8)
         return dataclasses.replace(
-            self, gpus_per_replica=per_replica, max_concurrent=concurrent, target_queue=self.target_queue or float(concurrent),
+            self, gpus_per_replica=per_replica, max_concurrent=concurrent,
+            target_queue=self.target_queue or float(concurrent),
             load=dataclasses.replace(load, threads=load.threads or max(1, int(self.cpus_per_replica / load.tensor_parallel))),
         )  # fmt: skip
 
@@ -166,7 +182,8 @@ class ClusterConfig:
 
     def _settings(self) -> ServerSettings:
         return ServerSettings(
-            model_name=self.served_name, max_concurrent=self.max_concurrent or 8, max_queued=self.max_queued, timeout=self.timeout,
+            model_name=self.served_name, max_concurrent=self.max_concurrent or 8, max_queued=self.max_queued,
+            timeout=self.timeout,
             max_body=self.max_body, max_prompt=self.max_prompt,
         )  # fmt: skip
 
@@ -265,6 +282,10 @@ def _typed(name: str, value: object) -> object:
 
 TEXT = Rule(_text, "a text that is not empty")
 RULES: dict[str, Rule] = {
-    **{name: hint.__metadata__[0] for name, hint in get_type_hints(ClusterConfig, include_extras=True).items() if name != "load"},
+    **{
+        name: hint.__metadata__[0]
+        for name, hint in get_type_hints(ClusterConfig, include_extras=True).items()
+        if name != "load"
+    },
     **{name: _option(name, option) for name, option in OPTIONS.items()},
 }

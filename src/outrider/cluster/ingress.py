@@ -1,10 +1,10 @@
 """The front of a cluster: takes HTTP, sends each request to one replica and relays its answer. Knows nothing of Ray.
 
-Contract. Until the first byte of an answer has gone to its client, a replica's death is not seen: the request goes to another replica,
-`retries` times. Once bytes have flowed, the stream ends with an error event in its own protocol. No replica in `wait` seconds is a
-503 with Retry-After. A client that leaves cancels its request in the replica that runs it. Hosts, origins, keys and sizes are
-checked here, by the code that a single server has before its routes (`limits.Guard`); everything else is the replica's, which is a single
-server's whole app.
+Contract. Until the first byte of an answer has gone to its client, a replica's death is not seen: the request goes to
+another replica, `retries` times. Once bytes have flowed, the stream ends with an error event in its own protocol. No
+replica in `wait` seconds is a 503 with Retry-After. A client that leaves cancels its request in the replica that runs
+it. Hosts, origins, keys and sizes are checked here, by the code that a single server has before its routes
+(`limits.Guard`); everything else is the replica's, which is a single server's whole app.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ log = logging.getLogger("outrider.cluster")
 KEPT_HEADERS = (b"content-type", b"accept", b"x-outrider-stats", b"anthropic-version", b"user-agent")
 OURS = {name for name, _ in SECURITY_HEADERS} | {b"x-request-id"}  # the guard writes them
 WIRES: dict[str, Callable[[], Wire]] = {
-    "messages": AnthropicWire, "responses": ResponsesWire, "ollama_chat": OllamaWire, "ollama_generate": lambda: OllamaWire(chat=False),
+    "messages": AnthropicWire, "responses": ResponsesWire, "ollama_chat": OllamaWire,
+    "ollama_generate": lambda: OllamaWire(chat=False),
 }  # fmt: skip
 
 
@@ -77,7 +78,8 @@ class ReplicaSet(Protocol):
     """The replicas, as the ingress sees them."""
 
     def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
-        """Sends it to one replica: TakenReplica, then the messages of its answer. Closed early, the replica drops the request."""
+        """Sends it to one replica: TakenReplica, then the messages of its answer. Closed early, the replica drops the
+        request."""
         ...
 
     async def snapshots(self) -> list[Snapshot]: ...
@@ -95,12 +97,16 @@ class _Answer:
     async def take(self, message: Message, replica: str) -> None:
         if message["type"] == "http.response.start":
             headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() not in OURS]
-            self.stream = any(k.lower() == b"content-type" and not v.startswith(b"application/json") for k, v in headers)
+            self.stream = any(
+                k.lower() == b"content-type" and not v.startswith(b"application/json") for k, v in headers
+            )
             self._head = {**message, "headers": [*headers, (b"x-outrider-replica", replica.encode())]}
             return
         if self._head is not None:
             head, self._head = self._head, None
-            if head["status"] == 503 and b'"shutting_down"' in message.get("body", b""):  # the replica leaves: others are there
+            if head["status"] == 503 and b'"shutting_down"' in message.get(
+                "body", b""
+            ):  # the replica leaves: others are there
                 raise ReplicaLost
             self.flowing = True
             await self._send(head)
@@ -112,11 +118,15 @@ class Ingress:
         self._replicas, self._retries, self._wait = replicas, retries, wait
         self.registry = CollectorRegistry()
         r = self.registry
-        self._retried = Counter("outrider_cluster_retries", "Requests sent to another replica after a death, unseen.", registry=r)
+        self._retried = Counter(
+            "outrider_cluster_retries", "Requests sent to another replica after a death, unseen.", registry=r
+        )
         self._broken = Counter("outrider_cluster_broken_streams", "Streams ended by a replica's death.", registry=r)
         self._nobody = Counter("outrider_cluster_unavailable", "Requests that found no replica.", registry=r)
         self._left = Counter("outrider_cluster_cancelled", "Clients that left before their answer's end.", registry=r)
-        self._answers = Counter("outrider_cluster_answers", "Answers of the ingress, by route and status.", ["route", "status"], registry=r)
+        self._answers = Counter(
+            "outrider_cluster_answers", "Answers of the ingress, by route and status.", ["route", "status"], registry=r
+        )
         self._totals = Totals()
         self._guard = RequestGuard(self._route, settings, self._count)
 
@@ -213,4 +223,6 @@ async def _read(scope: Scope, receive: Receive) -> Forward:
     kept = [(k, v) for k, v in scope["headers"] if k in KEPT_HEADERS]
     headers = (*kept, (b"x-request-id", state["request_id"].encode()), (b"content-length", str(len(body)).encode()))
     prefix = prefix_keys(body) if scope["method"] == "POST" else ()
-    return Forward(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, state["client"], prefix)
+    return Forward(
+        scope["method"], scope["path"], scope.get("query_string", b""), headers, body, state["client"], prefix
+    )

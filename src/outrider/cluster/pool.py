@@ -1,8 +1,8 @@
 """A batch file's lines over several workers, each an engine elsewhere. Knows nothing of Ray.
 
-Contract: `rows` gives one result for every line that has none, whichever workers die. A worker's results count when they have arrived;
-what it had not answered goes back to the head of the queue, and another worker takes its place. A line that was under way in `MOST_DEATHS`
-deaths gets a result that says so: one poisonous request must not end the run.
+Contract: `rows` gives one result for every line that has none, whichever workers die. A worker's results count when
+they have arrived; what it had not answered goes back to the head of the queue, and another worker takes its place. A
+line that was under way in `MOST_DEATHS` deaths gets a result that says so: one poisonous request must not end the run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class WorkerPool:
                 except WorkerLost as e:  # it never had a line: none of them is to blame
                     unmade += 1
                     if unmade >= MOST_DEATHS:
-                        raise OutriderError(f"{unmade} workers in a row were lost while loading the model; results so far are kept") from e
+                        raise OutriderError(
+                            f"{unmade} workers in a row were lost while loading the model; results so far are kept"
+                        ) from e
                     with self._lock:
                         self.lost += 1
                         self._back.extendleft(reversed(lines))
@@ -119,4 +121,6 @@ class WorkerPool:
             given_up = [line for line in lines if self._deaths[line.id] >= MOST_DEATHS]
             self._back.extendleft(line for line in reversed(lines) if self._deaths[line.id] < MOST_DEATHS)
         if given_up:
-            self._results.put([failed_row(line, f"{MOST_DEATHS} workers were lost while they had this request.") for line in given_up])
+            self._results.put(
+                [failed_row(line, f"{MOST_DEATHS} workers were lost while they had this request.") for line in given_up]
+            )

@@ -1,9 +1,10 @@
-"""Who gets a request: the replica that has seen the beginning of its prompt, unless that one is busy; else the least loaded.
+"""Who gets a request: the replica that has seen the beginning of its prompt, unless that one is busy; else the least
+loaded.
 
-A prompt's beginning is known by its bytes alone: the body from the first key that holds a prompt, cut into blocks, each named by a hash
-of itself and everything before it. No text is parsed and nothing is tokenised; what differs in blanks or in the order of keys is
-routed as another prompt, which costs a prefill and never an answer. The map is a guess about caches that others own: a replica
-that has forgotten a prefix computes it again.
+A prompt's beginning is known by its bytes alone: the body from the first key that holds a prompt, cut into blocks, each
+named by a hash of itself and everything before it. No text is parsed and nothing is tokenised; what differs in blanks
+or in the order of keys is routed as another prompt, which costs a prefill and never an answer. The map is a guess about
+caches that others own: a replica that has forgotten a prefix computes it again.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class PrefixMap(Generic[R]):
 def rank(loads: Mapping[R, int], holders: Sequence[R], slack: int) -> list[list[R]]:
     """Replicas by preference, in ranks. Within a rank the least loaded is taken.
 
-    `loads`: requests each replica has. A holder is preferred while it has at most `slack` more than the least loaded: waiting
-    behind more than that costs more than computing the prefix again.
+    `loads`: requests each replica has. A holder is preferred while it has at most `slack` more than the least loaded:
+    waiting behind more than that costs more than computing the prefix again.
     """
     if not loads:
         return []

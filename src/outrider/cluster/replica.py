@@ -1,7 +1,8 @@
 """One engine and a single server's whole app around it, called with a request as data. Knows nothing of Ray.
 
-`answer` runs the app for one request and gives its ASGI messages as they come, those that are ready together in one list. Closed or
-cancelled early, the app is told that its client has gone, and the engine drops the request within a cycle.
+`answer` runs the app for one request and gives its ASGI messages as they come, those that are ready together in one
+list. Closed or cancelled early, the app is told that its client has gone, and the engine drops the request within a
+cycle.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ from .totals import Snapshot
 def load(config: ClusterConfig) -> ServedModel:
     """What `outrider serve` would load."""
     assert config.max_concurrent is not None, "not placed"
-    llm = LLM.load(config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE))
+    llm = LLM.load(
+        config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE)
+    )
     if llm.team is not None:
-        llm.team.watch.grace = 0.0  # the ingress sends what was running here to another replica: an error of ours would end it
+        llm.team.watch.grace = (
+            0.0  # the ingress sends what was running here to another replica: an error of ours would end it
+        )
     return ServedModel.of(llm)
 
 
@@ -76,9 +81,12 @@ class Replica:
 
 def _scope(request: Forward) -> Scope:
     return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-        "method": request.method, "path": request.path, "raw_path": request.path.encode(), "query_string": request.query,
-        "headers": [(b"host", b"replica"), *request.headers], "client": (request.client, 0), "server": ("replica", 0), "state": {},
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+        "root_path": "",
+        "method": request.method, "path": request.path, "raw_path": request.path.encode(),
+        "query_string": request.query,
+        "headers": [(b"host", b"replica"), *request.headers], "client": (request.client, 0), "server": ("replica", 0),
+        "state": {},
     }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """The policy of prefix.py as Ray Serve's request router.
 
-Serve's own extension point is used, rather than replicas picked by hand through actor handles: so Serve keeps the set of replicas,
-probes their queues, lets a full one reject, takes a dead one out and counts what waits for autoscaling. What it asks of us is an order of
-preference. The interface is marked alpha in Ray 2.60; this file is all that hangs on it.
+Serve's own extension point is used, rather than replicas picked by hand through actor handles: so Serve keeps the set
+of replicas, probes their queues, lets a full one reject, takes a dead one out and counts what waits for autoscaling.
+What it asks of us is an order of preference. The interface is marked alpha in Ray 2.60; this file is all that hangs on
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # full replicas are asked again after a pause, not at once
+            pending_request.routing_context.should_backoff = (
+                True  # full replicas are asked again after a pause, not at once
+            )
         known = {r.replica_id: r for r in candidate_replicas}
         loads = {id: self.replica_queue_len_cache.get(id) or 0 for id in known}
         holders = self._map.holders(_prefix(pending_request), loads) if self._by_prefix else []

@@ -44,7 +44,8 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
 
 
 def connect(address: str, say: Callable[[str], None]) -> bool:
-    """Join the Ray at `address`; auto: the one that RAY_ADDRESS names, else one that runs here, else start one. True: we started it."""
+    """Join the Ray at `address`; auto: the one that RAY_ADDRESS names, else one that runs here, else start one. True:
+    we started it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -60,7 +61,8 @@ def connect(address: str, say: Callable[[str], None]) -> bool:
                 raise OutriderError(f"no Ray cluster at {named}: {_first_line(e)}") from None
     say("no Ray cluster found: starting one on this machine" if named == "auto" else "starting Ray on this machine")
     ray.init(
-        address="local", include_dashboard=False, object_store_memory=OBJECT_STORE, log_to_driver=False, logging_level=logging.ERROR,
+        address="local", include_dashboard=False, object_store_memory=OBJECT_STORE, log_to_driver=False,
+        logging_level=logging.ERROR,
         namespace="serve",
     )  # fmt: skip
     return True
@@ -77,7 +79,8 @@ def _reachable(address: str) -> None:
 
 
 def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
-    """Returns when every replica answers. A cluster that is up is changed, a replica at a time; nobody who asks meanwhile fails."""
+    """Returns when every replica answers. A cluster that is up is changed, a replica at a time; nobody who asks
+    meanwhile fails."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
     if ours:
         need_room(placed)
@@ -89,7 +92,9 @@ def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
         known = serve.status().applications.get(APP)
         reasons = " ".join(d.message for d in known.deployments.values()) if known else ""
         told = re.findall(r"OutriderError: (.*)", reasons)
-        raise OutriderError(told[-1] if told else f"the replicas did not start: {_first_line(e)} {reasons[:500]}") from None
+        raise OutriderError(
+            told[-1] if told else f"the replicas did not start: {_first_line(e)} {reasons[:500]}"
+        ) from None
     return placed
 
 

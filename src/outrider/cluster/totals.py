@@ -1,7 +1,8 @@
 """/metrics of a cluster: every replica's figures under a label, and their sums under the names a single server uses.
 
-`outrider_replica_X{replica="…"}` is a replica's X; `outrider_X` is the cluster's, so that a dashboard made for one server shows the whole.
-What a replica that is gone had counted when it was last asked stays in the sums: counters never go back.
+`outrider_replica_X{replica="…"}` is a replica's X; `outrider_X` is the cluster's, so that a dashboard made for one
+server shows the whole. What a replica that is gone had counted when it was last asked stays in the sums: counters never
+go back.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Totals:
                 for s in family.samples:
                     if s.name.endswith("_created"):
                         continue
-                    each.add_sample(s.name.replace("outrider_", "outrider_replica_", 1), {**s.labels, "replica": replica}, s.value)
+                    each.add_sample(
+                        s.name.replace("outrider_", "outrider_replica_", 1), {**s.labels, "replica": replica}, s.value
+                    )
                     key = _key(s.name, s.labels)
                     family_of[key] = total
                     if family.type not in COUNTS:

@@ -1,7 +1,8 @@
 """What a cycle costs here: times the executors' own parts on scratch sequences, for the controller's cost table.
 
-The table is kept beside the model cache, keyed by machine, model and version, so that only a first start measures. Later starts time a few
-cycles and measure again where the table is off. Where steps run as CUDA graphs they trust it: checking would mean capturing graphs.
+The table is kept beside the model cache, keyed by machine, model and version, so that only a first start measures.
+Later starts time a few cycles and measure again where the table is off. Where steps run as CUDA graphs they trust it:
+checking would mean capturing graphs.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ CAPTURING_S = 12.0  # where every cell is a graph to be captured first
 
 
 def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
-    """The stored table of this key if it is still true, or a fresh one (about three seconds, twelve where steps are captured), stored for
-    the next start."""
+    """The stored table of this key if it is still true, or a fresh one (about three seconds, twelve where steps are
+    captured), stored for the next start."""
     found = CostTable.load(path, key) if path is not None else None
     fastest = engine.executors[0]
     if found is not None and fastest.async_results:
         return found  # nobody else uses the GPU, so it stays true; and checking it would mean capturing graphs
     name = engine.drafter.name if engine.drafter is not None else None
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
-    whole = name is not None and fastest.name == "host" and fastest.can_probe(name)  # the draft is timed within its cycle, as it runs
+    whole = (
+        name is not None and fastest.name == "host" and fastest.can_probe(name)
+    )  # the draft is timed within its cycle, as it runs
 
     def probe(part: str, batch: int, k: int, context: int) -> None:
         next(e for e in engine.executors if e.can_probe(part)).probe(part, batch, k, context)

@@ -1,7 +1,7 @@
 """A function captured as a CUDA graph (`Graph`), and the memory that several graphs share (`GraphPool`).
 
-`Graph` runs its function once, captures it, and `replay` runs the captured kernels again on the same tensors. On a device without graphs
-`replay` calls the function itself, so code that uses it is tested on the CPU.
+`Graph` runs its function once, captures it, and `replay` runs the captured kernels again on the same tensors. On a
+device without graphs `replay` calls the function itself, so code that uses it is tested on the CPU.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ONE = threading.Lock()  # torch captures one graph at a time in a process, and another model may be loading in another thread
+ONE = (
+    threading.Lock()
+)  # torch captures one graph at a time in a process, and another model may be loading in another thread
 
 
 class GraphPool:
-    """Memory that graphs share. It keeps a graph of its own for as long as it lives, since a pool whose last graph is gone must not be
-    captured into again."""
+    """Memory that graphs share. It keeps a graph of its own for as long as it lives, since a pool whose last graph is
+    gone must not be captured into again."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -32,7 +34,8 @@ class GraphPool:
 
 
 class Graph:
-    """A captured function of no arguments. `result` is what it returned: on a GPU the same tensor after every replay."""
+    """A captured function of no arguments. `result` is what it returned: on a GPU the same tensor after every
+    replay."""
 
     def __init__(self, fn: Callable[[], Tensor | None], device: torch.device, pool: GraphPool | None = None):
         """Runs fn once (kernels are compiled, caches filled) before it is captured. pool: graphs that never run at the
@@ -51,7 +54,9 @@ class Graph:
             self.fn()
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool.handle() if pool is not None else None, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            self.graph, pool=pool.handle() if pool is not None else None, capture_error_mode="thread_local"
+        ):
             self.result = self.fn()
 
     def replay(self) -> None:

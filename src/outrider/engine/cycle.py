@@ -58,7 +58,9 @@ class Rows:
         """[R]: where each row's token stands."""
         if not self.k:
             return length
-        return (length[:, None] + self.offset[: self.k + 1]).reshape(-1) if self.even else length[self.seq] + self.offset
+        return (
+            (length[:, None] + self.offset[: self.k + 1]).reshape(-1) if self.even else length[self.seq] + self.offset
+        )
 
 
 @dataclass
@@ -71,12 +73,16 @@ class CycleInput:
     ops: Backend
     max_context: int  # host bound of length + K + 1
     masks: Callable[[Tensor], Tensor | None] | None = None  # drafts [B, K] -> grammar masks bool [R, V]
-    tree: Tree | None = None  # how the rows stand to one another, where drafts branch (coupled choosing only); None: in lines
+    tree: Tree | None = (
+        None  # how the rows stand to one another, where drafts branch (coupled choosing only); None: in lines
+    )
 
     @property
     def positions(self) -> Tensor:
         """[R]: where each row's token stands in its text."""
-        return self.rows.positions(self.position) if self.tree is None else self.position[self.rows.seq] + self.tree.depth
+        return (
+            self.rows.positions(self.position) if self.tree is None else self.position[self.rows.seq] + self.tree.depth
+        )
 
 
 @dataclass
@@ -126,7 +132,8 @@ def cut(draft: Draft, k: int) -> Draft:
 
 
 def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
-    """The target chooses at every row with noise that depends on (seed, position) alone; a draft is right while it is equal."""
+    """The target chooses at every row with noise that depends on (seed, position) alone; a draft is right while it is
+    equal."""
     rows, sampling, tree = x.rows, x.sampling, x.tree
     position = x.positions + 1 if sampling.any_sampled else x.position  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None
@@ -143,7 +150,9 @@ def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     return accept(spread(chosen, rows, x.position.shape[0]), draft)
 
 
-def verify_drawn(rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
+def verify_drawn(
+    rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], logits: Tensor, draft: Draft, x: CycleInput
+) -> Verdict:
     """A rule of spec.rejection: it keeps the target's distribution, not its text."""
     rows, sampling = x.rows, x.sampling
     mask = x.masks(draft.tokens) if x.masks is not None else None
@@ -163,7 +172,8 @@ def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
-    """For each emitted token {id: logprob}, the chosen one first; `rows` as `Backend.logprob_rows` gives them, `top` of their likeliest."""
+    """For each emitted token {id: logprob}, the chosen one first; `rows` as `Backend.logprob_rows` gives them, `top` of
+    their likeliest."""
     out = []
     for row, token in zip(rows, tokens):
         width = len(row) // 2

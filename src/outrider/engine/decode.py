@@ -1,7 +1,8 @@
 """The function that a graph captures: one decode step over buffers that stay where they are.
 
-`State` is what the sequences carry from step to step, by slot; `Inputs` is what the host says of a step, by row of the batch.
-`decode_step` puts the cycle (engine.cycle) between them and never looks at a value, so that nothing in it waits for the device.
+`State` is what the sequences carry from step to step, by slot; `Inputs` is what the host says of a step, by row of the
+batch. `decode_step` puts the cycle (engine.cycle) between them and never looks at a value, so that nothing in it waits
+for the device.
 """
 
 from __future__ import annotations
@@ -24,9 +25,15 @@ from .cycle import CycleInput, Rows, cycle, verify_coupled
 from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 from .tree import Tree
 
-KNOWN = 2 * MAX_DRAFT + 1  # guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
-Choosing = Literal["greedy", "sampled", "head 64", "head 1024", "sort"]  # how candidates are found: the cheapest that serves all rows
-DraftSource = Literal["drafter", "host", "both", "drafted"]  # drafted: by another graph just before, as masks depend on the drafts
+KNOWN = (
+    2 * MAX_DRAFT + 1
+)  # guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
+Choosing = Literal[
+    "greedy", "sampled", "head 64", "head 1024", "sort"
+]  # how candidates are found: the cheapest that serves all rows
+DraftSource = Literal[
+    "drafter", "host", "both", "drafted"
+]  # drafted: by another graph just before, as masks depend on the drafts
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
 
 
@@ -60,7 +67,11 @@ class State:
     @staticmethod
     def of(features: Tensor) -> State:
         rows, device = features.shape[0], features.device
-        return State(torch.zeros(rows, dtype=torch.int64, device=device), torch.ones(rows, dtype=torch.int64, device=device), features)
+        return State(
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.ones(rows, dtype=torch.int64, device=device),
+            features,
+        )
 
 
 @dataclass
@@ -85,18 +96,22 @@ class Inputs:
     def of(device: torch.device, idle: int, rows: int) -> Inputs:
         full = lambda value, dtype: torch.full((rows,), value, dtype=dtype, device=device)  # noqa: E731
         return Inputs(
-            full(idle, torch.int64), full(0, torch.int64), full(1, torch.int64), full(False, torch.bool), full(0, torch.int64),
-            torch.zeros((rows, KNOWN), dtype=torch.int64, device=device), torch.zeros((rows, MAX_DRAFT), dtype=torch.int64, device=device),
+            full(idle, torch.int64), full(0, torch.int64), full(1, torch.int64), full(False, torch.bool),
+            full(0, torch.int64),
+            torch.zeros((rows, KNOWN), dtype=torch.int64, device=device),
+            torch.zeros((rows, MAX_DRAFT), dtype=torch.int64, device=device),
             full(1.0, torch.float32), full(False, torch.bool),
             full(0, torch.int64), full(OFF, torch.int64), full(1.0, torch.float64), full(float("-inf"), torch.float32),
         )  # fmt: skip
 
     def sampling(self, batch: int, choosing: Choosing) -> SamplingBatch:
-        """The rows' parameters as views: what is uploaded later is seen. A filter that a row does not ask for is off in its values."""
+        """The rows' parameters as views: what is uploaded later is seen. A filter that a row does not ask for is off in
+        its values."""
         filters = choosing not in ("greedy", "sampled")
         heads = {"head 64": 64, "head 1024": 1024, "sort": None}
         return SamplingBatch(
-            temperature=self.temperature[:batch], sampled=self.sampled[:batch], seed=self.seed[:batch], out_len=torch.zeros_like(self.seed[:batch]),
+            temperature=self.temperature[:batch], sampled=self.sampled[:batch], seed=self.seed[:batch],
+            out_len=torch.zeros_like(self.seed[:batch]),
             top_k=self.top_k[:batch], top_p=self.top_p[:batch], min_logp=self.min_logp[:batch],
             any_sampled=choosing != "greedy", any_filter=filters, any_top_k=filters, any_top_p=filters,
             head=heads.get(choosing, 1), penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
@@ -112,8 +127,8 @@ class Inputs:
 class Output:
     """Where a step leaves what the host reads."""
 
-    # int64 [B, K + 2]: emitted tokens, their number last. Of a tree [B, 2·(K + 1) + nodes + 2]: tokens, the row that chose each, every
-    # row's parent, the number.
+    # int64 [B, K + 2]: emitted tokens, their number last. Of a tree [B, 2·(K + 1) + nodes + 2]: tokens, the row that
+    # chose each, every row's parent, the number.
     tokens: Tensor
     logprobs: Tensor | None = None  # float32 [R, 1 + 2·n]: of the chosen token, then the n likeliest: values, ids
 
@@ -134,12 +149,13 @@ def allowed(bits: Tensor, vocab: int) -> Tensor:
 
 def decode_step(
     model: Target, store: KVStore, drafter: MTPDrafter | None, state: State, inputs: Inputs, key: Key, out: Output,
-    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, advance: bool = True,
+    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None,
+    advance: bool = True,
     history: SlotSamplingState | None = None, bits: Tensor | None = None,
 ) -> Callable[[], Tensor | None]:  # fmt: skip
-    """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state` (advance=False: the state stays,
-    every run does the same work); returns the logits [R, V]. propose: a stand-in drafter. history, bits [R, V / 32]: what some requests
-    ask for (key.asks)."""
+    """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state` (advance=False:
+    the state stays, every run does the same work); returns the logits [R, V]. propose: a stand-in drafter. history,
+    bits [R, V / 32]: what some requests ask for (key.asks)."""
     b, k, device, vocab = key.batch, key.k, out.tokens.device, model.config.vocab_size
     rows, slots, limit, cap = Rows.of((key.drafted,) * b, device), inputs.slots[:b], inputs.limit[:b], inputs.cap[:b]
     bare = inputs.sampling(b, key.choosing)  # what a drafter guesses by
@@ -156,7 +172,9 @@ def decode_step(
             return Draft(inputs.known(b, k, length), limit)
         assert drafter is not None
         kv = pages.view(length - 1, each, each_start, 1, key.context)
-        batch = DraftBatch(ids, nothing, last, length, state.features.index_select(0, slots), kv, bare, False, model.ops, vocab)
+        batch = DraftBatch(
+            ids, nothing, last, length, state.features.index_select(0, slots), kv, bare, False, model.ops, vocab
+        )
         if key.nodes:
             return drafter.build_fixed_tree(batch, k, key.nodes)
         tokens = drafter.propose(batch, k).tokens
@@ -166,7 +184,9 @@ def decode_step(
 
     def once() -> Tensor | None:
         last, length = state.last.index_select(0, slots), state.position.index_select(0, slots)
-        pages = store.pages_of(slots, key.context)  # gathered once: drafter and target look through them at different positions
+        pages = store.pages_of(
+            slots, key.context
+        )  # gathered once: drafter and target look through them at different positions
         if key.part == "draft":
             inputs.drafted[:b, : key.drafted].copy_(guess(last, length, pages).tokens)
             out.tokens[:, :k].copy_(inputs.drafted[:b, :k])

@@ -1,7 +1,7 @@
 """The step operation by operation: the definition, which takes every request, every drafter and every verifier.
 
-A drafter that fails (raises, or returns ids outside the vocabulary or numbers that are not finite) costs its guess, never the
-answer: it is switched off for the requests concerned.
+A drafter that fails (raises, or returns ids outside the vocabulary or numbers that are not finite) costs its guess,
+never the answer: it is switched off for the requests concerned.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class EagerExecutor(Executor):
         if batch.decode:
             pending.payload = self._run(batch)
             scheduled = batch.decode
-            pending.width, pending.context = sum(item.k for item in scheduled) / len(scheduled), sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
+            pending.width, pending.context = (
+                sum(item.k for item in scheduled) / len(scheduled),
+                sum(len(x.seq.tokens) for x in scheduled) // len(scheduled),
+            )
         return pending
 
     def read(self, pending: PendingStep) -> list[Emitted]:
@@ -81,7 +84,8 @@ class EagerExecutor(Executor):
         draft: Draft | None = None
         if x.rows.k:
             draft = self.propose(scheduled, x, batch.trust)
-            # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than were drafted
+            # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than
+            # were drafted
             if runner.device.type == "cpu" or draft.parents is not None or any(item.nodes for item in scheduled):
                 for item, k in zip(scheduled, draft.lengths.tolist()):
                     item.k = k
@@ -104,13 +108,17 @@ class EagerExecutor(Executor):
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         confidence = [  # a copy of earlier text has none
-            None if sure is None or item.drafter in (None, "ngram") else confidences(sure[i][: item.k + 1]) for i, item in enumerate(scheduled)
+            None if sure is None or item.drafter in (None, "ngram") else confidences(sure[i][: item.k + 1])
+            for i, item in enumerate(scheduled)
         ]
         trees: list[VerifiedTree | None] = [None] * len(scheduled)
         if out.verdict.rows is not None and draft is not None:
             drafted = draft.tokens.tolist()
             paths = out.verdict.rows.tolist()
-            trees = [VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafted[i][: scheduled[i].k]) for i, path in enumerate(paths)]
+            trees = [
+                VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafted[i][: scheduled[i].k])
+                for i, path in enumerate(paths)
+            ]
         return [Emitted(*each) for each in zip(emitted, top, confidence, trees, strict=True)]
 
     def _logprobs(
@@ -125,7 +133,10 @@ class EagerExecutor(Executor):
         if verdict.rows is not None:  # of a tree, the rows of the path
             width = verdict.rows.shape[1]
             which = (rows.start[:-1, None] + verdict.rows).reshape(-1)
-            table, start = logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist(), range(0, len(seqs) * width, width)
+            table, start = (
+                logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist(),
+                range(0, len(seqs) * width, width),
+            )
         else:
             table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
@@ -143,7 +154,8 @@ class EagerExecutor(Executor):
             max_context=max(item.start + 1 + item.most for item in scheduled),
         )
 
-    # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors -----------------------------
+    # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors
+    # -----------------------------
     def propose(self, scheduled: Sequence[ScheduledSeq], x: CycleInput, trust: Sequence[float] | None) -> Draft:
         """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.DraftPlan)."""
         k, device = x.rows.k, self.runner.device
@@ -188,7 +200,9 @@ class EagerExecutor(Executor):
         size, k = len(scheduled), max(item.k for item in scheduled)
         if draft.parents is not None:
             before = torch.arange(draft.parents.shape[1], device=draft.parents.device)
-            if draft.parents.shape != draft.tokens.shape or not bool(((draft.parents >= 0) & (draft.parents <= before)).all()):
+            if draft.parents.shape != draft.tokens.shape or not bool(
+                ((draft.parents >= 0) & (draft.parents <= before)).all()
+            ):
                 raise ValueError("a tree whose tokens do not follow one another")
             k = min(draft.tokens.shape[1], max(item.most for item in scheduled))
         if draft.tokens.shape != (size, k):
@@ -199,23 +213,31 @@ class EagerExecutor(Executor):
             raise ValueError("token ids outside the vocabulary")
         return draft
 
-    def _neural(self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Sequence[float] | None) -> Draft:
+    def _neural(
+        self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Sequence[float] | None
+    ) -> Draft:
         runner = self.runner
         assert runner.drafter is not None
         pick = None if len(which) == len(scheduled) else torch.tensor(which, device=runner.device)
         take = lambda t: t if pick is None else t[pick]  # noqa: E731
         batch = self._draft_batch(
-            [scheduled[i].seq.id for i in which], [scheduled[i].seq.tokens for i in which], take(x.slots), take(x.last), take(x.position),
+            [scheduled[i].seq.id for i in which], [scheduled[i].seq.tokens for i in which], take(x.slots),
+            take(x.last), take(x.position),
             x.sampling if pick is None else x.sampling.select(pick), x.max_context,
         )  # fmt: skip
         if trust is not None and not self.own_noise:
-            batch.stop, batch.drop, batch.trust = [scheduled[i].stop for i in which], [scheduled[i].drop for i in which], trust
+            batch.stop, batch.drop, batch.trust = (
+                [scheduled[i].stop for i in which],
+                [scheduled[i].drop for i in which],
+                trust,
+            )
         if any(scheduled[i].nodes for i in which) and not self.own_noise:
             batch.nodes, batch.prices = [scheduled[i].most for i in which], [scheduled[i].prices for i in which]
         return runner.drafter.propose(batch, max(scheduled[i].k for i in which))
 
     def _draft_batch(
-        self, ids: Sequence[str], tokens: Sequence[Sequence[int]], slots: Tensor, last: Tensor, length: Tensor, sampling: SamplingBatch,
+        self, ids: Sequence[str], tokens: Sequence[Sequence[int]], slots: Tensor, last: Tensor, length: Tensor,
+        sampling: SamplingBatch,
         max_context: int,
     ) -> DraftBatch:  # fmt: skip
         runner, count = self.runner, len(ids)
@@ -223,9 +245,12 @@ class EagerExecutor(Executor):
         start = torch.arange(count + 1, dtype=torch.int32, device=runner.device)
         kv = runner.store.view(slots, length - 1, each, start, 1, max_context)
         features = runner.features[slots]
-        return DraftBatch(ids, tokens, last, length, features, kv, sampling, self.own_noise, runner.model.ops, runner.vocab)
+        return DraftBatch(
+            ids, tokens, last, length, features, kv, sampling, self.own_noise, runner.model.ops, runner.vocab
+        )
 
-    # ---- timing ---------------------------------------------------------------------------------------------------------------
+    # ---- timing
+    # ---------------------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         runner = self.runner
@@ -239,16 +264,27 @@ class EagerExecutor(Executor):
             x = CycleInput(rows, slots, last, length, sampling, runner.model.ops, context + k + 1)
             draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=runner.device), torch.full_like(length, k))
             runner.store.flush()
-            out = cycle(runner.model, runner.store.pages_of(slots, x.max_context), draft if k else None, verify_coupled, runner.taps, x)
+            out = cycle(
+                runner.model,
+                runner.store.pages_of(slots, x.max_context),
+                draft if k else None,
+                verify_coupled,
+                runner.taps,
+                x,
+            )
             out.verdict.tokens.tolist()  # waits for the device
             return
         drafter, ids = runner.drafter, [f"scratch {i}" for i in range(batch)]
         assert drafter is not None
-        if isinstance(drafter, DraftModel):  # it keeps K/V of its own: time its steps, not the prompt it never runs again
+        if isinstance(
+            drafter, DraftModel
+        ):  # it keeps K/V of its own: time its steps, not the prompt it never runs again
             unread = READING if part == reading(drafter.name) else 0
             for name in ids:
                 drafter.assume(name, [0] * max(0, context - unread))
         tokens = [[0] * (context + 1)] * batch
-        drafter.propose(self._draft_batch(ids, tokens, slots, last, length, sampling, context + k + 1), k).tokens.tolist()
+        drafter.propose(
+            self._draft_batch(ids, tokens, slots, last, length, sampling, context + k + 1), k
+        ).tokens.tolist()
         for name in ids:
             drafter.forget(name)

@@ -97,17 +97,21 @@ class Engine:
         self.kv_budget = agree(replace(found, pass_rows=passes))
         ahead = max(self.chunk, MAX_DRAFT + 1)
         layout = CacheSpec(
-            self.max_batch, self.kv_budget.max_context, config.page_size, ahead, self.kv_budget.tokens, self.kv_budget.window_tokens, swap_bytes(config)
+            self.max_batch, self.kv_budget.max_context, config.page_size, ahead, self.kv_budget.tokens,
+            self.kv_budget.window_tokens, swap_bytes(config)
         )  # fmt: skip
         self.store = KVStore(model.config, layout, dtype, self.device)
-        self.max_context = min(self.kv_budget.max_context, self.kv_budget.tokens - config.page_size)  # one sequence must be able to finish alone
+        self.max_context = min(
+            self.kv_budget.max_context, self.kv_budget.tokens - config.page_size
+        )  # one sequence must be able to finish alone
         exact = self.can.prompts_independent
         self.granularity = config.page_size if exact else self.chunk  # prefixes are shared in multiples of it
         self.share_answers = exact
         pack = max_batched_prefill(model.config, self.can.packed_rows)
         self.scheduler = Scheduler(
             self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context, pack, prefill_with_decodes(model.config, self.can.prefill_with_decodes, self.can.prefill_flops_with_decodes, self.chunk),
+            self.max_context, pack,
+            prefill_with_decodes(model.config, self.can.prefill_with_decodes, self.can.prefill_flops_with_decodes, self.chunk),
             prefill_idle(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
         self.prefill_budget = PrefillBudget(self.scheduler.prefill_with_decodes, LIKELY)
@@ -121,13 +125,19 @@ class Engine:
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
         self._last_read_at = 0.0  # when the last step was read
         self._timed: list[Seq] = []  # the batch whose last step was timed
-        self.host_times = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)  # seconds of the host by part; only `wait` is idle
-        self.meanwhile: Callable[[], None] = lambda: None  # called when the host has nothing to do until the device is done with a step
+        self.host_times = dict.fromkeys(
+            ("plan", "launch", "wait", "commit"), 0.0
+        )  # seconds of the host by part; only `wait` is idle
+        self.meanwhile: Callable[[], None] = lambda: (
+            None
+        )  # called when the host has nothing to do until the device is done with a step
         self._warned = 0  # how many of the controller's warnings were passed on
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
         if 0 < self.can.independent_rows < self.max_batch:
-            log.warning("more than %d sequences at once: answers may then depend on their company", self.can.independent_rows)
+            log.warning(
+                "more than %d sequences at once: answers may then depend on their company", self.can.independent_rows
+            )
 
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one takes everything."""
@@ -143,9 +153,9 @@ class Engine:
         return [*made, EagerExecutor(runner, self.spec.verify, self.metrics)]
 
     def serve(self) -> str:
-        """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it is needed, and
-        prompts run in pieces that nobody waits long for; on a GPU the likely steps and passes are captured before the first one comes.
-        Returns a line about what was made."""
+        """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it
+        is needed, and prompts run in pieces that nobody waits long for; on a GPU the likely steps and passes are
+        captured before the first one comes. Returns a line about what was made."""
         self.store.take_ahead()
         made = self.executors[0].prepare() if self.device.type == "cuda" else ""
         if self.can.prefill_idle and self.can.prompts_independent:
@@ -163,7 +173,11 @@ class Engine:
             raise OutriderError(f"prompt token id {wrong} is outside the vocabulary (0..{vocab - 1})")
         if len(prompt) >= self.max_context:
             most = self.model.config.max_context
-            mend = "shorten it" if self.max_context >= most - 1 else f"shorten it or raise --max-context (the model knows up to {most})"
+            mend = (
+                "shorten it"
+                if self.max_context >= most - 1
+                else f"shorten it or raise --max-context (the model knows up to {most})"
+            )
             raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: {mend}")
         SpecConfig(request.draft_tokens, tree=request.tree)  # checks them
         if request.id in self._seqs:
@@ -178,7 +192,9 @@ class Engine:
         seq = Seq(request, self.clock(), list(request.prompt))
         seq.drafts_from_hidden = self._drafts_from_hidden(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
-        seq.answer = OutputProcessor(params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None)
+        seq.answer = OutputProcessor(
+            params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None
+        )
         if "ngram" in self.controller.drafters and self._copies(request):
             seq.ngram = NgramIndex([*request.hint, *request.prompt])
         seq.stats.prompt_tokens = seq.prompt_len
@@ -206,12 +222,17 @@ class Engine:
     def busy(self) -> bool:
         if self._events or not self._seqs:
             return bool(self._events)
-        room = len(self.scheduler.running) < self.max_batch and self.store.free_slots > 0  # else those who wait, wait for a command
-        return self._pending is not None or any(not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values())
+        room = (
+            len(self.scheduler.running) < self.max_batch and self.store.free_slots > 0
+        )  # else those who wait, wait for a command
+        return self._pending is not None or any(
+            not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values()
+        )
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
-        """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is committed."""
+        """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is
+        committed."""
         began, clock, spent = self.clock(), self.clock, self.host_times
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
@@ -269,8 +290,9 @@ class Engine:
         self.host_times["commit"] += self.clock() - now
 
     def _observe(self, pending: PendingStep, now: float) -> None:
-        """Tell the controller what the step took, and the pace of prompts. The controller not of a step that prompts ran in; and, where
-        steps do not overlap, not of the first of a batch, which finds caches cold and buffers untouched."""
+        """Tell the controller what the step took, and the pace of prompts. The controller not of a step that prompts
+        ran in; and, where steps do not overlap, not of the first of a batch, which finds caches cold and buffers
+        untouched."""
         scheduled = pending.batch.decode
         if not scheduled:
             return
@@ -284,7 +306,9 @@ class Engine:
             before, self._timed = self._timed, [item.seq for item in scheduled]
             done, known = self.clock(), before == self._timed
             seconds = done - pending.began  # with reading and committing
-        if known and not (pending.tree and len(scheduled) > 1):  # trees are timed for one sequence: the table has no price for several
+        if known and not (
+            pending.tree and len(scheduled) > 1
+        ):  # trees are timed for one sequence: the table has no price for several
             drafter = next((item.drafter for item in scheduled if item.drafter), None)
             drafter = branching(drafter) if pending.tree and drafter is not None else drafter
             self.controller.observe_step(len(scheduled), pending.width, pending.context, seconds, drafter)
@@ -358,9 +382,10 @@ class Engine:
         return seq.request.tree if seq.request.tree is not None else self.spec.tree
 
     def _nodes(self, seq: Seq, widest: int) -> int:
-        """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a tree (the backend
-        says), and where choosing is not coupled. What nobody asked for must also be fast (the executor says) and pay: on a CPU second
-        guesses bring 14 to 21 % where tokens are drawn, and nothing to greedy decoding (docs/drafting.md); on a GPU rows cost little."""
+        """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a
+        tree (the backend says), and where choosing is not coupled. What nobody asked for must also be fast (the
+        executor says) and pay: on a CPU second guesses bring 14 to 21 % where tokens are drawn, and nothing to greedy
+        decoding (docs/drafting.md); on a GPU rows cost little."""
         asked, params = self._tree(seq), seq.request.params
         if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
             return 0
@@ -370,11 +395,17 @@ class Engine:
         return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
-        """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
+        """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found
+        again."""
         offers: dict[str, int] = {}
         room, match, asked = self._room(seq, widest), 0, seq.request.drafter
         if asked and room > 0:
-            if self.drafter is not None and seq.has_features and seq.stats.drafter_off is None and asked in (True, self.drafter.name):
+            if (
+                self.drafter is not None
+                and seq.has_features
+                and seq.stats.drafter_off is None
+                and asked in (True, self.drafter.name)
+            ):
                 offers[self.drafter.name] = room
             if seq.ngram is not None:
                 match = seq.ngram.match()
@@ -383,13 +414,20 @@ class Engine:
         return offers, match
 
     def _copies(self, request: Request) -> bool:
-        """May copies of earlier text be drafted? A network's draft needs nothing from the host; a copy is as old as what the host has
-        seen. So beside a network in steps that are read one behind, copies are made only where they were asked for by name."""
+        """May copies of earlier text be drafted? A network's draft needs nothing from the host; a copy is as old as
+        what the host has seen. So beside a network in steps that are read one behind, copies are made only where they
+        were asked for by name."""
         return request.drafter == "ngram" or (request.drafter is True and (self.drafter is None or not self.graphs))
 
     def _room(self, seq: Seq, widest: int) -> int:
-        """Most tokens a draft may have: what may be emitted, what the context holds, and what keeps rows independent."""
-        return min(seq.remaining - 1 - (seq.num_inflight_tokens > 0), self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest, MAX_DRAFT)
+        """Most tokens a draft may have: what may be emitted, what the context holds, and what keeps rows
+        independent."""
+        return min(
+            seq.remaining - 1 - (seq.num_inflight_tokens > 0),
+            self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1,
+            widest,
+            MAX_DRAFT,
+        )
 
     # ---- commit ---------------------------------------------------------------------------------------------------
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
@@ -408,7 +446,9 @@ class Engine:
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
         logprobs = brought.logprobs[:n] if brought.logprobs is not None else None
-        event = Event(seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree, stopped_by=taken.stopped_by)
+        event = Event(
+            seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree, stopped_by=taken.stopped_by
+        )
         if taken.finish is not None:
             self._events.append(self._finish(seq, event, taken.finish))
         else:
@@ -425,7 +465,9 @@ class Engine:
         s.first_emitted = s.first_emitted or emitted
         m.new_tokens += emitted
         tree = brought.branches
-        line, branched = (item.k, 0) if tree is None else (tree.deepest, accepted - tree.chain_accepted)  # by position: how deep it went
+        line, branched = (
+            (item.k, 0) if tree is None else (tree.deepest, accepted - tree.chain_accepted)
+        )  # by position: how deep it went
         for c in (s, m):
             c.cycles += 1
             if not item.k:
@@ -456,7 +498,8 @@ class Engine:
         return event
 
     def tidy(self, unused_s: float) -> int:
-        """Between two steps: memory of K/V that nobody has used for so long goes back (`KVStore.tidy`). Returns the bytes."""
+        """Between two steps: memory of K/V that nobody has used for so long goes back (`KVStore.tidy`). Returns the
+        bytes."""
         given = self.store.tidy(unused_s)
         self._count_pages()
         return given

@@ -1,11 +1,12 @@
 """Structured output: a grammar turned into token masks that advance along a draft.
 
-A `CompiledGrammar` is compiled once and shared; each request makes its own `GrammarMatcher` from it. Before a verify pass the engine
-asks `bits(drafts)`: a row for each position of the draft and one for the token after it, with a bit for every token. The target's
-logits are masked row by row, so a draft that leaves the grammar is cut where it leaves, and what is emitted is what masked plain
-decoding would have emitted. `advance(tokens)` then commits.
+A `CompiledGrammar` is compiled once and shared; each request makes its own `GrammarMatcher` from it. Before a verify
+pass the engine asks `bits(drafts)`: a row for each position of the draft and one for the token after it, with a bit for
+every token. The target's logits are masked row by row, so a draft that leaves the grammar is cut where it leaves, and
+what is emitted is what masked plain decoding would have emitted. `advance(tokens)` then commits.
 
-`GrammarCompiler` needs the optional package `llguidance` (extra `serve`); `AllowedTokens` is a grammar without it. No torch here.
+`GrammarCompiler` needs the optional package `llguidance` (extra `serve`); `AllowedTokens` is a grammar without it. No
+torch here.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 class GrammarMatcher:
     """Where one request stands in its grammar.
 
-    A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow end
-    tokens only, and the engine ends this request with an error."""
+    A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow
+    end tokens only, and the engine ends this request with an error."""
 
     def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._start, self._inner = start, start.deep_copy()
@@ -39,8 +40,8 @@ class GrammarMatcher:
         self.failed: str | None = None
 
     def bits(self, drafts: Sequence[int]) -> np.ndarray:
-        """int32 [len(drafts) + 1, V / 32], a bit for every token: 1 where it is allowed. Row j assumes that drafts[:j] were taken; rows
-        past the first drafted token outside the grammar can't be reached and allow everything."""
+        """int32 [len(drafts) + 1, V / 32], a bit for every token: 1 where it is allowed. Row j assumes that drafts[:j]
+        were taken; rows past the first drafted token outside the grammar can't be reached and allow everything."""
         words = (self._vocab + 31) // 32
         bits = np.full((len(drafts) + 1, words), -1, dtype=np.int32)
         valid = consumed = 0
@@ -51,7 +52,9 @@ class GrammarMatcher:
                 break
             consumed += not ended
             self._fill(bits[valid + 1])
-            if self.failed is not None:  # too complex behind this token: plain decoding may never go there, so the draft ends before it
+            if (
+                self.failed is not None
+            ):  # too complex behind this token: plain decoding may never go there, so the draft ends before it
                 bits[valid + 1] = -1
                 break
             valid += 1
@@ -124,7 +127,8 @@ class GrammarCompiler:
         self._vocab, self._eos = vocab_size, tuple(eos_ids)
 
     def compile(self, grammar: str) -> CompiledGrammar:
-        """A grammar in llguidance's own form. May take as long and as much memory as the grammar makes it: bound it from outside."""
+        """A grammar in llguidance's own form. May take as long and as much memory as the grammar makes it: bound it
+        from outside."""
         error = self._ll.LLMatcher.validate_grammar(grammar, self._tokenizer)
         if error and not error.startswith("WARNING"):
             raise OutriderError(f"the grammar can't be compiled: {first_line(error)}")
@@ -133,15 +137,17 @@ class GrammarCompiler:
             raise OutriderError(f"the grammar can't be compiled: {first_line(start.get_error())}")
         made = CompiledGrammar(start, self._vocab, self._eos)
         first = made.matcher()
-        some = unpacked(first.bits([]), self._vocab).any()  # some grammars compile but allow nothing, or are too complex at the first step
+        some = unpacked(
+            first.bits([]), self._vocab
+        ).any()  # some grammars compile but allow nothing, or are too complex at the first step
         if first.failed is not None or not some:
             raise OutriderError(f"the grammar can't be compiled: {first.failed or 'it allows no text at all'}")
         return made
 
 
 class AllowedTokens:
-    """A grammar of one rule, any of these tokens, and its own matcher: the same tokens are allowed at every place, so there is no state
-    to advance."""
+    """A grammar of one rule, any of these tokens, and its own matcher: the same tokens are allowed at every place, so
+    there is no state to advance."""
 
     failed: str | None = None
 
@@ -170,7 +176,11 @@ def schema_grammar(schema: object) -> str:
     import llguidance
 
     try:
-        return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}))
+        return str(
+            llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
+            )
+        )
     except (ValueError, TypeError, RecursionError) as e:
         raise OutriderError(f"the JSON schema can't be compiled: {first_line(str(e))}") from e
 

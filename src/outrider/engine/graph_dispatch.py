@@ -1,12 +1,16 @@
-"""Which decode steps a server captures before its first request, and which graph serves a step that has none of its own.
+"""Which decode steps a server captures before its first request, and which graph serves a step that has none of its
+own.
 
-Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is being served waits for it. So:
+Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is being served
+waits for it. So:
 
 - `warmup_keys`: a few graphs are captured before the server says that it is ready;
-- `cheapest_covering`: a step runs in the cheapest graph that holds it, which may have more sequences (idle ones fill it up), more drafted tokens (a
+- `cheapest_covering`: a step runs in the cheapest graph that holds it, which may have more sequences (idle ones fill it
+up), more drafted tokens (a
   limit leaves them out), a longer context, or a way of choosing that does more. The tokens have the same bits;
 - `padded`: a step that no graph holds is captured with room to spare, so that few are;
-- `oversized`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more sequences (and more than
+- `oversized`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more
+sequences (and more than
   `FEW`, which cost about what one costs), gets a graph of its own.
 """
 
@@ -27,7 +31,12 @@ WAYS: tuple[Choosing, ...] = get_args(Choosing)  # the later ones do what the ea
 
 def covers(there: Key, wanted: Key) -> bool:
     """Can the step run in this graph?"""
-    same = (there.source, there.part, there.asks, there.nodes) == (wanted.source, wanted.part, wanted.asks, wanted.nodes)
+    same = (there.source, there.part, there.asks, there.nodes) == (
+        wanted.source,
+        wanted.part,
+        wanted.asks,
+        wanted.nodes,
+    )
     deep = there.k == wanted.k or (there.k > wanted.k > 0 and not wanted.nodes)
     wide = there.batch >= wanted.batch and there.context >= wanted.context
     return same and deep and wide and WAYS.index(there.choosing) >= WAYS.index(wanted.choosing)
@@ -45,8 +54,9 @@ def oversized(found: Key, wanted: Key) -> bool:
 
 
 def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
-    """What is captured for a step that no graph holds; one with trees as it is, since attention keeps sums of every row of them by pieces
-    of the context. most: sequences that there can be; furthest: positions; rows: of a captured step."""
+    """What is captured for a step that no graph holds; one with trees as it is, since attention keeps sums of every row
+    of them by pieces of the context. most: sequences that there can be; furthest: positions; rows: of a captured
+    step."""
     if key.nodes:
         return key
     batch = next((size for size in BATCHES if size >= key.batch), key.batch)
@@ -58,8 +68,8 @@ def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
 
 
 def warmup_keys(most: int, furthest: int, rows: int, widths: Sequence[int]) -> list[Key]:
-    """The steps that a server will want, those of most rows first, so that the others find their memory there. widths: the K of
-    its sequences."""
+    """The steps that a server will want, those of most rows first, so that the others find their memory there. widths:
+    the K of its sequences."""
     batches = [*(size for size in BATCHES if size < most), most]
     shapes = [(batch, min(NEAR, furthest)) for batch in batches]
     shapes += [(batch, min(NEAR * FURTHER, furthest)) for batch in batches if batch <= FAR_BATCH and furthest > NEAR]

@@ -1,14 +1,15 @@
 """The step as one CUDA graph: draft K, verify K + 1, choose, accept and the next inputs in a single launch.
 
-What the next step starts from (newest token, length, features) stays on the device, one row a cache slot, so a step can be
-launched before the host has seen the tokens of the one before. Tokens leave by an asynchronous copy into pinned memory.
-The host runs one step behind: it reserves pages for the step in flight and the next one, and drops what a sequence that
-has ended produced since. There is one graph for each `Key`, captured when it is first needed, all from one pool of memory;
-a batch is filled up with idle rows on the scratch page to the next size that the backend captures. A server has a few graphs from the
-beginning and lets steps run in one that is there rather than capture another (graph_dispatch.py).
+What the next step starts from (newest token, length, features) stays on the device, one row a cache slot, so a step can
+be launched before the host has seen the tokens of the one before. Tokens leave by an asynchronous copy into pinned
+memory. The host runs one step behind: it reserves pages for the step in flight and the next one, and drops what a
+sequence that has ended produced since. There is one graph for each `Key`, captured when it is first needed, all from
+one pool of memory; a batch is filled up with idle rows on the scratch page to the next size that the backend captures.
+A server has a few graphs from the beginning and lets steps run in one that is there rather than capture another
+(graph_dispatch.py).
 
-Drafts that the host knows (copies of earlier text) are one step old as well: it uploads what it expects to follow the tokens it has
-seen, and the graph takes the piece that begins where the sequence really stands.
+Drafts that the host knows (copies of earlier text) are one step old as well: it uploads what it expects to follow the
+tokens it has seen, and the graph takes the piece that begins where the sequence really stands.
 
 On a device without graphs the captured function itself runs: the same code is tested on the CPU.
 """
@@ -39,8 +40,12 @@ from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 from .step import Emitted, Executor, PendingStep, ScheduledSeq, Seq, StepBatch
 
 log = logging.getLogger("outrider")
-NODES = (7, TIMED)  # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
-# Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split of the keys.
+NODES = (
+    7,
+    TIMED,
+)  # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
+# Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split
+# of the keys.
 TOGETHER, APART = 8, 1 << 18
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
@@ -96,23 +101,37 @@ class GraphExecutor(Executor):
     name = "graphs"
     async_results = True
 
-    def __init__(self, runner: ModelRunner, capabilities: Capabilities, pass_rows: int = 0, widths: Sequence[int] = (0,)):
-        """pass_rows: of the largest pass over prompts that is captured. widths: the K that a server's steps will have."""
+    def __init__(
+        self, runner: ModelRunner, capabilities: Capabilities, pass_rows: int = 0, widths: Sequence[int] = (0,)
+    ):
+        """pass_rows: of the largest pass over prompts that is captured. widths: the K that a server's steps will
+        have."""
         drafter = runner.drafter
         assert drafter is None or isinstance(drafter, MTPDrafter), "only MTP drafters run inside a graph"
         self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
         self.trees = drafter is not None and capabilities.trees
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
-        self.state, self.inputs = State.of(runner.features), Inputs.of(self.device, self.idle, capabilities.graph_batches[-1])
+        self.state, self.inputs = (
+            State.of(runner.features),
+            Inputs.of(self.device, self.idle, capabilities.graph_batches[-1]),
+        )
         self.history = SlotSamplingState(self.idle + 1, runner.vocab, runner.eos, self.device)
-        self.bits: Tensor | None = None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
+        self.bits: Tensor | None = (
+            None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
+        )
         self.pool = GraphPool(self.device)
         self.prefill_graphs = PrefillGraphs(runner, pass_rows, self.pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
-        self._refused: set[Key] = set()  # graphs with something special in them that could not be captured: those steps are eager
+        self._refused: set[Key] = (
+            set()
+        )  # graphs with something special in them that could not be captured: those steps are eager
         self._graphs: dict[Key, CapturedGraph] = {}
         self._uploaded: dict[str, tuple[object, ...]] = {}
-        self._next: tuple[StepBatch, Key | None, int] = (StepBatch(), None, 0)  # what `takes` was asked last, its graph, and its context
+        self._next: tuple[StepBatch, Key | None, int] = (
+            StepBatch(),
+            None,
+            0,
+        )  # what `takes` was asked last, its graph, and its context
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
@@ -122,7 +141,8 @@ class GraphExecutor(Executor):
         self.fixed = False  # somebody waits for every step: captured is only what no graph holds
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
-    # ---- what it takes ------------------------------------------------------------------------------------------------
+    # ---- what it takes
+    # ------------------------------------------------------------------------------------------------
     def takes(self, batch: StepBatch) -> bool:
         if not batch.decode:
             return self.broken is None
@@ -171,13 +191,24 @@ class GraphExecutor(Executor):
         nodes = self._nodes(scheduled, k, furthest) if source == "drafter" and asks == NO_FEATURES else 0
         # A server may run lines in a graph of more drafted tokens, which writes K/V of as many positions.
         beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
-        return Key(self.can.bucket(len(scheduled)), k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes)
+        return Key(
+            self.can.bucket(len(scheduled)), k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes
+        )
 
     def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
-        """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they would be too deep or
-        too wide. Steps with penalties, masks, logprobs or guesses of the host have lines as well: what is drafted changes no answer."""
-        asked = min(item.nodes for item in scheduled if item.k)  # pages are reserved for so many rows of each; who drafts none keeps its root
-        if self.drafter is None or not self.trees or not depth < asked or depth > DEEPEST or len(scheduled) * furthest > APART:
+        """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they
+        would be too deep or too wide. Steps with penalties, masks, logprobs or guesses of the host have lines as well:
+        what is drafted changes no answer."""
+        asked = min(
+            item.nodes for item in scheduled if item.k
+        )  # pages are reserved for so many rows of each; who drafts none keeps its root
+        if (
+            self.drafter is None
+            or not self.trees
+            or not depth < asked
+            or depth > DEEPEST
+            or len(scheduled) * furthest > APART
+        ):
             return 0
         nodes = min(max((n for n in NODES if n <= asked), default=0), self.drafter.max_nodes(depth))
         return nodes if nodes > depth and len(scheduled) <= TOGETHER else 0
@@ -253,14 +284,17 @@ class GraphExecutor(Executor):
         self._graphs.clear()
         self.prefill_graphs.drop()
 
-    # ---- one step -----------------------------------------------------------------------------------------------------
+    # ---- one step
+    # -----------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> PendingStep:
         """Start the step and return at once. `takes` must have been asked: it captures."""
         before = self.prefill_graphs.ran
         if batch.prompts:
             self.runner.prompts(batch.prompts, self.prefill_graphs.run, self.prefill_graphs.pack)
-        pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], self.runner.clock(), self.prefill_graphs.ran - before)
+        pending = PendingStep(
+            self, batch, [item.seq.held for item in batch.decode], self.runner.clock(), self.prefill_graphs.ran - before
+        )
         if not batch.decode:
             return pending
         known, key, context = self._next
@@ -305,8 +339,9 @@ class GraphExecutor(Executor):
         return out
 
     def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key) -> None:
-        """What the grammars allow behind each drafted token. The drafts come first, from a graph of their own (or the host): masks hang
-        on them. The engine has read every step before this one, since they also hang on what was emitted."""
+        """What the grammars allow behind each drafted token. The drafts come first, from a graph of their own (or the
+        host): masks hang on them. The engine has read every step before this one, since they also hang on what was
+        emitted."""
         drafts = [list(item.guess or ()) for item in scheduled]
         if key.k:
             source = self._source(scheduled) if any(item.k for item in scheduled) else "host"
@@ -330,26 +365,32 @@ class GraphExecutor(Executor):
                 self.bits[i * width : i * width + len(rows)].copy_(rows, non_blocking=True)
 
     def _upload(self, scheduled: Sequence[ScheduledSeq], key: Key) -> None:
-        """What changed since the last step. A sequence that has nothing in flight is where the host says; the others stand on the
-        device, further on than the host knows."""
+        """What changed since the last step. A sequence that has nothing in flight is where the host says; the others
+        stand on the device, further on than the host knows."""
         fresh = [item for item in scheduled if not item.seq.num_inflight_tokens]
         if key.asks != NO_FEATURES:
             for item in scheduled:
                 if self._joined.get(item.slot) is not item.seq.cache:
                     seq = item.seq
-                    assert not (seq.num_inflight_tokens and seq.request.params.processed), "its history joined with its first step"
+                    assert not (seq.num_inflight_tokens and seq.request.params.processed), (
+                        "its history joined with its first step"
+                    )
                     self.history.join(item.slot, seq.request.params, seq.request.prompt, seq.tokens[seq.prompt_len :])
                     self._joined[item.slot] = seq.held
         if fresh:
             where = upload([item.slot for item in fresh], torch.int64, self.device)
-            self.state.last.index_copy_(0, where, upload([item.seq.tokens[-1] for item in fresh], torch.int64, self.device))
+            self.state.last.index_copy_(
+                0, where, upload([item.seq.tokens[-1] for item in fresh], torch.int64, self.device)
+            )
             self.state.position.index_copy_(0, where, upload([item.start for item in fresh], torch.int64, self.device))
         fill = key.batch - len(scheduled)
         self._put("slots", self.inputs.slots, [*[item.slot for item in scheduled], *[self.idle] * fill])
         self._put("cap", self.inputs.cap, [*[self._furthest] * len(scheduled), *[1] * fill])
         self._put("limit", self.inputs.limit, [*[item.k for item in scheduled], *[0] * fill])
         if key.source in ("host", "both"):
-            self._put("by_host", self.inputs.by_host, [*[item.guess is not None for item in scheduled], *[False] * fill])
+            self._put(
+                "by_host", self.inputs.by_host, [*[item.guess is not None for item in scheduled], *[False] * fill]
+            )
             self._put("base", self.inputs.base, [*[item.start for item in scheduled], *[0] * fill])
             lines = [([*(item.guess or ()), *[0] * KNOWN])[:KNOWN] for item in scheduled]
             self.inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
@@ -359,19 +400,26 @@ class GraphExecutor(Executor):
             if self._uploaded.get("sampling") != line:
                 s = SamplingBatch.build(params, [[]] * key.batch, [[]] * key.batch, self.runner.vocab, "cpu")
                 x = self.inputs
-                pairs = ((x.temperature, s.temperature), (x.sampled, s.sampled), (x.seed, s.seed), (x.top_k, s.top_k), (x.top_p, s.top_p))
+                pairs = (
+                    (x.temperature, s.temperature),
+                    (x.sampled, s.sampled),
+                    (x.seed, s.seed),
+                    (x.top_k, s.top_k),
+                    (x.top_p, s.top_p),
+                )
                 for to, value in (*pairs, (x.min_logp, s.min_logp)):
                     to[: key.batch].copy_(upload(value.tolist(), value.dtype, self.device))
                 self._uploaded["sampling"] = line
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool]) -> None:
-        """Upload a value for each row of the batch, unless the device has them already. Rows past the batch are not read, so what is there
-        may be longer, as long as it begins with these values."""
+        """Upload a value for each row of the batch, unless the device has them already. Rows past the batch are not
+        read, so what is there may be longer, as long as it begins with these values."""
         if self._uploaded.get(name, ())[: len(values)] != tuple(values):
             to[: len(values)].copy_(upload(values, to.dtype, self.device))
             self._uploaded[name] = tuple(values)
 
-    # ---- timing -------------------------------------------------------------------------------------------------------
+    # ---- timing
+    # -------------------------------------------------------------------------------------------------------
     def can_probe(self, part: str) -> bool:
         return self.broken is None
 
@@ -387,7 +435,8 @@ class GraphExecutor(Executor):
 
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the scratch page."""
+        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the
+        scratch page."""
         width = next(w for w in self.can.graph_widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = self.drafter is not None and part == branching(self.drafter.name)

@@ -1,9 +1,9 @@
-"""The step as one call of a C library (`Backend.host_cycle`), for requests whose tokens are chosen greedily or by a temperature alone,
-with or without logprobs.
+"""The step as one call of a C library (`Backend.host_cycle`), for requests whose tokens are chosen greedily or by a
+temperature alone, with or without logprobs.
 
-Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept short: no tensor
-operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`. An MTP drafter's round is part of the
-call; a draft model's is a call of its own before it.
+Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept short:
+no tensor operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`. An MTP
+drafter's round is part of the call; a draft model's is a call of its own before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class HostExecutor(Executor):
     def __init__(self, runner: ModelRunner, cycle: HostCycle, metrics: Metrics):
         self.runner, self.cycle, self.metrics = runner, cycle, metrics
         drafter = runner.drafter
-        self.draft_model = drafter if isinstance(drafter, DraftModel) and drafter.chain is not None else None  # drafts ahead of the call
+        self.draft_model = (
+            drafter if isinstance(drafter, DraftModel) and drafter.chain is not None else None
+        )  # drafts ahead of the call
         own = (drafter.name,) if drafter is not None and (cycle.drafts or self.draft_model is not None) else ()
         self.trees = cycle.drafts
         self.drafters = (None, "ngram", *own)  # whose drafts the call can take
@@ -50,13 +52,22 @@ class HostExecutor(Executor):
             for x in batch.decode:
                 guess = x.guess if x.k else None
                 likely = x.seq.request.params.logprobs
-                asked.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely))
+                asked.append(
+                    CycleRequest(
+                        x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely
+                    )
+                )
             told = self.cycle.run(asked, sampling, batch.trust)
-            pending.payload = [line._replace(confidence=sure[i]) if i in sure else line for i, line in enumerate(told)] if sure else told
+            pending.payload = (
+                [line._replace(confidence=sure[i]) if i in sure else line for i, line in enumerate(told)]
+                if sure
+                else told
+            )
         return pending
 
     def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:
-        """Let the draft model guess for its scheduled: the guesses are put into the scheduled, their confidences are returned by item."""
+        """Let the draft model guess for its scheduled: the guesses are put into the scheduled, their confidences are
+        returned by item."""
         assert self.draft_model is not None
         which = [i for i, item in enumerate(batch.decode) if item.k and item.guess is None]
         if not which:
@@ -65,7 +76,8 @@ class HostExecutor(Executor):
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
         try:
             made = self.draft_model.guess(
-                [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled], max(x.k for x in scheduled), some, batch.trust,
+                [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled], max(x.k for x in scheduled), some,
+                batch.trust,
                 [x.stop for x in scheduled], [x.drop for x in scheduled], len(batch.decode) == 1,
             )  # fmt: skip
         except Exception as error:
@@ -85,11 +97,18 @@ class HostExecutor(Executor):
             top = logprobs(rows, tokens, item.seq.request.params.logprobs or 0) if rows is not None else None
             out.append(Emitted(tokens, top, confidence, VerifiedTree.of(*tree) if tree is not None else None))
         if scheduled:
-            pending.width, pending.context = sum(item.k for item in scheduled) / len(scheduled), sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
+            pending.width, pending.context = (
+                sum(item.k for item in scheduled) / len(scheduled),
+                sum(len(x.seq.tokens) for x in scheduled) // len(scheduled),
+            )
         return out
 
     def can_probe(self, part: str) -> bool:
-        return part == "verify" or part in self.drafters or (self.draft_model is not None and part == reading(self.draft_model.name))
+        return (
+            part == "verify"
+            or part in self.drafters
+            or (self.draft_model is not None and part == reading(self.draft_model.name))
+        )
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         """A verify pass of guesses from outside; or a whole cycle with the draft of `part`, which runs within it."""

@@ -1,8 +1,9 @@
 """How much context there is room for: the model's own limit, what was asked for, and the memory for K/V.
 
-On a CPU, K/V shares the memory with whatever else runs there, so it takes little unless asked. On a GPU it takes what weights and work
-leave of the share that was granted (`EngineConfig.gpu_memory`). Full layers keep every position; sliding ones only a window of each
-sequence, so the two kinds of pages are divided such that as many sequences of a usual length as possible fit.
+On a CPU, K/V shares the memory with whatever else runs there, so it takes little unless asked. On a GPU it takes what
+weights and work leave of the share that was granted (`EngineConfig.gpu_memory`). Full layers keep every position;
+sliding ones only a window of each sequence, so the two kinds of pages are divided such that as many sequences of a
+usual length as possible fit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ USUAL = 4096  # tokens; no default is less, unless the model is
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
 PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
 FEWEST = 2048  # rows of such a pass, however long it takes: with fewer the matrix units would wait for memory
-SUMMED, PIECES = 65, 88  # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
+SUMMED, PIECES = (
+    65,
+    88,
+)  # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def container_bytes(root: Path) -> int:
-    """What the limit of a container (control groups of version 2, or 1) leaves; UNKNOWN without one. Files that the system keeps in
-    memory count as used there, and make room when somebody asks for it."""
+    """What the limit of a container (control groups of version 2, or 1) leaves; UNKNOWN without one. Files that the
+    system keeps in memory count as used there, and make room when somebody asks for it."""
     for limit, used, stat, files in (
         ("memory.max", "memory.current", "memory.stat", "file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
@@ -64,16 +68,17 @@ def container_bytes(root: Path) -> int:
 
 
 def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int) -> int:
-    """Bytes for K/V: what is free, less the share that was not granted and what work needs. rows: the most of one step; pass_rows: of
-    the largest pass over prompts that is captured."""
+    """Bytes for K/V: what is free, less the share that was not granted and what work needs. rows: the most of one step;
+    pass_rows: of the largest pass over prompts that is captured."""
     free, total = torch.cuda.mem_get_info(device)
     work = work_bytes(model.vocab_size, rows) + captured_bytes(model, pass_rows)
     return int(free - (1.0 - config.gpu_memory) * total) - work
 
 
 def captured_bytes(model: ModelConfig, rows: int) -> int:
-    """What captured passes over prompts of up to so many rows hold: all share the memory of the largest. Of every row what one layer makes
-    of it; and of the last rows of many sequences the sums of attention, piece by piece of a context."""
+    """What captured passes over prompts of up to so many rows hold: all share the memory of the largest. Of every row
+    what one layer makes of it; and of the last rows of many sequences the sums of attention, piece by piece of a
+    context."""
     if not rows:
         return 0
     sums = max(layer.attn.heads * layer.attn.head_dim for layer in model.layers)
@@ -86,16 +91,24 @@ def row_numbers(model: ModelConfig) -> int:
 
 
 def spare_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes of a GPU outside the share that weights, K/V and work were granted (`EngineConfig.gpu_memory`); 0 on a CPU."""
+    """Bytes of a GPU outside the share that weights, K/V and work were granted (`EngineConfig.gpu_memory`); 0 on a
+    CPU."""
     return int((1.0 - config.gpu_memory) * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
-def plan_kv_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None) -> KVBudget:
-    """What the configuration asks for; where it asks for nothing, as much context as the model knows and the memory holds. batch:
-    sequences at once where the configuration does not say; budget: bytes for K/V on a GPU."""
+def plan_kv_memory(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None
+) -> KVBudget:
+    """What the configuration asks for; where it asks for nothing, as much context as the model knows and the memory
+    holds. batch: sequences at once where the configuration does not say; budget: bytes for K/V on a GPU."""
     batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
-    each = {i: 2 * model.layers[i].attn.kv_heads * row_width(model.layers[i].attn.head_dim, dtype) * size for i in model.kv_layers}
-    full = sum(n for i, n in each.items() if model.layers[i].attn.window is None)  # bytes a position; windows do not grow with the context
+    each = {
+        i: 2 * model.layers[i].attn.kv_heads * row_width(model.layers[i].attn.head_dim, dtype) * size
+        for i in model.kv_layers
+    }
+    full = sum(
+        n for i, n in each.items() if model.layers[i].attn.window is None
+    )  # bytes a position; windows do not grow with the context
     asked = min(config.max_context or model.max_context, model.max_context)
     if budget is not None and config.kv_tokens is None:
         windows = [model.layers[i].attn.window or 0 for i in model.kv_layers]
@@ -109,16 +122,24 @@ def plan_kv_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype,
     return KVBudget(asked, tokens)
 
 
-def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int) -> KVBudget:
-    """A GPU's budget divided between full and sliding layers. full, sliding: bytes of a position in all layers of that kind."""
+def _divided(
+    config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int
+) -> KVBudget:
+    """A GPU's budget divided between full and sliding layers. full, sliding: bytes of a position in all layers of that
+    kind."""
     page = config.page_size
     held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
     chunk = config.prefill_chunk or 1024
-    # What prompts write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k. Fewer leave prompts more.
+    # What prompts write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k. Fewer leave
+    # prompts more.
     spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
     served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
     if full:  # one sequence must be able to have the whole context, however few others then fit
-        served = max(1, min(served, (budget - spare * sliding - (asked + page) * full) // max(1, held * sliding))) if sliding else served
+        served = (
+            max(1, min(served, (budget - spare * sliding - (asked + page) * full) // max(1, held * sliding)))
+            if sliding
+            else served
+        )
     window_tokens = served * held + spare
     tokens = (budget - window_tokens * sliding) // full if full else batch * asked + page
     tokens = min(tokens, batch * asked + page)
@@ -130,8 +151,8 @@ def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: 
 
 
 def swap_bytes(config: EngineConfig) -> int:
-    """Host memory for the K/V of pre-empted sequences, in bytes. More than is free now is refused; it is taken when it is first needed, and
-    where the system then gives none, the sequence is computed again."""
+    """Host memory for the K/V of pre-empted sequences, in bytes. More than is free now is refused; it is taken when it
+    is first needed, and where the system then gives none, the sequence is computed again."""
     asked, free = int(config.swap * 2**30), free_bytes(torch.device("cpu"))
     if asked > free:
         raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")
@@ -139,8 +160,8 @@ def swap_bytes(config: EngineConfig) -> int:
 
 
 def max_batched_prefill(model: ModelConfig, most: int) -> int:
-    """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs the host as much
-    as a pass of a large model."""
+    """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs
+    the host as much as a pass of a large model."""
     rows, size = most, model_size(model)
     while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
         rows //= 2
@@ -148,8 +169,8 @@ def max_batched_prefill(model: ModelConfig, most: int) -> int:
 
 
 def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) -> int:
-    """Prompt tokens of a step beside sequences that decode: `rows`, or up to `most` where the model is so small that these take
-    no more operations than `work`."""
+    """Prompt tokens of a step beside sequences that decode: `rows`, or up to `most` where the model is so small that
+    these take no more operations than `work`."""
     size = model_size(model)
     while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
         rows *= 2
@@ -157,8 +178,8 @@ def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) 
 
 
 def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
-    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as the activations of so many rows take at most a quarter of
-    `spare` (see `spare_bytes`), and never fewer than `rows` (see `max_batched_prefill`)."""
+    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as the activations of so many rows take
+    at most a quarter of `spare` (see `spare_bytes`), and never fewer than `rows` (see `max_batched_prefill`)."""
     while most > rows and 2 * most * row_numbers(model) > spare // 4:
         most //= 2
     return max(rows, most)

@@ -1,7 +1,9 @@
-"""What all executors share: the model, the K/V cache, the drafter, and the hidden states that drafts start from, by slot.
+"""What all executors share: the model, the K/V cache, the drafter, and the hidden states that drafts start from, by
+slot.
 
-`ModelRunner.prompts` runs the prompt chunks of a step, `ModelRunner.score` reads a text without continuing it: both are the same whichever
-executor decodes. `ModelRunner.sampling` keeps the sampling parameters of the present batch as tensors.
+`ModelRunner.prompts` runs the prompt chunks of a step, `ModelRunner.score` reads a text without continuing it: both are
+the same whichever executor decodes. `ModelRunner.sampling` keeps the sampling parameters of the present batch as
+tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class ModelRunner:
     model: Target
     store: KVStore
     drafter: Drafter | None
-    features: Tensor  # [slots + 1, H·(1 + taps)]: what a draft starts from; the last row is for rows that fill up a batch
+    features: (
+        Tensor  # [slots + 1, H·(1 + taps)]: what a draft starts from; the last row is for rows that fill up a batch
+    )
     eos: tuple[int, ...]
     clock: Callable[[], float]
     prompt_seconds: float = 0.0  # spent on prompts so far
@@ -47,17 +51,26 @@ class ModelRunner:
     def vocab(self) -> int:
         return self.model.config.vocab_size
 
-    def prompts(self, scheduled: Sequence[ScheduledSeq], run: Callable[[Sequence[ScheduledSeq]], None] | None = None, most: int = 0) -> None:
-        """Prompt chunks, packed into few passes. Each leaves the bits that it would leave alone: chunks share a pass only up to the
-        number of rows that the backend promises to be independent, and only long ones with long ones, for which attention has other
-        kernels; a chunk beyond that number runs by itself, and always with the same rows. run: another way to run a pass, of
-        at most so many rows (0: as many as are independent)."""
+    def prompts(
+        self,
+        scheduled: Sequence[ScheduledSeq],
+        run: Callable[[Sequence[ScheduledSeq]], None] | None = None,
+        most: int = 0,
+    ) -> None:
+        """Prompt chunks, packed into few passes. Each leaves the bits that it would leave alone: chunks share a pass
+        only up to the number of rows that the backend promises to be independent, and only long ones with long ones,
+        for which attention has other kernels; a chunk beyond that number runs by itself, and always with the same rows.
+        run: another way to run a pass, of at most so many rows (0: as many as are independent)."""
         can, at = self.model.ops.capabilities, 0
         fit = min(most or can.independent_rows, can.independent_rows)
         scheduled = sorted(scheduled, key=lambda item: item.count > can.replay_rows)
         while at < len(scheduled):
             rows, end, long = scheduled[at].count, at + 1, scheduled[at].count > can.replay_rows
-            while end < len(scheduled) and rows + scheduled[end].count <= fit and (scheduled[end].count > can.replay_rows) == long:
+            while (
+                end < len(scheduled)
+                and rows + scheduled[end].count <= fit
+                and (scheduled[end].count > can.replay_rows) == long
+            ):
                 rows, end = rows + scheduled[end].count, end + 1
             began = self.clock()
             (run or self.run)(scheduled[at:end])
@@ -69,18 +82,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
-        """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts from it; nobody reads
-        what comes out of the other rows."""
+        """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts
+        from it; nobody reads what comes out of the other rows."""
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         kv = self._view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
         ends = [i for i, item in enumerate(scheduled) if item.wanted]
         out = self.model.forward(upload(ids, torch.int64, self.device), kv, self.taps, last_rows(kv, ends))
         if ends:
-            self.features.index_copy_(0, upload([scheduled[i].slot for i in ends], torch.int64, self.device), out.features)
+            self.features.index_copy_(
+                0, upload([scheduled[i].slot for i in ends], torch.int64, self.device), out.features
+            )
 
     @torch.inference_mode()
     def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:
-        """Hidden states [R, H] (or logits [R, V]) of the tokens of one sequence from position `begin` on; their K/V is written."""
+        """Hidden states [R, H] (or logits [R, V]) of the tokens of one sequence from position `begin` on; their K/V is
+        written."""
         if self.scored is not None:
             self.scored(cache, tokens, begin, logits)
         view = self._view([cache.slot], [(begin, len(tokens))])
@@ -104,15 +120,16 @@ class ModelRunner:
         """Rebuilt only when the batch has changed: `SamplingBatch.commit` keeps it up to date in between."""
         if self._sampling is None or self._sampled != seqs:
             self._sampling = SamplingBatch.build(
-                [s.request.params for s in seqs], [s.request.prompt for s in seqs], [s.tokens[s.prompt_len :] for s in seqs],
+                [s.request.params for s in seqs], [s.request.prompt for s in seqs],
+                [s.tokens[s.prompt_len :] for s in seqs],
                 self.vocab, self.device, self.eos,
             )  # fmt: skip
             self._sampled = seqs
         return self._sampling
 
     def scratch_slots(self, count: int, positions: int) -> list[int]:
-        """So many scratch sequences with room for `positions`, filled with whatever the cache holds; what does not fit stands on the
-        scratch page."""
+        """So many scratch sequences with room for `positions`, filled with whatever the cache holds; what does not fit
+        stands on the scratch page."""
         while len(self.scratch) < count:
             self.scratch.append(self.store.open([0], self.store.spec.page_size, reuse=False)[0])
         for cache in self.scratch[:count]:

@@ -17,14 +17,18 @@ from .text import Detokenizer, overlap
 class Accepted(NamedTuple):
     """What of a cycle's tokens belongs to the answer: as many of the first ones as there are `texts`."""
 
-    texts: list[str]  # what each token lets us show; "" while it may be half a character or the beginning of a stop string
+    texts: list[
+        str
+    ]  # what each token lets us show; "" while it may be half a character or the beginning of a stop string
     finish: str | None = None  # stop | length | error
     error: str | None = None
     stopped_by: str | None = None  # the stop string that ended it
 
 
 class OutputProcessor:
-    def __init__(self, params: SamplingParams, eos: Collection[int], detok: Detokenizer | None, matcher: Matcher | None) -> None:
+    def __init__(
+        self, params: SamplingParams, eos: Collection[int], detok: Detokenizer | None, matcher: Matcher | None
+    ) -> None:
         self.matcher = matcher
         self._params, self._detok = params, detok
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))

@@ -1,8 +1,9 @@
-"""How many prompt tokens a step may have beside sequences that decode: as many as make it at most `LONGER` times as long. Torch-free.
+"""How many prompt tokens a step may have beside sequences that decode: as many as make it at most `LONGER` times as
+long. Torch-free.
 
-`PrefillBudget.observe` is told how long each step took and how many prompt rows it had (those that only filled up a captured pass included). From
-that it estimates what a step without prompts takes and what a prompt row adds, so running streams are held up by a long prompt as little
-on a large model as on a small one, at every batch.
+`PrefillBudget.observe` is told how long each step took and how many prompt rows it had (those that only filled up a
+captured pass included). From that it estimates what a step without prompts takes and what a prompt row adds, so running
+streams are held up by a long prompt as little on a large model as on a small one, at every batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class PrefillBudget:
         self._row = 0.0  # seconds of a row
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step with so many rows of prompts took so long. What holds up a single step (another process, a first run) counts little."""
+        """A step with so many rows of prompts took so long. What holds up a single step (another process, a first run)
+        counts little."""
         if not rows:
             self._plain = self._mixed(self._plain, seconds)
         elif self._plain and rows >= FEW:

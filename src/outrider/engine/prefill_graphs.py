@@ -1,13 +1,16 @@
-"""PrefillGraphs over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long before the device.
+"""PrefillGraphs over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long
+before the device.
 
-A pass is captured for a number of rows, a number of sequences and a bound of the context: when it is first needed, or, in a server, a few
-of them before the first request comes (`prepare`) and then no others. Chunks run in the smallest captured pass that holds them; where none
-does, their kernels are launched one by one. Rows beyond those of the chunks belong to an idle sequence on the scratch page and stand at
-position 0. So only backends whose rows are independent have captured passes: there a row has the same bits in any pass.
+A pass is captured for a number of rows, a number of sequences and a bound of the context: when it is first needed, or,
+in a server, a few of them before the first request comes (`prepare`) and then no others. Chunks run in the smallest
+captured pass that holds them; where none does, their kernels are launched one by one. Rows beyond those of the chunks
+belong to an idle sequence on the scratch page and stand at position 0. So only backends whose rows are independent have
+captured passes: there a row has the same bits in any pass.
 
-Idle rows take the device as long as others do. So passes are captured only up to the number of rows that the device computes in the time
-the host takes to launch kernels one by one (`max_prefill_rows`): below that, a filled-up graph is done sooner. On a small model, where all of
-`ROWS` are below it, more rows go in several captured passes; on a large one, in a single pass launched kernel by kernel.
+Idle rows take the device as long as others do. So passes are captured only up to the number of rows that the device
+computes in the time the host takes to launch kernels one by one (`max_prefill_rows`): below that, a filled-up graph is
+done sooner. On a small model, where all of `ROWS` are below it, more rows go in several captured passes; on a large
+one, in a single pass launched kernel by kernel.
 
 On a device without graphs the captured function itself runs: the same code is tested on the CPU.
 """
@@ -32,12 +35,30 @@ from .model_runner import ModelRunner
 from .step import ScheduledSeq
 
 log = logging.getLogger("outrider")
-ROWS = (16, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # from 256 on a fifth at most fills up
+ROWS = (
+    16,
+    64,
+    128,
+    256,
+    320,
+    384,
+    448,
+    512,
+    640,
+    768,
+    896,
+    1024,
+    1280,
+    1536,
+    1792,
+    2048,
+)  # from 256 on a fifth at most fills up
 SEQUENCES = (8, 64)
 NEAR = 1024  # positions: a pass that stays below them is a graph of its own, since attention has faster kernels there
 LAUNCHING = 1.6e13  # operations of 30 ms on an H200, which the host takes at least to launch a pass kernel by kernel
-# What a server captures before the first request comes, for few sequences and any context; some of it also for the near context, and for
-# many sequences up to FAR positions, since attention keeps sums of every last row by pieces of its context.
+# What a server captures before the first request comes, for few sequences and any context; some of it also for the near
+# context, and for many sequences up to FAR positions, since attention keeps sums of every last row by pieces of its
+# context.
 LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
 
@@ -66,7 +87,9 @@ class PrefillGraphs:
         self.ran = 0  # rows so far, with those that filled passes up
         self._refused: set[PrefillKey] = set()  # could not be captured
         self._graphs: dict[PrefillKey, Graph] = {}
-        self._numbers = torch.zeros(size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device)
+        self._numbers = torch.zeros(
+            size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device
+        )
 
     def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
         """One pass over some chunks."""
@@ -93,7 +116,8 @@ class PrefillGraphs:
         return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
 
     def ready(self, key: PrefillKey) -> bool:
-        """Capture it if that has not been done. After a failure only passes of fewer rows are captured from then on; a line says so."""
+        """Capture it if that has not been done. After a failure only passes of fewer rows are captured from then on; a
+        line says so."""
         if key in self._graphs or key in self._refused:
             return key in self._graphs
         self._say([], key)  # the warm-up runs on the scratch page alone
@@ -107,13 +131,15 @@ class PrefillGraphs:
             if key.rows <= self.most:
                 self.most = max((n for n in ROWS if n < key.rows), default=0)
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                log.warning("prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, why)
+                log.warning(
+                    "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, why
+                )
             return False
         return True
 
     def prepare(self) -> int:
-        """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing after that.
-        Returns how many there are."""
+        """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing
+        after that. Returns how many there are."""
         ends = (False, True) if self.runner.drafter is not None else (False,)
         for key in warmup_keys(self.most, self.furthest, ends):
             self.ready(key)
@@ -124,8 +150,8 @@ class PrefillGraphs:
         self._graphs.clear()
 
     def _say(self, scheduled: Sequence[ScheduledSeq], key: PrefillKey) -> None:
-        """What the graph reads: ids, positions and sequence of each row; then of each sequence, the idle one last, where its rows begin
-        (and where the last ends), its slot, and the slot that its last hidden state is for."""
+        """What the graph reads: ids, positions and sequence of each row; then of each sequence, the idle one last,
+        where its rows begin (and where the last ends), its slot, and the slot that its last hidden state is for."""
         idle = self.idle
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         positions, owner, starts = ragged([(item.start, item.count) for item in scheduled])
@@ -167,8 +193,8 @@ def furthest(store: KVStore) -> int:
 
 
 def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:
-    """The passes that a server will want, the largest first: of up to `most` rows and `furthest` positions, with and without last states
-    as `ends` says. At most twelve for each."""
+    """The passes that a server will want, the largest first: of up to `most` rows and `furthest` positions, with and
+    without last states as `ends` says. At most twelve for each."""
     few, many = SEQUENCES
     rows = [n for n in LIKELY if n <= most]
     shapes = {(n, few, furthest) for n in rows} | {(n, few, min(NEAR, furthest)) for n in NEARBY if n <= most}

@@ -1,13 +1,13 @@
 """Which sequences run in a step, and how far. Torch-free: it sees tokens, positions and a cache that counts pages.
 
 A step holds the decode rows of every running sequence (the newest token and its drafts) and prompt chunks up to a
-budget, so that a long prompt never holds up running streams for more than one chunk (on a CPU: a few tokens); where many prompts wait
-beside few streams a step takes several. A prompt is prefilled up to its last token, which then goes through the first decode cycle like
-any other.
+budget, so that a long prompt never holds up running streams for more than one chunk (on a CPU: a few tokens); where
+many prompts wait beside few streams a step takes several. A prompt is prefilled up to its last token, which then goes
+through the first decode cycle like any other.
 
-When pages run out the youngest sequence is pre-empted: it gives up its pages and waits at the head of the queue. What it had
-computed is kept on the host where there is room (`--swap`), and computed again otherwise; noise depends on (seed, position) only, so it
-goes on with the same text.
+When pages run out the youngest sequence is pre-empted: it gives up its pages and waits at the head of the queue. What
+it had computed is kept on the host where there is room (`--swap`), and computed again otherwise; noise depends on
+(seed, position) only, so it goes on with the same text.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ class Scheduler:
         self, cache: KVStore, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool,
         max_context: int = 1 << 30, max_batched_prefill: int = 0, prefill_with_decodes: int = 0, prefill_idle: int = 0,
     ):  # fmt: skip
-        """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
-        pieces of at most so many rows, so that the same kernels run as the first time. `max_batched_prefill`: prompt tokens that a step may have where
-        many sequences wait for their prompt (0: never more than a chunk and a quarter), `prefill_idle`: where nobody decodes.
-        `prefill_with_decodes`: prompt tokens that a step may have beside sequences that decode, for backends that may cut a prompt anywhere (0: a
-        chunk), until prompts may be packed."""
+        """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed
+        in pieces of at most so many rows, so that the same kernels run as the first time. `max_batched_prefill`: prompt
+        tokens that a step may have where many sequences wait for their prompt (0: never more than a chunk and a
+        quarter), `prefill_idle`: where nobody decodes. `prefill_with_decodes`: prompt tokens that a step may have
+        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk), until prompts may be
+        packed."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
-        self.replay_rows, self.prefix_cache, self.max_context, self.max_batched_prefill = replay_rows, prefix_cache, max_context, max_batched_prefill
+        self.replay_rows, self.prefix_cache, self.max_context, self.max_batched_prefill = (
+            replay_rows,
+            prefix_cache,
+            max_context,
+            max_batched_prefill,
+        )
         self.prefill_with_decodes, self.prefill_idle = prefill_with_decodes, max(prefill_idle, max_batched_prefill)
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
@@ -62,7 +68,11 @@ class Scheduler:
         """`choose` gives drafter and K for each decoding sequence."""
         batch, before = StepBatch(), self.preemptions
         self._admit()
-        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused and not (s.num_inflight_tokens and self._may_be_over(s))]
+        ready = [
+            s
+            for s in self.running
+            if s.computed == len(s.tokens) - 1 and not s.paused and not (s.num_inflight_tokens and self._may_be_over(s))
+        ]
         for seq, choice in zip(ready, choose(ready) if ready else []):
             if seq.cache is not None:  # else an older one has pre-empted it in this very step
                 self._decode(batch, seq, choice)
@@ -75,16 +85,20 @@ class Scheduler:
         return batch
 
     def _decode(self, batch: StepBatch, seq: Seq, choice: DraftPlan) -> None:
-        """The sequence's decoding item, if there is room for it. The choice may come from a plan that was made some steps ago."""
+        """The sequence's decoding item, if there is room for it. The choice may come from a plan that was made some
+        steps ago."""
         drafter, k, stop, drop, nodes, prices = choice
         nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0
         if not self._reserve(seq, len(seq.tokens) + seq.num_inflight_tokens + max(k, nodes)):
             return
-        guess = seq.ngram.propose(k + seq.num_inflight_tokens)[0] if drafter == "ngram" and seq.ngram is not None else None
+        guess = (
+            seq.ngram.propose(k + seq.num_inflight_tokens)[0] if drafter == "ngram" and seq.ngram is not None else None
+        )
         k = k if guess is None or guess else 0  # the match has ended since
         nodes = nodes if guess is None and k else 0
         item = ScheduledSeq(
-            seq, seq.held.slot, len(seq.tokens) - 1, k=k, drafter=drafter if k else None, guess=guess, stop=stop, drop=drop,
+            seq, seq.held.slot, len(seq.tokens) - 1, k=k, drafter=drafter if k else None, guess=guess, stop=stop,
+            drop=drop,
             nodes=nodes, prices=prices,
         )  # fmt: skip
         batch.decode.append(item)
@@ -92,7 +106,9 @@ class Scheduler:
     def _prompts(self, batch: StepBatch, decoding: int) -> None:
         """Prompt chunks, up to the step's budget beside so many decoding sequences."""
         beside = bool(decoding and self.prefill_with_decodes) and self._crowd(decoding) <= self.prefill_with_decodes
-        waiting, budget = (self._by_turn(), self.prefill_with_decodes) if beside else (list(self.running), self._budget(decoding))
+        waiting, budget = (
+            (self._by_turn(), self.prefill_with_decodes) if beside else (list(self.running), self._budget(decoding))
+        )
         for seq in waiting:
             if seq.cache is None:
                 continue
@@ -103,33 +119,40 @@ class Scheduler:
                 continue
             if self._reserve(seq, start + count):
                 ends = start + count == len(seq.tokens) - 1
-                batch.prompts.append(ScheduledSeq(seq, seq.held.slot, start, count, wanted=ends and seq.drafts_from_hidden))
+                batch.prompts.append(
+                    ScheduledSeq(seq, seq.held.slot, start, count, wanted=ends and seq.drafts_from_hidden)
+                )
                 budget -= count
             if budget <= 0:
                 break
 
     def _by_turn(self) -> list[Seq]:
-        """Prompts beside sequences that decode: the one that is soonest done, so that what is short never waits behind what is long; then
-        the others, the oldest first, so that each is done in the end."""
+        """Prompts beside sequences that decode: the one that is soonest done, so that what is short never waits behind
+        what is long; then the others, the oldest first, so that each is done in the end."""
         waiting = [s for s in self.running if s.computed < len(s.tokens) - 1]
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 
     def _budget(self, decoding: int) -> int:
-        """Prompt tokens of this step. With streams running it is a chunk, and a quarter so that short prompts ride along with a long one
-        instead of waiting for all of it; more where many wait."""
+        """Prompt tokens of this step. With streams running it is a chunk, and a quarter so that short prompts ride
+        along with a long one instead of waiting for all of it; more where many wait."""
         return max(self.chunk + self.chunk // 4, self._crowd(decoding))
 
     def _crowd(self, decoding: int) -> int:
-        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to `max_batched_prefill` where it is a fifth, and to
-        `prefill_idle` where nobody decodes, so that nobody waits for the pass but those in it."""
+        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to
+        `max_batched_prefill` where it is a fifth, and to `prefill_idle` where nobody decodes, so that nobody waits for
+        the pass but those in it."""
         waiting = sum(s.computed < len(s.tokens) - 1 for s in self.running)
         if waiting and not decoding:
             return self.prefill_idle
-        return min(self.max_batched_prefill, self.max_batched_prefill * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
+        return min(
+            self.max_batched_prefill,
+            self.max_batched_prefill * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE,
+        )
 
     def _may_be_over(self, seq: Seq) -> bool:
-        """The step in flight may bring the last token of this answer, or fill its context: only when that is known is it planned again."""
+        """The step in flight may bring the last token of this answer, or fill its context: only when that is known is
+        it planned again."""
         return seq.remaining <= 1 or len(seq.tokens) + seq.num_inflight_tokens >= self.max_context
 
     def _admit(self) -> None:
@@ -153,8 +176,8 @@ class Scheduler:
             self.running.append(seq)
 
     def _next_chunk(self, seq: Seq) -> tuple[int, int]:
-        """First position and length of the next chunk. Borders lie on a grid from position 0, so that a prompt is always cut in the
-        same places."""
+        """First position and length of the next chunk. Borders lie on a grid from position 0, so that a prompt is
+        always cut in the same places."""
         start, end = seq.computed, len(seq.tokens) - 1
         count = min(self.chunk - start % self.chunk, end - start)
         if self.replay_rows < self.chunk:

@@ -1,7 +1,8 @@
 """What a model makes of a given text, without generating: log-probabilities of its tokens, or one vector for all of it.
 
-A `ScoringJob` goes through the text a few rows at a time, each part between two steps of the engine, so that a long text holds up
-nobody's stream. It uses a slot and pages of the engine's cache while it runs and gives them back at the end.
+A `ScoringJob` goes through the text a few rows at a time, each part between two steps of the engine, so that a long
+text holds up nobody's stream. It uses a slot and pages of the engine's cache while it runs and gives them back at the
+end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class ScoringJob(ABC):
             self._cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
             if not store.reserve(self._cache, len(tokens)):
                 self.close(engine)
-                raise OutriderError(f"no room in the cache to score {len(tokens)} tokens now: try again, or with a shorter text")
+                raise OutriderError(
+                    f"no room in the cache to score {len(tokens)} tokens now: try again, or with a shorter text"
+                )
         begin, end = self._at, min(self._at + ROWS, self._count)
         if begin < end:
             self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits), begin)
@@ -58,14 +61,17 @@ class ScoringJob(ABC):
 
 
 class Scorer(ScoringJob):
-    """The log-probability that the model gives each token of a text, and those of the `top` likeliest tokens in its place."""
+    """The log-probability that the model gives each token of a text, and those of the `top` likeliest tokens in its
+    place."""
 
     logits = True
 
     def __init__(self, tokens: Sequence[int], top: int) -> None:
         super().__init__(tokens, len(tokens) - 1)  # after the last token nothing is asked
         self._top = top
-        self.entries: list[dict[int, float] | None] = [None]  # per token {id: logprob}, itself first; nothing stands before the first
+        self.entries: list[dict[int, float] | None] = [
+            None
+        ]  # per token {id: logprob}, itself first; nothing stands before the first
 
     def take(self, states: Tensor, begin: int) -> None:
         logp = torch.log_softmax(states.float(), -1)  # [rows, V]

@@ -1,8 +1,10 @@
-"""One engine and several callers at once: threads, streams that are read in turn, an answer while another is on its way.
+"""One engine and several callers at once: threads, streams that are read in turn, an answer while another is on its
+way.
 
-Each caller has the events of its own requests, all of them and in order. Whoever waits for one makes the next step, which brings
-everybody's on; one step runs at a time, and who brings requests comes first between two. A caller who leaves early takes its requests
-along. Of a step that fails nobody knows which sequences it has spoilt: everybody's end, and everybody is told.
+Each caller has the events of its own requests, all of them and in order. Whoever waits for one makes the next step,
+which brings everybody's on; one step runs at a time, and who brings requests comes first between two. A caller who
+leaves early takes its requests along. Of a step that fails nobody knows which sequences it has spoilt: everybody's end,
+and everybody is told.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class SharedEngine:
         finally:
             there = [request.id for request in requests if self._boxes.pop(request.id, None) is not None]
             self._left.extend(id for id in there if id in going)
-            # An iterator may be collected in the middle of a step, even in the thread that makes it: then who is next sees to it.
+            # An iterator may be collected in the middle of a step, even in the thread that makes it: then who is next
+            # sees to it.
             if self._left and self._take_turn():
                 self._step()
 

@@ -1,8 +1,9 @@
-"""What choosing needs of a sequence beside temperature and filters, on the device and by slot: penalties with their counts, bias,
-forbidden words, the least number of tokens.
+"""What choosing needs of a sequence beside temperature and filters, on the device and by slot: penalties with their
+counts, bias, forbidden words, the least number of tokens.
 
-A row is written when a sequence joins and kept up to date by the graphs themselves, so that a request with penalties runs in the same
-graph as its neighbours. Tables are made when the first request asks for them; the row of a sequence that asks for nothing is neutral.
+A row is written when a sequence joins and kept up to date by the graphs themselves, so that a request with penalties
+runs in the same graph as its neighbours. Tables are made when the first request asks for them; the row of a sequence
+that asks for nothing is neutral.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class SamplingFeatures:
                 max(asks.words, _wide(len(words))),
                 max(asks.reach, _wide(max((max(1, len(w) - 1) for w in words), default=0))),
                 max(asks.stops, _wide(len(p.stop_token_ids) + eos) if p.min_tokens else 0),
-                max(asks.logprobs, -1 if p.logprobs is None else 0 if p.logprobs == 0 else 5 if p.logprobs <= 5 else 20),
+                max(
+                    asks.logprobs, -1 if p.logprobs is None else 0 if p.logprobs == 0 else 5 if p.logprobs <= 5 else 20
+                ),
                 asks.grammar or p.grammar is not None,
             )
         return asks
@@ -69,8 +72,8 @@ class SlotSamplingState:
         self.prompt_len = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def grow(self, asks: SamplingFeatures) -> bool:
-        """Make room for what is asked; what the rows hold is kept, since sequences may be in flight. True: tables have moved, so that
-        no graph that reads them holds any more."""
+        """Make room for what is asked; what the rows hold is kept, since sequences may be in flight. True: tables have
+        moved, so that no graph that reads them holds any more."""
         ints = lambda *shape: torch.zeros((self.slots, *shape), dtype=torch.int64, device=self.device)  # noqa: E731
         floats = lambda value=0.0: torch.full((self.slots,), value, device=self.device)  # noqa: E731
         grown = False
@@ -103,7 +106,10 @@ class SlotSamplingState:
                 table[slot] = value
             to.in_prompt[slot] = False if own is None else own.in_prompt[0]
             to.counts[slot] = 0 if own is None else own.counts[0]
-        for sparse, pairs in ((self.bias, p.logit_bias), (self.stops, min_tokens_mask(p, self.eos) if p.min_tokens else {})):
+        for sparse, pairs in (
+            (self.bias, p.logit_bias),
+            (self.stops, min_tokens_mask(p, self.eos) if p.min_tokens else {}),
+        ):
             if sparse.ids.shape[1]:
                 ids, values = sparse_row(pairs, sparse.ids.shape[1])
                 sparse.ids[slot], sparse.values[slot] = put(ids, torch.int64), put(values, torch.float32)
@@ -117,10 +123,15 @@ class SlotSamplingState:
 
     # ---- inside a graph ---------------------------------------------------------------------------------------------
     def select(self, sampling: SamplingBatch, slots: Tensor, length: Tensor, asks: SamplingFeatures) -> SamplingBatch:
-        """`sampling` [B] with the history of the sequences in `slots` [B], whose newest tokens stand at `length` [B]."""
+        """`sampling` [B] with the history of the sequences in `slots` [B], whose newest tokens stand at `length`
+        [B]."""
         take = lambda t: t.index_select(0, slots)  # noqa: E731
         pen, words = self.penalties, self.words
-        of_pen = (pen.repetition, pen.presence, pen.frequency, pen.in_prompt, pen.counts) if asks.penalties and pen is not None else None
+        of_pen = (
+            (pen.repetition, pen.presence, pen.frequency, pen.in_prompt, pen.counts)
+            if asks.penalties and pen is not None
+            else None
+        )
         return replace(
             sampling, out_len=length + 1 - take(self.prompt_len),
             penalties=Penalties(*map(take, of_pen)) if of_pen is not None else None,
@@ -131,7 +142,8 @@ class SlotSamplingState:
         )  # fmt: skip
 
     def commit(self, seen: SamplingBatch, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """The first `counts` of `tokens` [B, K + 1] were emitted: what `select` gave, and from it the tables, move on."""
+        """The first `counts` of `tokens` [B, K + 1] were emitted: what `select` gave, and from it the tables, move
+        on."""
         seen.commit(tokens, counts)
         if seen.penalties is not None and self.penalties is not None:
             self.penalties.counts.index_copy_(0, slots, seen.penalties.counts)

@@ -1,14 +1,15 @@
 """Which control tokens of a conversation the chat template wrote, and which a message only spells.
 
-A template is rendered to text, and text that spells a control token encodes to it: whoever writes `<|im_end|>` into a message could
-end its turn and forge another. So a conversation is rendered a second time with stand-ins for the characters that begin and end
-control text in everything that came from outside (messages, tools; keys and values). What that rendering holds of control text
-was written by the template. Where the plain rendering holds no more, it is encoded as it is, and ordinary conversations keep their
-ids to the last one. Otherwise the second rendering is encoded by a twin of the tokenizer whose control tokens bear names that
-nobody knows: what a message spells is to the twin a text like any other.
+A template is rendered to text, and text that spells a control token encodes to it: whoever writes `<|im_end|>` into a
+message could end its turn and forge another. So a conversation is rendered a second time with stand-ins for the
+characters that begin and end control text in everything that came from outside (messages, tools; keys and values). What
+that rendering holds of control text was written by the template. Where the plain rendering holds no more, it is encoded
+as it is, and ordinary conversations keep their ids to the last one. Otherwise the second rendering is encoded by a twin
+of the tokenizer whose control tokens bear names that nobody knows: what a message spells is to the twin a text like any
+other.
 
-Stand-ins are single characters that occur nowhere in the conversation, so templates that trim, split or measure a message do what
-they always did.
+Stand-ins are single characters that occur nowhere in the conversation, so templates that trim, split or measure a
+message do what they always did.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class ChatPrompt:
 
 class SpecialTokenGuard:
     def __init__(self, backend: Backend, encode: Callable[[str], list[int]], template: str) -> None:
-        """Control tokens: the special ones, and added ones in brackets that the template itself writes (`<tool_call>`, `</think>`).
-        `encode`: the backend's, without special tokens."""
+        """Control tokens: the special ones, and added ones in brackets that the template itself writes (`<tool_call>`,
+        `</think>`). `encode`: the backend's, without special tokens."""
         self._backend, self._encode = backend, encode
         self._lock = threading.Lock()
         self._ids: dict[str, int] = {}
@@ -78,7 +79,9 @@ class SpecialTokenGuard:
             return ChatPrompt(ids, written)
         ids = self._encode_apart(written, back)
         if not self._no_more(ids, found):
-            raise OutriderError("a message spells control tokens, and this tokenizer cannot tell them from the template's: leave them out")
+            raise OutriderError(
+                "a message spells control tokens, and this tokenizer cannot tell them from the template's: leave them out"
+            )
         return ChatPrompt(ids, written)
 
     def _no_more(self, ids: Iterable[int], found: Iterable[str]) -> bool:
@@ -89,7 +92,9 @@ class SpecialTokenGuard:
     def _stand_ins(self, text: str) -> dict[str, str]:
         """A character that stands nowhere in `text`, not even as a JSON escape, for each that is to be replaced."""
         held = set(text)
-        free: Iterator[str] = (c for part in PRIVATE for c in map(chr, part) if c not in held and json.dumps(c)[1:-1] not in text)
+        free: Iterator[str] = (
+            c for part in PRIVATE for c in map(chr, part) if c not in held and json.dumps(c)[1:-1] not in text
+        )
         wanted = {t[0] for t in self._ids} | {t[-1] for t in self._ids}
         try:
             return {next(free): c for c in sorted(wanted)}
@@ -129,7 +134,9 @@ class SpecialTokenGuard:
         twin = Backend.from_str(json.dumps(raw))
         odd = next((text for text, index in self._ids.items() if twin.token_to_id(names[text]) != index), None)
         if odd is not None:
-            raise OutriderError(f"a message spells control tokens, and this tokenizer cannot take {odd} for text: leave them out")
+            raise OutriderError(
+                f"a message spells control tokens, and this tokenizer cannot take {odd} for text: leave them out"
+            )
         return twin, names
 
 

@@ -1,9 +1,10 @@
 """One step as plain data, and who runs it. Torch-free.
 
-The scheduler decides a `StepBatch`: for every sequence that takes part a `ScheduledSeq`, which is a chunk of its prompt, or its newest token
-with K drafted ones behind it. An `Executor` runs it: `launch` starts the step and returns a `PendingStep`, `read` waits for the pending and
-says what each decoding item emitted. Three executors run the same step: `eager` is the definition and takes everything, `host` runs a
-cycle in one call of a C library, `graphs` replays a CUDA graph. `pick` says which, once a step, and is the only place that does.
+The scheduler decides a `StepBatch`: for every sequence that takes part a `ScheduledSeq`, which is a chunk of its
+prompt, or its newest token with K drafted ones behind it. An `Executor` runs it: `launch` starts the step and returns a
+`PendingStep`, `read` waits for the pending and says what each decoding item emitted. Three executors run the same step:
+`eager` is the definition and takes everything, `host` runs a cycle in one call of a C library, `graphs` replays a CUDA
+graph. `pick` says which, once a step, and is the only place that does.
 """
 
 from __future__ import annotations
@@ -43,15 +44,20 @@ class Seq:
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
     swapped_kv: SwappedKV | None = None  # what the host keeps of its K/V, while it waits to run again
-    has_features: bool = False  # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
-    drafts_from_hidden: bool = False  # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
+    # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
+    has_features: bool = False
+    drafts_from_hidden: bool = (
+        False  # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
+    )
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     paused: bool = False  # nobody reads its answer just now
     num_inflight_tokens: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
     answer: OutputProcessor = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
-    temperature_only: bool = field(init=False)  # its tokens are chosen by temperature and seed alone: no filter, history or mask
+    temperature_only: bool = field(
+        init=False
+    )  # its tokens are chosen by temperature and seed alone: no filter, history or mask
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
 
@@ -77,19 +83,22 @@ class Seq:
 
 @dataclass(slots=True, eq=False)
 class ScheduledSeq:
-    """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on, which write K/V. A decoding
-    item has the newest token at `start` (one later for every token that a step in flight may add), then k drafted ones."""
+    """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on, which write K/V.
+    A decoding item has the newest token at `start` (one later for every token that a step in flight may add), then k
+    drafted ones."""
 
     seq: Seq
     slot: int
     start: int
     count: int = 1
-    # Somebody reads what comes out: of every row of a decoding item, and of the last row of a chunk that a draft starts from. Rows that
-    # nobody reads go no further than their K/V (types.OutputRows).
+    # Somebody reads what comes out: of every row of a decoding item, and of the last row of a chunk that a draft starts
+    # from. Rows that nobody reads go no further than their K/V (types.OutputRows).
     wanted: bool = True
     k: int = 0  # tokens to draft, one after another; once the step was read: how many were verified
     drafter: str | None = None  # who drafts them
-    guess: Sequence[int] | None = None  # drafts that the host knows: k of them, and as many more as a step in flight may add
+    guess: Sequence[int] | None = (
+        None  # drafts that the host knows: k of them, and as many more as a step in flight may add
+    )
     stop: float = 0.0  # where the draft may end itself: see spec.plan.DraftPlan
     drop: float = 0.0
     nodes: int = 0  # most tokens of a tree of drafts k deep; 0: a line
@@ -122,8 +131,8 @@ class Emitted(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched and not yet read. Who held the slots is kept: a sequence that has left since is not the one this was
-    run for. What it drafted is counted as `ahead` of the host until then."""
+    """A step that was launched and not yet read. Who held the slots is kept: a sequence that has left since is not the
+    one this was run for. What it drafted is counted as `ahead` of the host until then."""
 
     executor: Executor
     batch: StepBatch
@@ -153,12 +162,14 @@ class Executor(Protocol):
         ...
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """Run one part of a step on scratch sequences to its end, to be timed: "verify", or the draft of the drafter of that name."""
+        """Run one part of a step on scratch sequences to its end, to be timed: "verify", or the draft of the drafter of
+        that name."""
         ...
 
     def prepare(self) -> str:
-        """For servers, before the first request: make now what would otherwise be made when it is first needed (captured graphs), so that
-        no request waits for it. Returns a line that says what was made and how long it took."""
+        """For servers, before the first request: make now what would otherwise be made when it is first needed
+        (captured graphs), so that no request waits for it. Returns a line that says what was made and how long it
+        took."""
         return ""
 
     def can_probe(self, part: str) -> bool:

@@ -43,7 +43,9 @@ class Tokenizer:
 
     def __init__(self, files: TextFiles) -> None:
         if files.build is None:
-            raise OutriderError(f"{files.where} has no tokenizer (tokenizer.json is missing): fetch it with the checkpoint")
+            raise OutriderError(
+                f"{files.where} has no tokenizer (tokenizer.json is missing): fetch it with the checkpoint"
+            )
         self.files = files
         self.backend = files.build()  # a tokenizers.Tokenizer
         self.eos_ids: tuple[int, ...] = files.eos_ids
@@ -65,7 +67,9 @@ class Tokenizer:
         self.strips_space = strips or metaspace  # the first word's space is the tokenizer's own
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
-        self.elsewhere: Callable[[str, bool], list[int]] | None = None  # `ids` of long texts, where a server has them made
+        self.elsewhere: Callable[[str, bool], list[int]] | None = (
+            None  # `ids` of long texts, where a server has them made
+        )
 
     # ---- text and ids -----------------------------------------------------------------------------------------------
     def encode(self, text: str, bos: bool = False) -> list[int]:
@@ -80,7 +84,8 @@ class Tokenizer:
         return self.ids_here(text, special) if elsewhere is None or len(text) <= LONG else elsewhere(text, special)
 
     def ids_here(self, text: str, special: bool) -> list[int]:
-        """As the tokenizer has it. Its `encode` of one text would keep every other thread waiting; of a list it does not."""
+        """As the tokenizer has it. Its `encode` of one text would keep every other thread waiting; of a list it does
+        not."""
         try:
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except TypeError:
@@ -88,7 +93,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
-        text = b"".join(self.token_bytes(i) for i in ids if keep_special or i not in self.special_ids).decode("utf-8", "replace")
+        text = b"".join(self.token_bytes(i) for i in ids if keep_special or i not in self.special_ids).decode(
+            "utf-8", "replace"
+        )
         return text[1:] if self.strips_space and text.startswith(" ") else text
 
     def token_bytes(self, index: int) -> bytes:
@@ -120,11 +127,15 @@ class Tokenizer:
         return bytes(token.replace("▁", " "), "utf-8")
 
     def common_token_ids(self) -> set[int]:
-        """Tokens that any text may hold and that need not stand at the front of a vocabulary: single characters of Latin script, which
-        SentencePiece puts behind all merged ones, and control tokens, among them those that end an answer (of thousands, kept for later
-        use, only these)."""
+        """Tokens that any text may hold and that need not stand at the front of a vocabulary: single characters of
+        Latin script, which SentencePiece puts behind all merged ones, and control tokens, among them those that end an
+        answer (of thousands, kept for later use, only these)."""
         letters = {self.backend.token_to_id(c) for c in ["▁", *map(chr, range(32, 256))]}
-        return {i for i in letters if i is not None} | set(self.eos_ids) | (self.special_ids if len(self.special_ids) < 512 else set())
+        return (
+            {i for i in letters if i is not None}
+            | set(self.eos_ids)
+            | (self.special_ids if len(self.special_ids) < 512 else set())
+        )
 
     @property
     def json(self) -> str:
@@ -140,30 +151,41 @@ class Tokenizer:
         """Ids of a conversation. The template writes bos itself where the model wants one."""
         return self.prompt(messages, tools).ids
 
-    def prompt(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> ChatPrompt:
+    def prompt(
+        self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
+    ) -> ChatPrompt:
         """A conversation encoded: control tokens are what the template writes, never what a message spells."""
         return self._control.prompt(messages, tools, lambda m, t: self.render(m, t, add_generation_prompt, **variables))
 
     @cached_property
     def _control(self) -> SpecialTokenGuard:
-        return SpecialTokenGuard(self.backend, lambda text: self.ids(text, special=False), self.files.chat_template or "")
+        return SpecialTokenGuard(
+            self.backend, lambda text: self.ids(text, special=False), self.files.chat_template or ""
+        )
 
-    def render(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> str:
+    def render(
+        self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
+    ) -> str:
         if self.files.chat_template is None:
             raise OutriderError(f"{self.files.where} has no chat template: send a plain prompt")
         try:
             return self._template.render(
-                messages=[dict(m) for m in messages], tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+                messages=[dict(m) for m in messages], tools=tools, documents=None,
+                add_generation_prompt=add_generation_prompt,
                 **{**self.files.specials, **variables},
             )  # fmt: skip
         except OutriderError:
             raise
         except Exception as error:  # a template is a foreign program: whatever it does is bad input
-            raise OutriderError(f"the chat template refused these messages: {' '.join(str(error).split())[:200]}") from None
+            raise OutriderError(
+                f"the chat template refused these messages: {' '.join(str(error).split())[:200]}"
+            ) from None
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise
         env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -216,7 +238,11 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Json]]:
 
 
 def _tojson(
-    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """jinja's own filter escapes HTML, which is no part of a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

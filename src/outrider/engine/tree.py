@@ -1,11 +1,14 @@
-"""Drafts that branch: how the rows of a verify pass stand to one another, and how the target's choices walk through them.
+"""Drafts that branch: how the rows of a verify pass stand to one another, and how the target's choices walk through
+them.
 
-A tree's root is the sequence's newest token; every drafted token follows another row of the sequence. A row sees the committed text and
-its own ancestors, in the order of positions, so it computes what plain decoding would compute there (SpecInfer, Miao et al. 2023, masks
-the same way). The target chooses at every row with noise that depends on (seed, position) alone; the walk starts at the root and goes
-to the child that holds the choice, as long as there is one. Which rows stand beside a path changes nothing on it.
+A tree's root is the sequence's newest token; every drafted token follows another row of the sequence. A row sees the
+committed text and its own ancestors, in the order of positions, so it computes what plain decoding would compute there
+(SpecInfer, Miao et al. 2023, masks the same way). The target chooses at every row with noise that depends on (seed,
+position) alone; the walk starts at the root and goes to the child that holds the choice, as long as there is one. Which
+rows stand beside a path changes nothing on it.
 
-Rows are written behind the committed length in the order of their numbers; those of the accepted path are then moved to their positions.
+Rows are written behind the committed length in the order of their numbers; those of the accepted path are then moved to
+their positions.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class Tree:
     """The rows of all sequences of a pass, one sequence after the other."""
 
     depth: Tensor  # int64 [R] 0: the newest token
-    ancestors: Tensor  # int32 [R, D + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
+    # int32 [R, D + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
+    ancestors: Tensor
     parent_rows: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
     limit: Tensor | None = None  # int64 [B] most drafted tokens that a sequence may take; None: as many as there are
 
@@ -80,7 +84,9 @@ def grammar_masks(
                     path.append(parent_rows[path[-1] - 1])
                 path.reverse()
                 masks = unpacked(matcher.bits([tokens[row - 1] for row in path[1:]]), vocab)
-                for row, allowed in zip(path, torch.from_numpy(masks)):  # none for rows behind a draft that left the grammar: never reached
+                for row, allowed in zip(
+                    path, torch.from_numpy(masks)
+                ):  # none for rows behind a draft that left the grammar: never reached
                     mask[row] = allowed
         parts.append(mask)
     return torch.cat(parts)

@@ -1,5 +1,6 @@
-"""Whether a drafter can run on a target (`fits` returns the reason where it cannot), which of the target's layers it reads (`reads`), and
-what to warn of where it was trained for other weights (`other_weights`). Torch-free: configurations are enough.
+"""Whether a drafter can run on a target (`fits` returns the reason where it cannot), which of the target's layers it
+reads (`reads`), and what to warn of where it was trained for other weights (`other_weights`). Torch-free:
+configurations are enough.
 """
 
 from __future__ import annotations
@@ -46,17 +47,24 @@ def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
             if mine != its:
                 return f"drafter layer {i} expects {what} {mine}, target layer {at} has {its}"
         if ours.heads % theirs.kv_heads:
-            return f"drafter layer {i} has {ours.heads} heads, not a multiple of the target's {theirs.kv_heads} K/V heads"
+            return (
+                f"drafter layer {i} has {ours.heads} heads, not a multiple of the target's {theirs.kv_heads} K/V heads"
+            )
         if layer.rope != target.layers[at].rope:
             return f"drafter layer {i} rotates its queries otherwise than target layer {at} its keys (rope differs)"
     return None
 
 
 def other_weights(target: str, drafter: str, trained_for: str | None, is_now: str) -> str | None:
-    """What to warn of where a drafter was made for other weights of the same model: it fits, and guesses worse. Our own drafters hold
-    the hash of what they were trained for; Google's say it in their names (a QAT target wants the QAT assistant)."""
+    """What to warn of where a drafter was made for other weights of the same model: it fits, and guesses worse. Our own
+    drafters hold the hash of what they were trained for; Google's say it in their names (a QAT target wants the QAT
+    assistant)."""
     if trained_for is not None:
-        return None if trained_for == is_now else "trained for other weights of this model, so expect fewer accepted drafts"
+        return (
+            None
+            if trained_for == is_now
+            else "trained for other weights of this model, so expect fewer accepted drafts"
+        )
     names = [Path(name).name.lower() for name in (target, drafter)]
     first, second = ("qat" in re.split(r"[-_.]", name) for name in names)
     if first == second or not all("gemma" in name for name in names):  # a folder called otherwise says nothing
@@ -70,5 +78,6 @@ def bind(config: DrafterConfig, target: ModelConfig) -> tuple[LayerSpec, ...]:
     if reason is not None:
         raise OutriderError(f"drafter {config.model_type} does not fit the target: {reason}")
     return tuple(
-        replace(layer, attn=replace(layer.attn, kv_layer=at)) for at, layer in zip(reads(config, target), config.layers, strict=True)
+        replace(layer, attn=replace(layer.attn, kv_layer=at))
+        for at, layer in zip(reads(config, target), config.layers, strict=True)
     )

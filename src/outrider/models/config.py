@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeVar
 
 from ..types import AttnSpec, OutriderError
 
-Foreign = Mapping[str, Any]  # what a JSON file or GGUF metadata holds: anything at any depth, until it is translated here
+Foreign = Mapping[
+    str, Any
+]  # what a JSON file or GGUF metadata holds: anything at any depth, until it is translated here
 ForeignDict = dict[str, Any]
 T = TypeVar("T")
 Family = Literal["llama", "gemma3", "gemma4"]
@@ -101,11 +103,17 @@ class ModelConfig:
     @staticmethod
     def from_hf(raw: Foreign) -> ModelConfig:
         kind, body = _field(raw, "model_type", str), dict(text_part(raw) or raw)
-        for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):  # the outer config's word counts: the head is the outer model's
+        for key in (
+            "eos_token_id",
+            "bos_token_id",
+            "tie_word_embeddings",
+        ):  # the outer config's word counts: the head is the outer model's
             if raw.get(key) is not None:
                 body[key] = raw[key]
         if "num_hidden_layers" in body and _field(body, "num_hidden_layers", int) < 1:
-            raise OutriderError(f"config.json: 'num_hidden_layers' should be at least 1, got {body['num_hidden_layers']}")
+            raise OutriderError(
+                f"config.json: 'num_hidden_layers' should be at least 1, got {body['num_hidden_layers']}"
+            )
         if kind in LLAMA_TYPES:
             return _llama(kind, body)
         if kind in GEMMA3_TYPES:
@@ -141,7 +149,9 @@ class DrafterConfig:
     taps: tuple[int, ...] = ()  # target layers whose hidden states are fed beside the last one
     target_hash: str | None = None  # what it was trained for (own drafters)
     style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/drafter.py
-    weight_bits: int | None = None  # 4: trained so that its layers' matrices may be held in 4 bits (blocks of 32, scale and minimum)
+    weight_bits: int | None = (
+        None  # 4: trained so that its layers' matrices may be held in 4 bits (blocks of 32, scale and minimum)
+    )
 
     @property
     def gemma(self) -> bool:
@@ -162,7 +172,9 @@ class DrafterConfig:
         kind = _field(raw, "model_type", str)
         if kind not in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
             known = ", ".join(ASSISTANT_TYPES + OWN_DRAFTER_TYPES)
-            raise OutriderError(f"model_type {kind!r} is not an MTP drafter; known: {known} (a small model drafts as draft:MODEL)")
+            raise OutriderError(
+                f"model_type {kind!r} is not an MTP drafter; known: {known} (a small model drafts as draft:MODEL)"
+            )
         body = text_part(raw) or raw
         named = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
         style: Literal["gemma", "plain"] = "plain" if named == "plain" else "gemma"
@@ -172,7 +184,9 @@ class DrafterConfig:
         clusters = int(raw.get("num_centroids", 2048)) if raw.get("use_ordered_embeddings") else 0
         vocab = _field(body, "vocab_size", int)
         if clusters and vocab % clusters:
-            raise OutriderError(f"config.json: {vocab} tokens do not divide into num_centroids = {clusters} clusters of one size")
+            raise OutriderError(
+                f"config.json: {vocab} tokens do not divide into num_centroids = {clusters} clusters of one size"
+            )
         reads = raw.get("reads")
         draft_tokens = raw.get("num_assistant_tokens")
         return DrafterConfig(
@@ -247,17 +261,22 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
     if kind == "proportional":
         rotated = int(float(params.get("partial_rotary_factor", 1.0)) * head_dim // 2)
         return RopeSpec(theta, head_dim, rotated)
-    raise OutriderError(f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
+    raise OutriderError(
+        f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional"
+    )
 
 
 def _layers(
     raw: Foreign, spec: AttnSpec, kinds: Sequence[str], window: int | None, full: RopeSpec, local: RopeSpec
 ) -> tuple[LayerSpec, ...]:  # fmt: skip
-    """Layers of one shape, each with K/V of its own: those of the kind "sliding_attention" with a window and the rope `local`."""
+    """Layers of one shape, each with K/V of its own: those of the kind "sliding_attention" with a window and the rope
+    `local`."""
     inter, layers = _field(raw, "intermediate_size", int), []
     for i in range(_field(raw, "num_hidden_layers", int)):
         sliding = kinds[i] == "sliding_attention"
-        layers.append(LayerSpec(replace(spec, kv_layer=i, window=window if sliding else None), local if sliding else full, inter))
+        layers.append(
+            LayerSpec(replace(spec, kv_layer=i, window=window if sliding else None), local if sliding else full, inter)
+        )
     return tuple(layers)
 
 
@@ -293,7 +312,9 @@ def _gemma3(kind: str, raw: Foreign) -> ModelConfig:
     count, head_dim = _field(raw, "num_hidden_layers", int), int(raw.get("head_dim", 256))
     eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 4096))
     pattern = int(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)) or 6)
-    kinds = raw.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
+    kinds = raw.get("layer_types") or [
+        "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)
+    ]
     ropes = raw.get("rope_parameters") or {}
     full = _rope(ropes.get("full_attention") or raw.get("rope_scaling"), float(raw.get("rope_theta", 1e6)), head_dim)
     local = _rope(ropes.get("sliding_attention"), float(raw.get("rope_local_base_freq", 1e4)), head_dim)
@@ -315,7 +336,9 @@ def _gemma3(kind: str, raw: Foreign) -> ModelConfig:
 def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]:
     count, heads = _field(raw, "num_hidden_layers", int), _field(raw, "num_attention_heads", int)
     k_eq_v = bool(raw.get("attention_k_eq_v", False))
-    kinds = list(raw.get("layer_types") or ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)])
+    kinds = list(
+        raw.get("layer_types") or ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
+    )
     if len(kinds) != count or any(k not in ("sliding_attention", "full_attention") for k in kinds):
         raise OutriderError(f"config.json: layer_types must name {count} layers as sliding_attention or full_attention")
     kinds[-1] = "full_attention"  # as transformers insists
@@ -366,11 +389,15 @@ def _gemma4_shapes(raw: Foreign, kinds: list[str], heads: int, k_eq_v: bool) -> 
     head_dim, kv = int(raw.get("head_dim", 256)), int(raw.get("num_key_value_heads", 4))
     overrides = raw.get("per_layer_config")
     if overrides is not None:
-        if not isinstance(overrides, Mapping) or any(not str(i).isdigit() or not isinstance(o, Mapping) for i, o in overrides.items()):
+        if not isinstance(overrides, Mapping) or any(
+            not str(i).isdigit() or not isinstance(o, Mapping) for i, o in overrides.items()
+        ):
             raise OutriderError("config.json: per_layer_config must map layer numbers to overrides")
         unknown = sorted({key for o in overrides.values() for key in o} - {"head_dim", "num_key_value_heads"})
         if unknown:
-            raise OutriderError(f"config.json: per_layer_config overrides {unknown[0]!r}; known: head_dim, num_key_value_heads")
+            raise OutriderError(
+                f"config.json: per_layer_config overrides {unknown[0]!r}; known: head_dim, num_key_value_heads"
+            )
         by_layer = {int(i): o for i, o in overrides.items()}
         each = [by_layer.get(i, {}) for i in range(len(kinds))]
         shapes = [(int(o.get("head_dim", head_dim)), int(o.get("num_key_value_heads", kv))) for o in each]
@@ -396,7 +423,11 @@ def _gemma4(kind: str, raw: Foreign) -> ModelConfig:
     hidden = _field(raw, "hidden_size", int)
     moe = None
     if raw.get("enable_moe_block"):
-        moe = MoESpec(_field(raw, "num_experts", int), _field(raw, "top_k_experts", int), _field(raw, "moe_intermediate_size", int))
+        moe = MoESpec(
+            _field(raw, "num_experts", int),
+            _field(raw, "top_k_experts", int),
+            _field(raw, "moe_intermediate_size", int),
+        )
     cap = raw.get("final_logit_softcapping")
     ple = int(raw.get("hidden_size_per_layer_input", 0 if "unified" in kind else 256) or 0)
     return ModelConfig(

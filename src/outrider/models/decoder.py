@@ -1,11 +1,11 @@
-"""A target model, whatever its family: Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen 2 (biases), Qwen 3 (q/k norms), Gemma 3
-(norms after each sublayer too, five sliding layers to a full one, two RoPE bases) and Gemma 4, text only, all five sizes: dense
-(31B, 12B), mixture of experts (26B-A4B), edge (E2B, E4B).
+"""A target model, whatever its family: Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen 2 (biases), Qwen 3 (q/k
+norms), Gemma 3 (norms after each sublayer too, five sliding layers to a full one, two RoPE bases) and Gemma 4, text
+only, all five sizes: dense (31B, 12B), mixture of experts (26B-A4B), edge (E2B, E4B).
 
-What differs is configuration: a part that a checkpoint lacks is None in its `Block`. Gemma 4's sliding and full layers have their own head
-size, RoPE and K/V heads; full layers may take v from the k projection; edge models share the K/V of their last owning layers and add
-per-layer embeddings (PLE); a scalar multiplies the whole stream after a layer. Gemma 3's checkpoints store norm weights minus one; the
-loader adds the one, so nothing here knows of it.
+What differs is configuration: a part that a checkpoint lacks is None in its `Block`. Gemma 4's sliding and full layers
+have their own head size, RoPE and K/V heads; full layers may take v from the k projection; edge models share the K/V of
+their last owning layers and add per-layer embeddings (PLE); a scalar multiplies the whole stream after a layer. Gemma
+3's checkpoints store norm weights minus one; the loader adds the one, so nothing here knows of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from .config import ModelConfig
 from .layers import Block, gather_blocks, rope_variants
 from .split import SOLO, Collectives, piece
 
-End = tuple[Tensor | None, Tensor | None, Tensor | None]  # a residual step behind a sublayer: its norm, the layer's scalar, the next norm
+End = tuple[
+    Tensor | None, Tensor | None, Tensor | None
+]  # a residual step behind a sublayer: its norm, the layer's scalar, the next norm
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,12 @@ class Experts:
 
 
 class TextModel:
-    """Embedding in, head out. One of several processes (`together`, models.split) has its part of the layers, and of embedding and head
-    the rows of its tokens."""
+    """Embedding in, head out. One of several processes (`together`, models.split) has its part of the layers, and of
+    embedding and head the rows of its tokens."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, together: Collectives = SOLO):
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, together: Collectives = SOLO
+    ):
         self.config, self.ops, self.together = config, ops, together
         tp = together.tp
         self.tokens = [piece(config.vocab_size, rank, tp.world) for rank in range(tp.world)]  # of each process
@@ -74,7 +78,9 @@ class TextModel:
         norm = as_tensor(weights["norm"])
         self.device = norm.device
         # A packed table has no dtype of its own: ask the op what it hands out.
-        self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
+        self.dtype: torch.dtype = ops.embed(
+            torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0
+        ).dtype
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
         self.blocks = gather_blocks(weights, config.layers, rope_of, first=tp.rank == 0)
         self.experts = [self.routed(weights, f"layers.{i}.") for i in range(len(config.layers))] if config.moe else None
@@ -83,12 +89,17 @@ class TextModel:
         if config.ple_dim:
             self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], as_tensor(weights["ple_norm"]))
             self.ple_blocks = [
-                PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], as_tensor(weights[f"layers.{i}.ple_post_norm"]))
+                PerLayerBlock(
+                    weights[f"layers.{i}.ple_gate"],
+                    weights[f"layers.{i}.ple_out"],
+                    as_tensor(weights[f"layers.{i}.ple_post_norm"]),
+                )
                 for i in range(len(config.layers))
             ]
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted (None: all)."""
+        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted
+        (None: all)."""
         ops, first = self.ops, self.blocks[0]
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
@@ -110,11 +121,14 @@ class TextModel:
         return Pass(qkv, tuple(streams[i] for i in taps))  # behind the last layer there was only the final norm
 
     def after_attention(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The rest of layer i: residual stream x [R, H] and attention output [R, heads·D] -> the stream after the layer, and the next
-        layer's q, k and v, or after the last layer the final norm. ple: per-layer embeddings [L, R, ple]."""
+        """The rest of layer i: residual stream x [R, H] and attention output [R, heads·D] -> the stream after the
+        layer, and the next layer's q, k and v, or after the last layer the final norm. ple: per-layer embeddings [L, R,
+        ple]."""
         ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
         y = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
-        end: End = (block.post_mlp_norm, block.scalar, block.next_norm) if ple is None else (block.post_mlp_norm, None, None)
+        end: End = (
+            (block.post_mlp_norm, block.scalar, block.next_norm) if ple is None else (block.post_mlp_norm, None, None)
+        )
         if self.experts is None:
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
             x, h = ops.residual_norm(x, self.mlp(h, block), *end, eps)
@@ -148,12 +162,25 @@ class TextModel:
         [R, H]: norms of the residual stream x that it, router and experts read."""
         ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation
         assert moe is not None
-        routing = (router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, moe.top_k, act)
+        routing = (
+            router_in,
+            expert_in,
+            experts.router,
+            experts.expert_scale,
+            experts.gate_up,
+            experts.down,
+            moe.top_k,
+            act,
+        )
         if self.together.tp.world == 1:
-            return ops.moe_with_shared_mlp(*routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, x, *end, eps)
+            return ops.moe_with_shared_mlp(
+                *routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, x, *end, eps
+            )
         # Each process has a piece of every expert: the sum comes before the norm.
         dense, routed = self.mlp(h, block), self.all_reduce(ops.moe(*routing))
-        y = ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]
+        y = ops.residual_norm(
+            ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps
+        )[0]
         return ops.residual_norm(x, y, *end, eps)
 
     def routed(self, weights: Mapping[str, DeviceWeight], here: str) -> Experts:
@@ -173,7 +200,8 @@ class TextModel:
         return self.rows(ids, self.table, self.config.embed_scale)
 
     def rows(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        """[R] -> [R, width]: rows of a table that is divided by tokens. Everybody looks up its own; nought is added to the rest."""
+        """[R] -> [R, width]: rows of a table that is divided by tokens. Everybody looks up its own; nought is added to
+        the rest."""
         if len(self.tokens) == 1:
             return self.ops.embed(ids, table, scale)
         lo, hi = self.tokens[self.together.tp.rank]

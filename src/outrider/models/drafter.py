@@ -1,10 +1,11 @@
-"""An MTP drafter's network: Gemma 4's assistants (`gemma4_assistant`, `gemma4_unified_assistant`) and our own, which are free of their
-layout where that pays.
+"""An MTP drafter's network: Gemma 4's assistants (`gemma4_assistant`, `gemma4_unified_assistant`) and our own, which
+are free of their layout where that pays.
 
-It owns no K/V. Fed by the target's embedding of the newest token and the target's last hidden state (after the final norm), a few
-query-only layers attend to the target's cache at one constant position; what it hands out is fed back for the next token. Let the
-sequence have L tokens, the newest sampled but not yet run through the target: the view has one row a sequence at position L - 2, the last
-visible key. With a clustered head only the tokens of the best clusters are scored.
+It owns no K/V. Fed by the target's embedding of the newest token and the target's last hidden state (after the final
+norm), a few query-only layers attend to the target's cache at one constant position; what it hands out is fed back for
+the next token. Let the sequence have L tokens, the newest sampled but not yet run through the target: the view has one
+row a sequence at position L - 2, the last visible key. With a clustered head only the tokens of the best clusters are
+scored.
 
 What is different in our own, the plain style:
 
@@ -45,7 +46,9 @@ class MTPNet:
         self.post: DeviceWeight | None = weights["post"] if config.has_post else None  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of)
-        self.head: DeviceWeight = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
+        self.head: DeviceWeight = (
+            target.head if config.tied_to_target else weights["embed"]
+        )  # [V, Hb or h], or by cluster [C, S, …]
         self.centroids: DeviceWeight | None = None  # [C, Hb or h]
         self.cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
         # Over a head that is divided over processes, by tokens, all tokens are scored.
@@ -76,7 +79,8 @@ class MTPNet:
         return torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1)
 
     def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
-        """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g for the head, next hidden [B, Hb]."""
+        """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g for the head, next hidden [B,
+        Hb]."""
         ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
         x = ops.linear(self.inputs(token_embedding, hidden, state), self.pre)  # [B, h] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
@@ -92,14 +96,20 @@ class MTPNet:
 
     def candidates(self, g: Tensor, cluster_bonus: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
-        cluster_bonus [B, C]: added to the clusters' scores where the tokens will be chosen with noise (ops.cluster_bonus)."""
+        cluster_bonus [B, C]: added to the clusters' scores where the tokens will be chosen with noise
+        (ops.cluster_bonus)."""
         if self.centroids is None or self.cluster_ids is None:
-            return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(g, self.head, None)
-        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, cluster_bonus)  # [B, top], [B, top, S]
+            return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(
+                g, self.head, None
+            )
+        best, z = self.ops.clustered_logits(
+            g, self.centroids, self.head, self.config.cluster_top, cluster_bonus
+        )  # [B, top], [B, top, S]
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
+        seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         raise NotImplementedError("this drafter goes step by step")

@@ -14,7 +14,9 @@ from .compat import fits, reads
 from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
 
 DECODE_ROWS = (1, 5, 9)
-WORK = 1 << 30  # bytes of a GPU beside weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
+WORK = (
+    1 << 30
+)  # bytes of a GPU beside weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class ModelSize:
         if config.moe is not None:
             experts = config.moe.experts * (1 - (1 - config.moe.top_k / config.moe.experts) ** rows)
         body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
-        looked_up = rows * ((0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim)  # tied: the head holds the row
+        looked_up = rows * (
+            (0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim
+        )  # tied: the head holds the row
         return body + self.head + self.outside + looked_up
 
     @property
@@ -90,8 +94,8 @@ class ModelSize:
 
 
 def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.0, read: bool = False) -> int:
-    """DeviceWeight for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it reads, where
-    layers that share K/V count again."""
+    """DeviceWeight for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it
+    reads, where layers that share K/V count again."""
     total = 0
     for layer in config.layers:
         attn = layer.attn
@@ -101,8 +105,8 @@ def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.
 
 
 def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
-    """Multiplications and additions of `rows` new tokens after `context` earlier ones. head_rows: those whose output is wanted; the others
-    go through the layers that write K/V."""
+    """Multiplications and additions of `rows` new tokens after `context` earlier ones. head_rows: those whose output is
+    wanted; the others go through the layers that write K/V."""
     config, last = size.config, size.config.kv_layers[-1]
     top_k = config.moe.top_k if config.moe else 0
     total = 2.0 * head_rows * size.head + 2.0 * rows * (size.outside - config.hidden)
@@ -153,13 +157,14 @@ def drafter_size(config: DrafterConfig) -> DrafterSize:
 
 
 def work_bytes(vocab: int, rows: int) -> int:
-    """What a GPU holds beside weights and K/V while a step has `rows` rows: their float32 logits are made twice over."""
+    """What a GPU holds beside weights and K/V while a step has `rows` rows: their float32 logits are made twice
+    over."""
     return WORK + 2 * 4 * vocab * rows
 
 
 def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
-    """Tokens of one sequence whose K/V, `item` bytes a number, fits beside the weights; 0: not even the weights fit. What the engine leaves
-    for work is left."""
+    """Tokens of one sequence whose K/V, `item` bytes a number, fits beside the weights; 0: not even the weights fit.
+    What the engine leaves for work is left."""
     free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
     if free < kv_bytes(config, 1, item):
         return 0
@@ -176,18 +181,21 @@ def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
     experts = config.moe.experts if config.moe else 0
     return {
         "index": i, "type": layer.kind, "heads": attn.heads, "kv_heads": attn.kv_heads, "head_dim": attn.head_dim,
-        "window": attn.window, "kv_from": attn.kv_layer, "k_eq_v": attn.k_eq_v and attn.writes, "intermediate": layer.intermediate,
+        "window": attn.window, "kv_from": attn.kv_layer, "k_eq_v": attn.k_eq_v and attn.writes,
+        "intermediate": layer.intermediate,
         "experts": experts, "experts_per_token": config.moe.top_k if config.moe else 0,
         "parameters": size.matrices + size.small + experts * size.expert,
     }  # fmt: skip
 
 
 def report(
-    config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0, context: int = 1024,
+    config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0,
+    context: int = 1024,
     total_bytes: float | None = None, kv_item: float = 2.0,
 ) -> ForeignDict:  # fmt: skip
-    """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared; weight_bytes: of a weight
-    that a token reads, on average; total_bytes: of all weights, where it is not the same for each; kv_item: bytes of a number of K/V."""
+    """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared; weight_bytes:
+    of a weight that a token reads, on average; total_bytes: of all weights, where it is not the same for each; kv_item:
+    bytes of a number of K/V."""
     size = model_size(config)
     total = size.total * weight_bytes if total_bytes is None else total_bytes
     out: ForeignDict = {

@@ -34,7 +34,8 @@ def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
 
 
 def rope_variants(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[int], list[Tensor]]:
-    """Which variant each layer uses, and the frequencies of each variant: angles are computed once a pass and variant."""
+    """Which variant each layer uses, and the frequencies of each variant: angles are computed once a pass and
+    variant."""
     kinds: list[RopeSpec] = []
     for layer in layers:
         if layer.rope not in kinds:
@@ -66,7 +67,9 @@ class Block:
     next_norm: Tensor  # the norm that reads what this layer leaves: the next layer's, or the final one
 
 
-def gather_blocks(weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True) -> list[Block]:
+def gather_blocks(
+    weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True
+) -> list[Block]:
     """first: the process that adds what is added once to a sum of all processes."""
     blocks = []
     for i, (layer, rope) in enumerate(zip(layers, rope_of, strict=True)):
@@ -78,10 +81,13 @@ def gather_blocks(weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpe
                 spec=layer.attn, rope=rope,
                 attn_norm=as_tensor(own["attn_norm"]), qkv=own["qkv"], qkv_bias=vector(own, "qkv_bias"),
                 q_norm=vector(own, "q_norm"), k_norm=vector(own, "k_norm"),
-                out=own["out"], out_bias=vector(own, "out_bias") if first else None, post_attn_norm=vector(own, "post_attn_norm"),
+                out=own["out"], out_bias=vector(own, "out_bias") if first else None,
+                post_attn_norm=vector(own, "post_attn_norm"),
                 mlp_norm=as_tensor(own["mlp_norm"]), gate_up=own["gate_up"], gate_up_bias=vector(own, "gate_up_bias"),
-                down=own["down"], down_bias=vector(own, "down_bias") if first else None, post_mlp_norm=vector(own, "post_mlp_norm"),
-                scalar=vector(own, "scalar"), next_norm=as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"]),
+                down=own["down"], down_bias=vector(own, "down_bias") if first else None,
+                post_mlp_norm=vector(own, "post_mlp_norm"),
+                scalar=vector(own, "scalar"),
+                next_norm=as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"]),
             )
         )  # fmt: skip
     return blocks

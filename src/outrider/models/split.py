@@ -1,12 +1,13 @@
 """How a model is divided over processes: which heads, columns and tokens are whose. Torch-free.
 
-Every process runs the same passes on its own part of the weights. Attention heads go with the K/V heads they read; where there are
-fewer K/V heads than processes, several processes keep the same one and divide its query heads. MLP and experts are divided along their
-inner width, embedding and head by tokens. The answers of a process to a projection back into the residual stream are partial sums:
-`Collectives.all_reduce` adds them up, always in the order of the ranks, so that a row's sum does not depend on the rows beside it.
+Every process runs the same passes on its own part of the weights. Attention heads go with the K/V heads they read;
+where there are fewer K/V heads than processes, several processes keep the same one and divide its query heads. MLP and
+experts are divided along their inner width, embedding and head by tokens. The answers of a process to a projection back
+into the residual stream are partial sums: `Collectives.all_reduce` adds them up, always in the order of the ranks, so
+that a row's sum does not depend on the rows beside it.
 
-What is small is kept whole everywhere: norms, the router, the projections of per-layer embeddings, and all of a drafter but its
-attention, which must run where its K/V heads are.
+What is small is kept whole everywhere: norms, the router, the projections of per-layer embeddings, and all of a drafter
+but its attention, which must run where its K/V heads are.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ class TPRank:
 
 @dataclass(frozen=True)
 class Shard:
-    """What is kept of a source tensor: spans of its rows (dimension -2; of a vector its elements), or of its columns."""
+    """What is kept of a source tensor: spans of its rows (dimension -2; of a vector its elements), or of its
+    columns."""
 
     spans: tuple[Span, ...]
     columns: bool = False
 
 
-Shards = dict[str, tuple[Shard, ...]]  # by canonical name, one for each source of its plan; names that are not there are kept whole
+Shards = dict[
+    str, tuple[Shard, ...]
+]  # by canonical name, one for each source of its plan; names that are not there are kept whole
 
 
 class Collectives(Protocol):
@@ -99,8 +103,8 @@ def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
 
 
 def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int]) -> tuple[ModelConfig, Shards]:
-    """The model as this process sees it (its heads, its inner widths; the vocabulary stays whole), and what it keeps of each weight.
-    alignment(name): where the columns of a weight may be cut (a multiple of it)."""
+    """The model as this process sees it (its heads, its inner widths; the vocabulary stays whole), and what it keeps of
+    each weight. alignment(name): where the columns of a weight may be cut (a multiple of it)."""
     tokens = (Shard((tp.of(config.vocab_size),)),)
     cuts: Shards = {"embed": tokens}
     if not config.tied:
@@ -127,7 +131,9 @@ def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int
 def split_drafter(config: DrafterConfig, tp: TPRank) -> tuple[DrafterConfig, Shards]:
     """An MTP drafter attends to the target's K/V, so its heads stay with theirs; everything else is kept whole."""
     cuts: Shards = {}
-    layers = [_attention(cuts, f"layers.{i}.", layer, tp, f"the drafter's layer {i}") for i, layer in enumerate(config.layers)]
+    layers = [
+        _attention(cuts, f"layers.{i}.", layer, tp, f"the drafter's layer {i}") for i, layer in enumerate(config.layers)
+    ]
     return replace(config, layers=tuple(layers)), cuts
 
 
@@ -138,7 +144,10 @@ def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str)
         raise OutriderError(
             f"{what} has {attn.heads} heads over {attn.kv_heads} K/V heads, too few for --tensor-parallel {tp.world}: take fewer"
         )
-    mine, keys = Shard(((q * attn.head_dim, q_end * attn.head_dim),)), Shard(((kv * attn.head_dim, kv_end * attn.head_dim),))
+    mine, keys = (
+        Shard(((q * attn.head_dim, q_end * attn.head_dim),)),
+        Shard(((kv * attn.head_dim, kv_end * attn.head_dim),)),
+    )
     extra = 0 if not attn.writes else (1 if attn.k_eq_v else 2)
     cuts[here + "qkv"] = cuts[here + "qkv_bias"] = (mine, *[keys] * extra)
     cuts[here + "out"] = (replace(mine, columns=True),)
@@ -147,7 +156,9 @@ def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str)
 
 def _inner(size: int, tp: TPRank, alignment: int, what: str) -> Span:
     if alignment == 0:
-        raise OutriderError(f"{what} is stored with its columns in an order of its own and cannot be divided: leave out --tensor-parallel")
+        raise OutriderError(
+            f"{what} is stored with its columns in an order of its own and cannot be divided: leave out --tensor-parallel"
+        )
     if -(-size // alignment) < tp.world:
         raise OutriderError(
             f"{what} is {size} wide and may be cut at multiples of {alignment} only: too few pieces for --tensor-parallel {tp.world}"

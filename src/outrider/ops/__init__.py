@@ -18,9 +18,10 @@ log = logging.getLogger("outrider")
 
 
 def choose(device: torch.device | str, name: str = "auto", threads: int | None = None) -> Backend:
-    """`auto`: Triton kernels on a GPU, C kernels on the CPU; the torch reference where these can't be had (one line says why).
-    A name that was asked for is given or refused; `cpu:avx2` asks for the C kernels of a certain level,
-    `triton:dense` for Triton kernels over weights in 16 bits, whatever the file holds (more memory, fewer kernels to compile)."""
+    """`auto`: Triton kernels on a GPU, C kernels on the CPU; the torch reference where these can't be had (one line
+    says why). A name that was asked for is given or refused; `cpu:avx2` asks for the C kernels of a certain level,
+    `triton:dense` for Triton kernels over weights in 16 bits, whatever the file holds (more memory, fewer kernels to
+    compile)."""
     from .reference import ReferenceOps
 
     kind = str(device).partition(":")[0]
@@ -38,7 +39,9 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
                 raise OutriderError(f"--threads must be at least 1, got {threads}")
             cores = default_threads()
             if threads is not None and threads > cores:
-                log.warning("--threads %d is more than the %d cores this process may use: using %d", threads, cores, cores)
+                log.warning(
+                    "--threads %d is more than the %d cores this process may use: using %d", threads, cores, cores
+                )
                 threads = cores
             return CpuOps(threads, level or None)
         if wanted == "triton":
@@ -49,7 +52,9 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
             return DenseTritonOps(device) if level else TritonOps(device)
     except OutriderError:
         raise
-    except Exception as error:  # no compiler, no triton, a broken toolchain: anything may be missing on a user's machine
+    except (
+        Exception
+    ) as error:  # no compiler, no triton, a broken toolchain: anything may be missing on a user's machine
         if name != "auto":
             raise OutriderError(f"--ops {name} is not available here: {error}") from error
         log.warning("no %s kernels (%s): using the plain torch operators, which are many times slower", wanted, error)
@@ -64,9 +69,16 @@ def place(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):  # torch knows more of them (mps, xpu, ...), for which there are no kernels here
+    if device.type not in (
+        "cpu",
+        "cuda",
+    ):  # torch knows more of them (mps, xpu, ...), for which there are no kernels here
         raise OutriderError(f"unknown device {name!r}; known: cpu, cuda, cuda:N")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         have = f"{torch.cuda.device_count()} of them" if torch.cuda.is_available() else "none"
-        raise OutriderError(f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use the CPU")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device  # setting a device wants its number
+        raise OutriderError(
+            f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use the CPU"
+        )
+    return (
+        torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    )  # setting a device wants its number

@@ -1,8 +1,9 @@
 """What a backend is: the ops that models call, what it may run as a whole, and what it can do, stated once.
 
-`Backend` is the seam between the engine and the kernels. `ReferenceOps` defines every op in plain torch and stands in with "no" for
-what it does not have; other backends override what they do better. Nobody asks a backend by `hasattr`: what it can do is in its
-`Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits that follow from kernels stand there only.
+`Backend` is the seam between the engine and the kernels. `ReferenceOps` defines every op in plain torch and stands in
+with "no" for what it does not have; other backends override what they do better. Nobody asks a backend by `hasattr`:
+what it can do is in its `Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits
+that follow from kernels stand there only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward pass of a target hands out, of the W rows that are wanted (all of them, unless somebody said which)."""
+    """What a forward pass of a target hands out, of the W rows that are wanted (all of them, unless somebody said
+    which)."""
 
     hidden: Tensor  # [W, H] after the final norm
     streams: tuple[Tensor, ...] = ()  # [W, H] each: the residual stream after every tapped layer
@@ -41,36 +43,53 @@ class Capabilities:
     """What a backend promises. The defaults promise nothing."""
 
     # A pass of at most so many rows gives each row the same bits, whichever rows stand beside it and how many they are.
-    # 0: never promised. The engine never lets a decode step grow beyond it (where it is not 0), and packs prompts up to it.
+    # 0: never promised. The engine never lets a decode step grow beyond it (where it is not 0), and packs prompts up to
+    # it.
     independent_rows: int = 0
     # A prompt leaves the same bits in the cache wherever it is cut into chunks: then any full page may be shared.
     prompts_independent: bool = False
-    # Tokens that were decoded once and must be run again (after a pre-emption) go in pieces of at most so many rows a sequence,
-    # so that the kernels that decoded them run again; wider passes take kernels that round otherwise.
+    # Tokens that were decoded once and must be run again (after a pre-emption) go in pieces of at most so many rows a
+    # sequence, so that the kernels that decoded them run again; wider passes take kernels that round otherwise.
     replay_rows: int = EVERY_ROW
-    # A row has the same bits in a tree of drafts as in a line of them: only then are trees drafted. False: drafts stay lines.
+    # A row has the same bits in a tree of drafts as in a line of them: only then are trees drafted. False: drafts stay
+    # lines.
     trees: bool = False
-    # Decode steps are captured as CUDA graphs unless the configuration says otherwise. A step has one of these numbers of
-    # sequences (filled up with idle ones) and at most so many rows.
+    # Decode steps are captured as CUDA graphs unless the configuration says otherwise. A step has one of these numbers
+    # of sequences (filled up with idle ones) and at most so many rows.
     graphs: bool = False
     graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-    graph_widths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # the K of its sequences; one that drafts less has a limit
+    graph_widths: tuple[int, ...] = (
+        0,
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+    )  # the K of its sequences; one that drafts less has a limit
     graph_rows: int = 2048
     sequences: int = 8  # at once, where the configuration leaves it open
-    # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while most wait for theirs.
+    # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while
+    # most wait for theirs.
     prompt_chunk: int = 512
     packed_rows: int = 0
-    # Prompt tokens in a step beside sequences that decode, which wait for them, while few wait for their prompt. 0: a chunk and a quarter.
+    # Prompt tokens in a step beside sequences that decode, which wait for them, while few wait for their prompt. 0: a
+    # chunk and a quarter.
     prefill_with_decodes: int = 0
     # The same for small models: twice as many, and again, as long as their operations stay below this.
     prefill_flops_with_decodes: float = 0.0
-    # Prompt tokens of one sequence in a step of a server where nobody decodes: somebody may come, and would wait for them. 0: a chunk.
+    # Prompt tokens of one sequence in a step of a server where nobody decodes: somebody may come, and would wait for
+    # them. 0: a chunk.
     prefill_idle: int = 0
     quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights
-    # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in float32 would give.
+    # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in
+    # float32 would give.
     holds_halves: bool = False
     quantizes_tables: bool = False  # embeddings and head too; otherwise these stay dense, as GPU checkpoints keep them
-    # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are stored.
+    # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are
+    # stored.
     draft_format: str | None = None
     # A draft model's head is read row by row, so it pays to score a shortlist of tokens only (spec.draft_model).
     shortlists: bool = False
@@ -80,7 +99,8 @@ class Capabilities:
         return next((size for size in self.graph_batches if size >= batch), batch)
 
     def widest(self, batch: int, graphs: bool) -> int:
-        """Most drafted tokens a sequence in a step of so many, so that its rows stay independent (and it fits a graph)."""
+        """Most drafted tokens a sequence in a step of so many, so that its rows stay independent (and it fits a
+        graph)."""
         rows = self.independent_rows or EVERY_ROW
         if not graphs:
             return rows // batch - 1
@@ -109,7 +129,9 @@ class CycleResult(NamedTuple):
     k: int  # tokens drafted and verified
     tokens: list[int]  # emitted: those accepted and the target's next
     confidence: list[float] | None  # of the drafter's tokens
-    tree: tuple[list[int], list[int], float, list[int]] | None = None  # the row each token follows, rows accepted, drafter's steps, tokens
+    tree: tuple[list[int], list[int], float, list[int]] | None = (
+        None  # the row each token follows, rows accepted, drafter's steps, tokens
+    )
     logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
 
 
@@ -122,11 +144,14 @@ class TemperatureSampling(Protocol):
 
 
 class HostCycle(Protocol):
-    """Draft, verify, choose and accept in one call, for requests whose tokens are chosen greedily or by a temperature alone."""
+    """Draft, verify, choose and accept in one call, for requests whose tokens are chosen greedily or by a temperature
+    alone."""
 
     drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
 
-    def run(self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None) -> list[CycleResult]:
+    def run(
+        self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None
+    ) -> list[CycleResult]:
         """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
         ...
 
@@ -149,18 +174,21 @@ class DraftResult(NamedTuple):
 
 
 class DraftChain(Protocol):
-    """A draft model's rounds in one call each, for requests whose tokens are chosen greedily or by a temperature alone."""
+    """A draft model's rounds in one call each, for requests whose tokens are chosen greedily or by a temperature
+    alone."""
 
     def run(
-        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling, trust: Sequence[float] | None
+        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling,
+        trust: Sequence[float] | None
     ) -> list[DraftResult]:  # fmt: skip
-        """Up to k guesses for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as of HostCycle."""
+        """Up to k guesses for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as of
+        HostCycle."""
         ...
 
 
 class Backend(Protocol):
-    """Rows are tokens. Activations keep the dtype of `x`; norm weights are float32; logits are float32. The meaning of each op is
-    its body in `ReferenceOps`."""
+    """Rows are tokens. Activations keep the dtype of `x`; norm weights are float32; logits are float32. The meaning of
+    each op is its body in `ReferenceOps`."""
 
     name: str
     version: str  # of the kernels: times measured with others do not hold
@@ -170,11 +198,15 @@ class Backend(Protocol):
 
     # ---- weights
     def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None: ...
-    def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None: ...  # a table of which only rows are ever read
+    def look_up(
+        self, table: Weight, device: torch.device | str
+    ) -> DeviceWeight | None: ...  # a table of which only rows are ever read
     def prepare(self, dense: Tensor) -> DeviceWeight: ...
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight: ...
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight: ...
-    def coarse(self, weight: DeviceWeight) -> DeviceWeight: ...  # about four bits, for a draft model; the weight itself where that is no quicker
+    def coarse(
+        self, weight: DeviceWeight
+    ) -> DeviceWeight: ...  # about four bits, for a draft model; the weight itself where that is no quicker
 
     # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself
     def compile(self, model: M) -> M: ...
@@ -188,7 +220,9 @@ class Backend(Protocol):
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor: ...
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor: ...
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor: ...
-    def per_layer_inputs(self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor: ...
+    def per_layer_inputs(
+        self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
+    ) -> Tensor: ...
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]: ...
@@ -203,32 +237,59 @@ class Backend(Protocol):
     # ---- attention
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]: ...
     def rope_write(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        spec: AttnSpec,
+        kv: KVView,
     ) -> Tensor: ...
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor: ...
 
     # ---- trees of drafts
-    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int) -> Frontier: ...
+    def branch(
+        self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
+    ) -> Frontier: ...
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes: ...
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree: ...
     def accept_path(
-        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int,
+        limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-    def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None: ...
+    def compact_kv(
+        self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView
+    ) -> None: ...
 
     # ---- mixture of experts
     def moe(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        router: DeviceWeight,
+        expert_scale: Tensor,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
+        top_k: int,
+        act: str,
     ) -> Tensor: ...
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str,
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
+        down: DeviceWeight, top_k: int, act: str,
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     # ---- drafting and choosing
-    def clustered_logits(self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
-    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor: ...
+    def clustered_logits(
+        self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+    def cluster_bonus(
+        self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
+    ) -> Tensor: ...
     def argmax(self, z: Tensor) -> Tensor: ...
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor: ...
+    def gumbel_argmax(
+        self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
+    ) -> Tensor: ...
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor: ...

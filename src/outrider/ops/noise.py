@@ -1,4 +1,5 @@
-"""Counter-based noise: what target and drafters add to the scores of a token at a position. Never stored, the same wherever it is made."""
+"""Counter-based noise: what target and drafters add to the scores of a token at a position. Never stored, the same
+wherever it is made."""
 
 from __future__ import annotations
 

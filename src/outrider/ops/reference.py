@@ -1,8 +1,8 @@
 """Every op in plain PyTorch: the definition that each kernel is checked against, and the path for any device.
 
 An ops object is chosen once (`outrider.ops.choose`) and handed to the models. Rows are tokens; every method is a
-function of its arguments. Weights are `[out, in]` tensors, or whatever `hold` or `quantize` of the same ops object returned.
-Activations keep the dtype of `x`; norm weights are float32; logits are float32.
+function of its arguments. Weights are `[out, in]` tensors, or whatever `hold` or `quantize` of the same ops object
+returned. Activations keep the dtype of `x`; norm weights are float32; logits are float32.
 """
 
 from __future__ import annotations
@@ -52,17 +52,22 @@ def as_tensor(weight: DeviceWeight) -> Tensor:
 class ReferenceOps(TreeOps):
     name = "reference"
     version = ""
-    capabilities = Capabilities(trees=True)  # torch's products may round differently for another number of rows, in trees as in lines
+    capabilities = Capabilities(
+        trees=True
+    )  # torch's products may round differently for another number of rows, in trees as in lines
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         """What K/V is stored as, given the dtype of the activations and the user's wish."""
         if asked == "int8":
-            raise OutriderError("--kv-dtype int8: only the CPU's kernels (--ops cpu) keep K/V in int8; leave it out, or take fp8")
+            raise OutriderError(
+                "--kv-dtype int8: only the CPU's kernels (--ops cpu) keep K/V in int8; leave it out, or take fp8"
+            )
         return torch.float8_e4m3fn if asked == "fp8" else dtype
 
     # ---- weights ------------------------------------------------------------------------------------------------
     def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None:
-        """The rows of all parts, one below the other, as the kernels read them; None: they should come as a dense tensor."""
+        """The rows of all parts, one below the other, as the kernels read them; None: they should come as a dense
+        tensor."""
         return None
 
     def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
@@ -75,7 +80,9 @@ class ReferenceOps(TreeOps):
 
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
         """A dense matrix rounded to int4, int8 or fp8, whichever of them the kernels multiply."""
-        raise OutriderError(f"the {self.name} ops cannot hold {mode} weights: choose others with --ops, or leave out --quantize")
+        raise OutriderError(
+            f"the {self.name} ops cannot hold {mode} weights: choose others with --ops, or leave out --quantize"
+        )
 
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
         """Rows of a matrix in another order, held as they were: a head by clusters."""
@@ -97,11 +104,13 @@ class ReferenceOps(TreeOps):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
-        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are none of this model."""
+        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are none
+        of this model."""
         return None
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
-        """A draft model's rounds in one call each, scoring the rows `head` of the tokens `listed` (None: all). None: step by step."""
+        """A draft model's rounds in one call each, scoring the rows `head` of the tokens `listed` (None: all). None:
+        step by step."""
         return None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
@@ -120,8 +129,11 @@ class ReferenceOps(TreeOps):
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
         return (h if w is None else h * w).to(x.dtype)
 
-    def per_layer_inputs(self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
-        """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own part added."""
+    def per_layer_inputs(
+        self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
+    ) -> Tensor:
+        """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own part
+        added."""
         shape = (ids.shape[0], -1, w.shape[0])
         token = self.embed(ids, table, w.shape[0] ** 0.5).view(shape)
         context = self.rms_norm((projected * scale).view(shape), w, eps)
@@ -138,7 +150,9 @@ class ReferenceOps(TreeOps):
             x = x * scale.to(x.dtype)
         return x, (x if next_w is None else self.rms_norm(x, next_w, eps))
 
-    def residual_norms(self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def residual_norms(
+        self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x' = x + post_norm(y), and three norms of it."""
         x, h = self.residual_norm(x, y, post_w, None, w[0], eps)
         return x, h, self.rms_norm(x, w[1], eps), self.rms_norm(x, w[2], eps)
@@ -182,7 +196,9 @@ class ReferenceOps(TreeOps):
         q = rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), cos, sin)
         if spec.writes:
             raw_k = qkv[:, spec.heads * dim : (spec.heads + spec.kv_heads) * dim].view(rows, spec.kv_heads, dim)
-            raw_v = raw_k if spec.k_eq_v else qkv[:, (spec.heads + spec.kv_heads) * dim :].view(rows, spec.kv_heads, dim)
+            raw_v = (
+                raw_k if spec.k_eq_v else qkv[:, (spec.heads + spec.kv_heads) * dim :].view(rows, spec.kv_heads, dim)
+            )
             k = rotate(raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps), cos, sin)
             v = self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
             self.write_kv(k, v, spec, kv)
@@ -239,7 +255,9 @@ class ReferenceOps(TreeOps):
         k, v = self.gather_kv(b, base + hi - lo, spec, kv)
         for i, (path, position) in enumerate(zip(paths, positions)):
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
-            at = torch.tensor([p if p < base else base + path[p - base] for p in range(first, position + 1)], device=q.device)
+            at = torch.tensor(
+                [p if p < base else base + path[p - base] for p in range(first, position + 1)], device=q.device
+            )
             qs = q[lo + i].view(spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
             weights = (torch.einsum("gqd,gnd->gqn", qs.float(), k[:, at].float()) * spec.scale).softmax(-1)
             out[lo + i] = torch.einsum("gqn,gnd->gqd", weights, v[:, at].float()).reshape(-1).to(q.dtype)
@@ -268,12 +286,13 @@ class ReferenceOps(TreeOps):
         return out
 
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str,
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
+        down: DeviceWeight, top_k: int, act: str,
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside the dense MLP of the same
-        layer."""
+        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside the
+        dense MLP of the same layer."""
         dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
         routed = self.moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
         y = self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
@@ -284,16 +303,20 @@ class ReferenceOps(TreeOps):
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows in
-        cluster order); cluster_bonus [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R, top, S] float32."""
+        cluster order); cluster_bonus [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R,
+        top, S] float32."""
         score = self.linear(g, centroids).float()
         best = (score if cluster_bonus is None else score + cluster_bonus).topk(top, dim=-1).indices
         return best, torch.einsum("rtsh,rh->rts", as_tensor(rows)[best].float(), g.float())
 
-    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor:
+    def cluster_bonus(
+        self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
+    ) -> Tensor:
         """How far sampling leans towards each cluster: temperature times the largest noise of its tokens, 0 where cold.
 
-        The noise of a draft is known before anything is scored, so the clusters that hold a lucky token can be told at once.
-        tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled bool [R] -> float32 [R, C]."""
+        The noise of a draft is known before anything is scored, so the clusters that hold a lucky token can be told at
+        once. tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled bool
+        [R] -> float32 [R, C]."""
         luck = gumbel(seed[:, None, None], position[:, None, None], tokens).amax(-1)
         return torch.where(sampled[:, None], temperature[:, None] * luck, 0.0)
 
@@ -301,17 +324,21 @@ class ReferenceOps(TreeOps):
         """z [R, N] -> [R]; the lowest index on ties."""
         return z.argmax(-1)
 
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor:
+    def gumbel_argmax(
+        self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
+    ) -> Tensor:
         """argmax over the last axis of z + gumbel(seed, position, token) where `sampled`, else of z.
 
         z [R, N] float32, already divided by the temperature; seed, position int64 [R]; sampled bool [R]; tokens [R, N]
         are the token ids of the columns (None: 0..N-1)."""
-        noise = gumbel(seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens)
+        noise = gumbel(
+            seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens
+        )
         return torch.where(sampled[:, None], z + noise, z).argmax(-1)
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-        """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones' logprobs and ids
-        (a float32 holds ids up to 2^24)."""
+        """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones'
+        logprobs and ids (a float32 holds ids up to 2^24)."""
         logp = torch.log_softmax(logits.float(), -1)
         best = logp.topk(top, dim=-1)
         return torch.cat((logp.gather(1, tokens[:, None]), best.values, best.indices.to(torch.float32)), 1)

@@ -1,7 +1,9 @@
-"""Trees of drafts without a look at the host: how one is grown, cut to size, walked and put in chain, as ops on tensors of fixed shapes.
+"""Trees of drafts without a look at the host: how one is grown, cut to size, walked and put in chain, as ops on tensors
+of fixed shapes.
 
-What a captured step needs (engine.decode). Here every op is defined in plain torch; a backend may run each as one kernel. A draft cannot
-change an answer, so `branch` and `build_fixed_tree` need not agree between backends to the bit; `accept_path` and `compact_kv` must.
+What a captured step needs (engine.decode). Here every op is defined in plain torch; a backend may run each as one
+kernel. A draft cannot change an answer, so `branch` and `build_fixed_tree` need not agree between backends to the bit;
+`accept_path` and `compact_kv` must.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def max_nodes(depth: int) -> int:
 
 @dataclass(frozen=True)
 class Noise:
-    """How each sequence draws (spec.choose.SamplingBatch), and for which position; z / temperature + noise(seed, position, token)."""
+    """How each sequence draws (spec.choose.SamplingBatch), and for which position; z / temperature + noise(seed,
+    position, token)."""
 
     seed: Tensor  # int64 [B]
     position: Tensor  # int64 [B]
@@ -39,7 +42,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What was found so far: M tokens of each sequence, as many on every level, level by level; children of a node side by side."""
+    """What was found so far: M tokens of each sequence, as many on every level, level by level; children of a node side
+    by side."""
 
     tokens: Tensor  # int64 [B, M]
     parents: Tensor  # int64 [B, M] the node each follows; -1: the newest token
@@ -50,7 +54,9 @@ class Nodes:
     def of(batch: int, depth: int, device: torch.device, width: int = WIDTH) -> Nodes:
         shape = (batch, depth * width * BRANCH)
         tokens, parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-        return Nodes(tokens, parents, torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device))
+        return Nodes(
+            tokens, parents, torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+        )
 
 
 @dataclass(frozen=True)
@@ -74,26 +80,31 @@ class Frontier:
 
 @dataclass(frozen=True)
 class FixedTree:
-    """The nodes that stand in the tree, N of each sequence, the main chain first, parents before children. Rows of a sequence: its newest
-    token, then its nodes."""
+    """The nodes that stand in the tree, N of each sequence, the main chain first, parents before children. Rows of a
+    sequence: its newest token, then its nodes."""
 
     tokens: Tensor  # int64 [B, N]
     depth: Tensor  # int64 [R] 0: the newest token
-    ancestors: Tensor  # int32 [R, depth + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
+    # int32 [R, depth + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
+    ancestors: Tensor
     parent_rows: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
 
 
 class TreeOps:
     """The definitions."""
 
-    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int) -> Frontier:
-        """The BRANCH best tokens behind each row of the front, by logits [B·WIDTH, N] of the tokens `ids` (None: 0..N-1), into `nodes`; the
-        likeliest of them are the next front. A child's chance is its parent's times its own probability under the (noisy) logits."""
+    def branch(
+        self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
+    ) -> Frontier:
+        """The BRANCH best tokens behind each row of the front, by logits [B·WIDTH, N] of the tokens `ids` (None:
+        0..N-1), into `nodes`; the likeliest of them are the next front. A child's chance is its parent's times its own
+        probability under the (noisy) logits."""
         batch, wide, first = front.node.shape[0], WIDTH * BRANCH, level * WIDTH * BRANCH
         z = logits.float()
         if noise is not None:
             seed, position, heat, sampled = (
-                t.repeat_interleave(WIDTH)[:, None] for t in (noise.seed, noise.position, noise.temperature, noise.sampled)
+                t.repeat_interleave(WIDTH)[:, None]
+                for t in (noise.seed, noise.position, noise.temperature, noise.sampled)
             )
             tokens = torch.arange(z.shape[1], device=z.device) if ids is None else ids
             z = torch.where(sampled, z / heat + gumbel(seed, position, tokens), z)
@@ -107,11 +118,18 @@ class TreeOps:
         nodes.parents[:, here] = front.node.repeat_interleave(BRANCH, 1)
         pick = chance.sort(dim=1, descending=True, stable=True).indices[:, :WIDTH]
         rows = torch.arange(batch, device=z.device)[:, None] * WIDTH + pick // BRANCH
-        return Frontier(tokens.gather(1, pick).flatten(), rows.flatten(), first + pick, chance.gather(1, pick), chain.gather(1, pick))
+        return Frontier(
+            tokens.gather(1, pick).flatten(),
+            rows.flatten(),
+            first + pick,
+            chance.gather(1, pick),
+            chain.gather(1, pick),
+        )
 
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
-        """The nodes of a chain that was drafted in one call, and the rivals of each of its tokens, which nothing follows. scores, ids
-        [B, depth, P]: the best that each part of the head found at each step, and which token it is. The chain is the best of all."""
+        """The nodes of a chain that was drafted in one call, and the rivals of each of its tokens, which nothing
+        follows. scores, ids [B, depth, P]: the best that each part of the head found at each step, and which token it
+        is. The chain is the best of all."""
         (batch, depth, _), device = scores.shape, scores.device
         best = scores.topk(BRANCH, dim=-1).indices  # [B, D, BRANCH]
         sure = scores.softmax(-1).gather(2, best).nan_to_num(0.0)
@@ -124,7 +142,8 @@ class TreeOps:
         return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
 
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree:
-        """The `count` likeliest nodes: a parent is never less likely than its child, and stands before it, so it is among them."""
+        """The `count` likeliest nodes: a parent is never less likely than its child, and stands before it, so it is
+        among them."""
         batch, found = nodes.tokens.shape
         device, rows = nodes.tokens.device, count + 1
         kept = nodes.chance.sort(dim=1, descending=True, stable=True).indices[:, :count]
@@ -132,7 +151,9 @@ class TreeOps:
         kept = kept.gather(1, order.sort(1).indices)  # [B, N]
         follows = nodes.parents.gather(1, kept)
         number = (follows[:, :, None] == kept[:, None, :]).to(torch.int64).argmax(-1) + 1
-        parent_rows = torch.cat((torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1)  # [B, N + 1] within the sequence
+        parent_rows = torch.cat(
+            (torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1
+        )  # [B, N + 1] within the sequence
         deep = torch.cat((torch.zeros_like(kept[:, :1]), kept // (found // depth) + 1), 1)
         up = [torch.arange(rows, device=device).expand(batch, rows)]
         for _ in range(depth):
@@ -144,11 +165,12 @@ class TreeOps:
         return FixedTree(nodes.tokens.gather(1, kept), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
 
     def accept_path(
-        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int,
+        limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """From each root to the child that holds the target's choice, while there is one, at most `limit` [B] steps. chosen, ids, parent_rows
-        [R]. How many steps [B]; the tokens chosen on the way [B, deepest + 1] and their rows, counted within the sequence; behind the
-        end, the last one's again."""
+        """From each root to the child that holds the target's choice, while there is one, at most `limit` [B] steps.
+        chosen, ids, parent_rows [R]. How many steps [B]; the tokens chosen on the way [B, deepest + 1] and their rows,
+        counted within the sequence; behind the end, the last one's again."""
         first = start[:-1].long()
         batch, rows = first.shape[0], chosen.shape[0]
         at, number = first, torch.arange(rows, device=chosen.device)
@@ -167,18 +189,21 @@ class TreeOps:
         return accepted, chosen[rows_of], rows_of - first[:, None]
 
     def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
-        """The keys and values of the accepted path, which lie in the order of rows [B, D + 1] behind `length` [B], to the positions of
-        its tokens; in every layer of `specs`."""
+        """The keys and values of the accepted path, which lie in the order of rows [B, D + 1] behind `length` [B], to
+        the positions of its tokens; in every layer of `specs`."""
         depth = torch.arange(rows.shape[1], device=length.device)
         on_path = depth <= accepted[:, None]  # [B, D + 1]
         seq = torch.arange(length.shape[0], device=length.device)[:, None].expand_as(on_path).reshape(-1)
         target = length[:, None] + torch.where(on_path, depth, 0)
-        source = length[:, None] + torch.where(on_path, rows, 0)  # where there is nothing to move, the newest token onto itself
+        source = length[:, None] + torch.where(
+            on_path, rows, 0
+        )  # where there is nothing to move, the newest token onto itself
         for spec in specs:
             self.move_kv(seq, source.reshape(-1), target.reshape(-1), spec, kv)
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
-        """Keys and values at `source` [M] of the sequences `seq` [M] (rows of the tables) to `target` [M]; all are read first."""
+        """Keys and values at `source` [M] of the sequences `seq` [M] (rows of the tables) to `target` [M]; all are read
+        first."""
         keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         page, into = (kv.tables[spec.group][seq, at // kv.page_size].long() for at in (source, target))

@@ -1,9 +1,10 @@
 """Rank 0 schedules, the others follow: every step is described as plain data, told to all, and run by all.
 
-The seam is the `Executor`. Rank 0's executors are wrapped: before one runs a step it tells the others the `StepBatch`, what of its
-sequences they do not know yet (prompt, parameters, new tokens) and which pages they were given; the same executor then runs the same step
-in every process. Each process drafts, verifies and chooses for itself. It comes to the same tokens: sums and logits are the same bits
-everywhere, and noise is a function of seed and position. Only what rank 0 alone can know is told on the way: the masks of grammars.
+The seam is the `Executor`. Rank 0's executors are wrapped: before one runs a step it tells the others the `StepBatch`,
+what of its sequences they do not know yet (prompt, parameters, new tokens) and which pages they were given; the same
+executor then runs the same step in every process. Each process drafts, verifies and chooses for itself. It comes to the
+same tokens: sums and logits are the same bits everywhere, and noise is a function of seed and position. Only what rank
+0 alone can know is told on the way: the masks of grammars.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 
-# ---- what is told --------------------------------------------------------------------------------------------------------------
+# ---- what is told
+# --------------------------------------------------------------------------------------------------------------
 class Joined(NamedTuple):
     """A sequence that the others have not met."""
 
@@ -70,7 +72,8 @@ class Order:
     score: tuple[int, dict[GroupName, tuple[int, list[int]]], list[int], int, bool] | None = None
 
 
-# ---- rank 0 ----------------------------------------------------------------------------------------------------------------------
+# ---- rank 0
+# ----------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Known:
     """What the others know of a sequence."""
@@ -104,7 +107,9 @@ class Leader:
         for name in left:
             del self._known[name]
         joined: dict[str, Joined] = {}
-        prompts, decode = ([self._lane(item, joined) for item in scheduled] for scheduled in (batch.prompts, batch.decode))
+        prompts, decode = (
+            [self._lane(item, joined) for item in scheduled] for scheduled in (batch.prompts, batch.decode)
+        )
         return StepMessage(self._serial, prompts, decode, batch.trust, joined, left)
 
     def _lane(self, item: ScheduledSeq, joined: dict[str, Joined]) -> SeqMessage:
@@ -136,7 +141,9 @@ class Leader:
             yield
         except Exception as error:
             self.team.watch.lost(f"{type(error).__name__}: {error}")
-            raise OutriderError(self.team.watch.gone or "the processes of --tensor-parallel lost one another") from error
+            raise OutriderError(
+                self.team.watch.gone or "the processes of --tensor-parallel lost one another"
+            ) from error
         finally:
             if main:
                 signal.signal(signal.SIGINT, before)
@@ -218,7 +225,8 @@ class BroadcastMatcher:
         self.matcher.advance(tokens)
 
 
-# ---- the others ------------------------------------------------------------------------------------------------------------------
+# ---- the others
+# ------------------------------------------------------------------------------------------------------------------
 class RemoteMatcher:
     """A grammar elsewhere: what it allows comes from rank 0."""
 
@@ -272,7 +280,9 @@ class Follower:
         for name, who in told.joined.items():
             params = replace(who.params, grammar=RemoteMatcher(self.team)) if who.grammar else who.params
             seq = self._seqs[name] = Seq(Request(name, who.prompt, params), 0.0, [])
-            seq.answer = OutputProcessor(params, (), None, params.grammar.matcher() if params.grammar is not None else None)
+            seq.answer = OutputProcessor(
+                params, (), None, params.grammar.matcher() if params.grammar is not None else None
+            )
         scheduled = [[self._lane(item) for item in scheduled] for scheduled in (told.prompts, told.decode)]
         if told.serial != self._last[0]:
             self._last = (told.serial, StepBatch(scheduled[0], scheduled[1], told.trust))

@@ -1,11 +1,11 @@
 """The processes that share a model: how they find one another, and what they exchange.
 
-Started by `torchrun` (or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) a process takes the place it is given; else
-the first process starts the others itself, with that environment. Numbers travel by NCCL between GPUs and by gloo between CPUs; what
-rank 0 tells the others (plain objects) always by gloo.
+Started by `torchrun` (or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) a process takes the place it
+is given; else the first process starts the others itself, with that environment. Numbers travel by NCCL between GPUs
+and by gloo between CPUs; what rank 0 tells the others (plain objects) always by gloo.
 
-Sums have a fixed order: everybody's part is gathered and added in the order of the ranks. A reduction of the library would choose its
-order by the size of the message, and a row's sum would then depend on the rows beside it.
+Sums have a fixed order: everybody's part is gathered and added in the order of the ranks. A reduction of the library
+would choose its order by the size of the message, and a row's sum would then depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _number(name: str) -> int:
 
 
 def follow_to_the_end() -> None:
-    """A process that the first one started ends with it even while it still waits for the others, which may be minutes."""
+    """A process that the first one started ends with it even while it still waits for the others, which may be
+    minutes."""
 
     def look() -> None:
         while os.getppid() == _number(FIRST):
@@ -81,7 +82,8 @@ def follow_to_the_end() -> None:
 
 
 class ProcessGroup:
-    """One of `tp.world` processes. A `Collectives` for the models. A process is in one team at a time, as torch has it."""
+    """One of `tp.world` processes. A `Collectives` for the models. A process is in one team at a time, as torch has
+    it."""
 
     here: ClassVar[ProcessGroup | None] = None
 
@@ -91,10 +93,13 @@ class ProcessGroup:
         self.captured: list[GraphExecutor] = []  # whose graphs hold exchanges: NCCL does not end before they are gone
         self._open = True
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("team", store), rank=tp.rank, world_size=tp.world,
+            "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("team", store), rank=tp.rank,
+            world_size=tp.world,
             timeout=FOREVER, device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
-        self.control_group = dist.new_group(backend="gloo", timeout=FOREVER) if device.type == "cuda" else dist.group.WORLD
+        self.control_group = (
+            dist.new_group(backend="gloo", timeout=FOREVER) if device.type == "cuda" else dist.group.WORLD
+        )
         ProcessGroup.here = self
         atexit.register(self.close)
 
@@ -122,7 +127,9 @@ class ProcessGroup:
         every = mine if self.tp.world == 1 else mine.new_empty((self.tp.world * mine.shape[0], *mine.shape[1:]))
         with parting():
             if self.device.type == "cuda":
-                dist.all_gather_into_tensor(every, mine)  # one kernel of NCCL, which a CUDA graph captures like any other
+                dist.all_gather_into_tensor(
+                    every, mine
+                )  # one kernel of NCCL, which a CUDA graph captures like any other
             else:
                 dist.all_gather(list(every.chunk(self.tp.world)), mine)
         return every.view(self.tp.world, *mine.shape)
@@ -162,7 +169,9 @@ class ProcessGroup:
             dist.all_gather_object(every, (numbers, error), group=self.control_group)
         for rank, (_, wrong) in enumerate(every):
             if wrong is not None:
-                raise OutriderError(wrong if rank == 0 else f"process {rank} of --tensor-parallel {self.tp.world}: {wrong}")
+                raise OutriderError(
+                    wrong if rank == 0 else f"process {rank} of --tensor-parallel {self.tp.world}: {wrong}"
+                )
         return [min(each) for each in zip(*(found for found, _ in every))]
 
     # ---- the end
@@ -203,7 +212,8 @@ class ProcessGroup:
 
 
 def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> ProcessGroup:
-    """The team of this process. The first process starts the others (with `command`) unless somebody has started them already."""
+    """The team of this process. The first process starts the others (with `command`) unless somebody has started them
+    already."""
     if world < 1:
         raise OutriderError(f"--tensor-parallel must be at least 1, got {world}")
     if dist.is_initialized():
@@ -212,9 +222,13 @@ def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> Pr
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, there = _number("RANK"), _number("WORLD_SIZE")
         if there != world:
-            raise OutriderError(f"{there} processes were started and --tensor-parallel asks for {world}: give both the same number")
+            raise OutriderError(
+                f"{there} processes were started and --tensor-parallel asks for {world}: give both the same number"
+            )
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
-        return ProcessGroup(store, place, Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), []))
+        return ProcessGroup(
+            store, place, Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), [])
+        )
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=STARTING, wait_for_workers=False)
     children = [_start(command, rank, world, store.port, place.type) for rank in range(1, world)]
     return ProcessGroup(store, place, Watch(TPRank(0, world), "127.0.0.1", store.port, children))
@@ -224,7 +238,8 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) 
     ours = str(Path(__file__).resolve().parents[2])
     known = [ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: connect to it
         STARTED_BY_US: kind, FIRST: str(os.getpid()), "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
     }  # fmt: skip
@@ -241,7 +256,9 @@ def _place(device: str | None, world: int) -> torch.device:
         return torch.device("cpu")
     local, here = _number("LOCAL_RANK"), torch.cuda.device_count()
     if "RANK" not in os.environ and here < world:
-        raise OutriderError(f"--tensor-parallel {world} needs {world} GPUs, torch sees {here}: take fewer, or --device cpu")
+        raise OutriderError(
+            f"--tensor-parallel {world} needs {world} GPUs, torch sees {here}: take fewer, or --device cpu"
+        )
     if local >= here:
         raise OutriderError(f"local rank {local} has no GPU of its own: torch sees {here}")
     torch.cuda.set_device(local)

@@ -1,8 +1,9 @@
 """Nobody dies unseen: a thread in every process that ends it when another one of the team is gone.
 
-A process that waits for another's numbers would wait for ever. So rank 0 looks after the processes it started (four times a second), and
-every process writes a sign of life into the store that rank 0 keeps, each second. Rank 0 ends the run with one line when a
-process ended, or gave no sign for `SILENCE` seconds; the others end when the store is gone, silently: rank 0 has said why.
+A process that waits for another's numbers would wait for ever. So rank 0 looks after the processes it started (four
+times a second), and every process writes a sign of life into the store that rank 0 keeps, each second. Rank 0 ends the
+run with one line when a process ended, or gave no sign for `SILENCE` seconds; the others end when the store is gone,
+silently: rank 0 has said why.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Watch:
             while self.gone is None and time.monotonic() < until:
                 self.gone = self.gone or self._ended()
                 time.sleep(LOOK / 10)
-            self.gone = self.gone or f"the processes of --tensor-parallel {self.tp.world} lost one another ({why.splitlines()[0][:120]})"
+            self.gone = (
+                self.gone
+                or f"the processes of --tensor-parallel {self.tp.world} lost one another ({why.splitlines()[0][:120]})"
+            )
         if threading.current_thread() is threading.main_thread() or not (self.grace or self.ending):
             time.sleep(3600)  # the thread ends the process; nobody else shall speak
 
@@ -62,7 +66,9 @@ class Watch:
                 at = time.monotonic()
                 try:
                     if store is None:
-                        store = dist.TCPStore(*self._where, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)
+                        store = dist.TCPStore(
+                            *self._where, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False
+                        )
                     store.add(f"alive/{self.tp.rank}", 1)
                     if self.tp.rank == 0:
                         self.gone = self._silent(store, signs)

@@ -1,6 +1,6 @@
 """The HTTP edge: OpenAI-compatible API, page, limits. Text and JSON stay here; token ids go down to the engine.
 
-`schema` says what a request may hold, `app` reads and admits it, `prepare` turns it into engine requests, `grammars` compiles what
-it must match, `runner` owns the engine thread, `output` + `reasoning` + `tools` turn events back into messages, `stream` + `wire`
-write them, `protocol` bounds connections, `fair` lets clients take turns.
+`schema` says what a request may hold, `app` reads and admits it, `prepare` turns it into engine requests, `grammars`
+compiles what it must match, `runner` owns the engine thread, `output` + `reasoning` + `tools` turn events back into
+messages, `stream` + `wire` write them, `protocol` bounds connections, `fair` lets clients take turns.
 """

@@ -1,7 +1,7 @@
 """Anthropic's Messages API, as a translation: a body becomes a chat request of ours, our answer becomes a message.
 
-Text, tools, tool results, prefill, stop sequences, thinking, structured output, streaming, counting tokens. Images and documents
-are refused, and so are tools that Anthropic's servers would run.
+Text, tools, tool results, prefill, stop sequences, thinking, structured output, streaming, counting tokens. Images and
+documents are refused, and so are tools that Anthropic's servers would run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class MessagesRequest(Strict):
     service_tier: str | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its older place
-    # of no effect here: how a prompt is cached, where it is computed, what a client would have left out of a long conversation
+    # of no effect here: how a prompt is cached, where it is computed, what a client would have left out of a long
+    # conversation
     cache_control: dict[str, object] | None = None
     context_management: dict[str, object] | None = None
     inference_geo: str | None = None
@@ -90,7 +91,8 @@ def parse(raw: bytes) -> ChatRequest:
     for message in body.messages:
         messages += _messages(message)
     out: Json = {
-        "model": body.model, "messages": messages, "max_tokens": body.max_tokens, "temperature": body.temperature, "top_p": body.top_p,
+        "model": body.model, "messages": messages, "max_tokens": body.max_tokens, "temperature": body.temperature,
+        "top_p": body.top_p,
         "top_k": body.top_k, "stop": body.stop_sequences, "stream": body.stream, "metadata": body.metadata,
         "service_tier": body.service_tier,
     }  # fmt: skip
@@ -103,7 +105,10 @@ def parse(raw: bytes) -> ChatRequest:
             raise bad(f"tools: '{tool.name[:64]}' is of type '{tool.type[:40]}', which can't be run here.", "tools")
     if body.tools:
         out["tools"] = [
-            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema}}
+            {
+                "type": "function",
+                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
+            }
             for t in body.tools
         ]
     choice = body.tool_choice
@@ -135,7 +140,9 @@ def _messages(message: AnthropicMessage) -> list[Json]:
         if block.type == "text":
             text += block.text or ""
         elif block.type == "tool_use":
-            calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}})
+            calls.append(
+                {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
+            )
         elif block.type == "tool_result":
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
         elif block.type not in ("thinking", "redacted_thinking"):
@@ -146,7 +153,8 @@ def _messages(message: AnthropicMessage) -> list[Json]:
 
 
 def _text(content: str | list[ContentBlock]) -> str:
-    """Of a tool's result or the system's text. A picture that a tool took is named: the conversation must be able to go on."""
+    """Of a tool's result or the system's text. A picture that a tool took is named: the conversation must be able to go
+    on."""
     if isinstance(content, str):
         return content
     return "".join(b.text or "" if b.type == "text" else f"[{b.type[:40]}: can't be read here]" for b in content)
@@ -169,14 +177,22 @@ class AnthropicWire:
             blocks.append({"type": "thinking", "thinking": one.thoughts, "signature": ""})
         if one.text:
             blocks.append({"type": "text", "text": one.text})
-        blocks += [{"type": "tool_use", "id": c.id, "name": c.name, "input": arguments_of(c.arguments)} for c in one.calls]
+        blocks += [
+            {"type": "tool_use", "id": c.id, "name": c.name, "input": arguments_of(c.arguments)} for c in one.calls
+        ]
         return {**self._message(answer), "content": blocks, **_ended(one), "usage": _usage(answer)}
 
     def chunk(self, chunk: Json) -> str:
         out = ""
         if not self._began:
             self._began = True
-            start = {**self._message(chunk), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(chunk)}
+            start = {
+                **self._message(chunk),
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": _usage(chunk),
+            }
             out += self._event("message_start", message=start)
         for one in answer_texts(chunk):
             if one.thoughts:
@@ -187,7 +203,9 @@ class AnthropicWire:
                 out += self._delta({"type": "text_delta", "text": one.text})
             for call in one.calls:
                 if call.id:
-                    out += self._block(f"call {call.which}", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+                    out += self._block(
+                        f"call {call.which}", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                    )
                 if call.arguments:
                     out += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             if one.finish:

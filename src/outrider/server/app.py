@@ -1,7 +1,7 @@
 """The app: a body is read, admitted, prepared, given its turn and answered. Thin: each of these is a module of its own.
 
-Nothing is done for a request before it is known to be allowed: sizes are checked before texts are read, admission comes before
-tokenising, and clients take turns at every stage (fair.py), so that what one sends is paid for by that one.
+Nothing is done for a request before it is known to be allowed: sizes are checked before texts are read, admission comes
+before tokenising, and clients take turns at every stage (fair.py), so that what one sends is paid for by that one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Server:
         self.pool, self.settings = shelf, settings
         self.admission = Admission(settings)
         self.keys = Keys(settings)
-        self.executor = FairExecutor(DESK_THREADS, max(DESK_WAITING, settings.max_concurrent))  # one client may fill all places at once
+        self.executor = FairExecutor(
+            DESK_THREADS, max(DESK_WAITING, settings.max_concurrent)
+        )  # one client may fill all places at once
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
@@ -76,7 +78,9 @@ class Server:
             raise
         except Exception as e:
             log.error("unexpected, in request %s: %s", request.state.request_id, where(e))
-            return JSONResponse(wire.refusal(ApiError(500, "Internal error; the server's log has the details.")), status_code=500)
+            return JSONResponse(
+                wire.refusal(ApiError(500, "Internal error; the server's log has the details.")), status_code=500
+            )
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
@@ -86,14 +90,21 @@ class Server:
                 with await self.room(request), ExitStack() as stack:
                     raw = await request.body()
                     long, several = len(raw) > LONG, len(self.pool.slots) > 1 and bool(raw)
-                    named = await self.executor.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
+                    named = (
+                        await self.executor.run(client, lambda: read(raw, Named.model_validate_json), long)
+                        if several
+                        else Named()
+                    )
                     model = await unless_gone(request, self.acquire(named.model, client, stack))
-                    return JSONResponse(await self.executor.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
+                    return JSONResponse(
+                        await self.executor.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long)
+                    )
         except TimeoutError:
             raise timed_out(self.settings.timeout) from None
 
     async def acquire(self, name: str | None, client: str, stack: ExitStack) -> LoadedModel:
-        """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
+        """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place
+        of its own."""
         slot = self.pool.find(name)
         with nullcontext() if self.pool.ready(slot) else self.admission.enter(1, client):
             model = await self.pool.acquire(slot)
@@ -107,9 +118,15 @@ class Server:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         curls = kind == CURLS and "origin" not in request.headers  # a page of a browser says where it comes from
         if kind != "application/json" and not kind.endswith("+json") and not curls:
-            raise ApiError(415, "The body must be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type")
+            raise ApiError(
+                415, "The body must be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type"
+            )
         if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            raise ApiError(415, "Compressed bodies can't be read here: send it without Content-Encoding.", code="unsupported_media_type")
+            raise ApiError(
+                415,
+                "Compressed bodies can't be read here: send it without Content-Encoding.",
+                code="unsupported_media_type",
+            )
         stack = ExitStack()
         try:
             async with asyncio.timeout(self.settings.timeout):
@@ -122,22 +139,37 @@ class Server:
         except BaseException:
             stack.close()
             raise
-        return EventStream(call, wire.media_type) if call.streams else JSONResponse(await unless_gone(request, call.whole()))
+        return (
+            EventStream(call, wire.media_type)
+            if call.streams
+            else JSONResponse(await unless_gone(request, call.whole()))
+        )
 
     async def room(self, request: Request) -> ExitStack:
-        """A large body is read when it is its client's turn; until then it stays with its client. Close it when the text is done with."""
+        """A large body is read when it is its client's turn; until then it stays with its client. Close it when the
+        text is done with."""
         room, client = ExitStack(), request.state.client
         length = request.headers.get("content-length")
-        if int(length or 0) > BIG_BODY or (length is None and "transfer-encoding" in request.headers):  # one in chunks may be of any size
+        if int(length or 0) > BIG_BODY or (
+            length is None and "transfer-encoding" in request.headers
+        ):  # one in chunks may be of any size
             await self.big_bodies.acquire(client)
             room.callback(self.big_bodies.release, client)
             room.callback(self._trim)
         return room
 
     async def _begin(
-        self, request: Request, raw: bytes, parse: Callable[[bytes], Body], wire: Wire, stack: ExitStack, room: ExitStack, began: float
+        self,
+        request: Request,
+        raw: bytes,
+        parse: Callable[[bytes], Body],
+        wire: Wire,
+        stack: ExitStack,
+        room: ExitStack,
+        began: float,
     ) -> Call:
-        """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by `stack`."""
+        """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by
+        `stack`."""
         client, long = request.state.client, len(raw) > LONG
         body = await self.executor.run(client, lambda: read(raw, parse), long)
         if not self.pool.ready(self.pool.find(body.model)):
@@ -158,11 +190,24 @@ class Server:
         feeder = Feeder(model.runner, model.turns, client, job)
         writer = Writer(job, model.backend.tokenizer, model.name, isinstance(body, ChatRequest), self.fingerprint)
         route, deadline = route_of(request.state.path), began + self.settings.timeout
-        call = Call(job, feeder, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
+        call = Call(
+            job,
+            feeder,
+            writer,
+            wire,
+            stack,
+            deadline,
+            self.settings.timeout,
+            route,
+            self.metrics,
+            lambda: self.admission.closing,
+        )
         stack.callback(feeder.close)
         if self.tracing is not None:
             arrived = time.time() - (time.monotonic() - began)
-            stack.callback(self.tracing.ended, dict(request.headers), request.state.request_id, route, writer, model.name, arrived)
+            stack.callback(
+                self.tracing.ended, dict(request.headers), request.state.request_id, route, writer, model.name, arrived
+            )
         if job.prompt_logprobs is not None:
             await score(model, job, writer, client)
         if not model.turns.would_wait(client):
@@ -225,7 +270,9 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
             404: f"No such route: {asked}. OpenAI's and Anthropic's routes are under /v1, Ollama's under /api.",
             405: f"{asked}: this method is not allowed here, {(error.headers or {}).get('Allow', 'another')} is.",
         }
-        response = ApiError(error.status_code, known.get(error.status_code, "The request could not be read.")).response(request.state.path)
+        response = ApiError(error.status_code, known.get(error.status_code, "The request could not be read.")).response(
+            request.state.path
+        )
         response.headers.update(error.headers or {})
         return response
 

@@ -1,12 +1,12 @@
 """A file of requests, answered without a server: OpenAI's batch format in, one result a line out.
 
 Contract: every line of the input has exactly one line in the output, whatever ends the run and however often it is
-started again. A result's `id` names the input line's number and content (and the model and seed it was asked of), results
-are appended and synced before their requests are forgotten, and what a kill tore is cut off on the next start. Results
-stand in the order in which they were finished; `custom_id` joins them to their requests.
+started again. A result's `id` names the input line's number and content (and the model and seed it was asked of),
+results are appended and synced before their requests are forgotten, and what a kill tore is cut off on the next start.
+Results stand in the order in which they were finished; `custom_id` joins them to their requests.
 
-A request without a seed gets one made from its `custom_id` and the run's seed, so a resumed run says what an undisturbed
-one would have said.
+A request without a seed gets one made from its `custom_id` and the run's seed, so a resumed run says what an
+undisturbed one would have said.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class Results:
         whole = 0
         self._file.seek(0)
         for number, raw in enumerate(self._file, 1):
-            if not raw.endswith(b"\n") and (ids or raw.startswith(BEGINNING[: len(raw)])):  # behind results it can be nothing else
+            if not raw.endswith(b"\n") and (
+                ids or raw.startswith(BEGINNING[: len(raw)])
+            ):  # behind results it can be nothing else
                 break
             whole += len(raw)
             try:
@@ -139,11 +141,15 @@ class Results:
     def append(self, rows: Sequence[Json]) -> None:
         if rows:
             try:
-                self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows))
+                self._file.write(
+                    b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows)
+                )
                 self._file.flush()
                 os.fsync(self._file.fileno())
             except OSError as e:
-                raise OutriderError(f"cannot write {self._path}: {e.strerror}; the same command goes on where this one was") from None
+                raise OutriderError(
+                    f"cannot write {self._path}: {e.strerror}; the same command goes on where this one was"
+                ) from None
 
 
 def salt_of(model: str, seed: int) -> str:
@@ -213,7 +219,11 @@ class BatchCall:
         if event.finish_reason is not None:
             self.open.discard(event.id)
         if event.finish_reason == "error":
-            error = bad(event.error, code="request_failed") if event.error else ApiError(500, "The engine failed on this request.")
+            error = (
+                bad(event.error, code="request_failed")
+                if event.error
+                else ApiError(500, "The engine failed on this request.")
+            )
             return self.refused(error)
         if self.writer.choice(event.id).finish is None:
             self.writer.choice(event.id).take(event)
@@ -286,7 +296,11 @@ class BatchRunner:
         try:
             request = ChatRequest.model_validate(body) if chat else CompletionRequest.model_validate(body)
             self._prepare.answers(request)
-            made = self._prepare.chat(request, False) if isinstance(request, ChatRequest) else self._prepare.completion(request, False)
+            made = (
+                self._prepare.chat(request, False)
+                if isinstance(request, ChatRequest)
+                else self._prepare.completion(request, False)
+            )
             return self._prepare.compiled(made)
         except ValidationError as e:
             raise from_validation(e) from None
@@ -321,7 +335,10 @@ class BatchRunner:
         for call in calls:
             self._drop(call)
         self._backend.engine.check()
-        return [call.refused(ApiError(500, "The engine failed while this request was running.", code="engine_error")) for call in calls]
+        return [
+            call.refused(ApiError(500, "The engine failed while this request was running.", code="engine_error"))
+            for call in calls
+        ]
 
     def _drop(self, call: BatchCall) -> None:
         """Abort what of a call still runs: its result is known."""

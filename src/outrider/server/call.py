@@ -1,7 +1,8 @@
-"""A submitted job: reads its events until the end, the deadline, or the client's departure, and writes them as they come.
+"""A submitted job: reads its events until the end, the deadline, or the client's departure, and writes them as they
+come.
 
-A client that goes away, one that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts what still
-runs and frees its places.
+A client that goes away, one that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts what
+still runs and frees its places.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ T = TypeVar("T")
 
 
 class Feeder:
-    """Hands a job's sequences to the engine, each in its turn: the first is waited for, the others follow while it runs."""
+    """Hands a job's sequences to the engine, each in its turn: the first is waited for, the others follow while it
+    runs."""
 
     def __init__(self, runner: Runner, turns: TurnQueue, client: str, job: Job) -> None:
         self._runner, self._turns, self._client, self._job = runner, turns, client, job
@@ -183,16 +185,20 @@ class Call:
         self._metrics.end_to_end.observe(time.monotonic() - self._began)
         log.info(
             "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s",
-            self._route, len(choices), self._job.prompt_tokens, sum(c.new_tokens for c in choices), time.monotonic() - self._began,
+            self._route, len(choices), self._job.prompt_tokens, sum(c.new_tokens for c in choices),
+            time.monotonic() - self._began,
             ",".join(c.finish or "abort" for c in choices),
         )  # fmt: skip
 
 
 class EventStream(StreamingResponse):
-    """Ends at the call's deadline also while a write blocks; closes its call also when the client left before the first chunk."""
+    """Ends at the call's deadline also while a write blocks; closes its call also when the client left before the first
+    chunk."""
 
     def __init__(self, call: Call, media_type: str) -> None:
-        super().__init__(call.chunks(), media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(
+            call.chunks(), media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,7 +244,8 @@ async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T
 
 
 async def paced(events: AsyncIterator[Event | None]) -> AsyncIterator[Event | None]:
-    """Spread the tokens of a cycle over the time until the next one is due. Same text, same parts; only the pace changes."""
+    """Spread the tokens of a cycle over the time until the next one is due. Same text, same parts; only the pace
+    changes."""
     last, gap = time.monotonic(), 0.0
     async for event in events:
         now = time.monotonic()

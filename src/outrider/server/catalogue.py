@@ -1,4 +1,5 @@
-"""The models a server is given on its command line: `MODEL` or `name=MODEL`, each with the name clients use and the room it will need."""
+"""The models a server is given on its command line: `MODEL` or `name=MODEL`, each with the name clients use and the
+room it will need."""
 
 from __future__ import annotations
 
@@ -39,12 +40,15 @@ def read(given: Sequence[str]) -> list[CatalogueEntry]:
     names = [listed.name for listed in out]
     for name in names:
         if names.count(name) > 1:
-            raise OutriderError(f"two models would be called {name!r}: name one of them, as in other={out[names.index(name)].model}")
+            raise OutriderError(
+                f"two models would be called {name!r}: name one of them, as in other={out[names.index(name)].model}"
+            )
     return out
 
 
 def estimate(model: str, engine: EngineConfig) -> tuple[int, int]:
-    """(bytes of weights and K/V, most tokens of context) from the configuration alone. A model that can't be had fails here."""
+    """(bytes of weights and K/V, most tokens of context) from the configuration alone. A model that can't be had fails
+    here."""
     files = hub.resolve(model, weights=False)
     config = ModelConfig.from_hf(files.config)
     dtype = torch.float16  # of K/V, on nearly every machine
@@ -54,9 +58,15 @@ def estimate(model: str, engine: EngineConfig) -> tuple[int, int]:
 
 
 def model_pool(
-    listed: Sequence[CatalogueEntry], load: Callable[[str], LLM], engine: EngineConfig, limit: int | None, settings: ServerSettings, cuda: bool
+    listed: Sequence[CatalogueEntry],
+    load: Callable[[str], LLM],
+    engine: EngineConfig,
+    limit: int | None,
+    settings: ServerSettings,
+    cuda: bool,
 ) -> ModelPool:
-    """Nothing is loaded yet. limit: bytes; without one, a share of what is free; on a GPU, whose memory K/V fills, one model at a time."""
+    """Nothing is loaded yet. limit: bytes; without one, a share of what is free; on a GPU, whose memory K/V fills, one
+    model at a time."""
 
     def slot(one: CatalogueEntry) -> PoolSlot:
         def loaded() -> ServedModel:

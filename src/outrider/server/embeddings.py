@@ -1,7 +1,8 @@
-"""/v1/embeddings (OpenAI's), /api/embed and /api/embeddings (Ollama's): hidden states of a generative model, one vector a text.
+"""/v1/embeddings (OpenAI's), /api/embed and /api/embeddings (Ollama's): hidden states of a generative model, one vector
+a text.
 
-The mean of the hidden states after the final norm, of length one. Such a vector says which texts are alike to this model; models
-trained for retrieval do better at retrieval.
+The mean of the hidden states after the final norm, of length one. Such a vector says which texts are alike to this
+model; models trained for retrieval do better at retrieval.
 """
 
 from __future__ import annotations
@@ -78,10 +79,16 @@ async def openai(server: Server, request: Request) -> Response:
     body, vectors, tokens, name = await embed(server, request, EmbeddingsRequest.model_validate_json)
 
     def told(vector: list[float]) -> object:
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if body.encoding_format == "base64" else vector
+        return (
+            base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+            if body.encoding_format == "base64"
+            else vector
+        )
 
     data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
-    return JSONResponse({"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+    return JSONResponse(
+        {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    )
 
 
 async def ollama(server: Server, request: Request) -> Response:
@@ -109,7 +116,9 @@ async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -
                     room.close()  # as in app.py
                 model = await unless_gone(request, server.acquire(name, client, stack))
                 stack.enter_context(server.admission.enter(1, client))
-                ids = await server.executor.run(client, lambda: [tokens(model.prepare, one) for one in split(body.input)], long)
+                ids = await server.executor.run(
+                    client, lambda: [tokens(model.prepare, one) for one in split(body.input)], long
+                )
                 room.close()
                 vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions))
     except TimeoutError:

@@ -11,7 +11,13 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
 T = TypeVar("T")
 TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "NamedTool", "NamedFunction"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -22,7 +28,12 @@ class ApiError(Exception):
     """An answer that isn't 200. `param` names the field at fault."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
@@ -78,7 +89,11 @@ def from_validation(error: ValidationError) -> ApiError:
         told = "The body is empty; send a JSON object." if empty else f"The body is not valid JSON: {why}."
         return bad(told, None, "invalid_json")
     if first["type"] == "missing":
-        return bad(f"Missing field: '{name}'." if name else "The body is missing; send a JSON object.", name or None, "missing_field")
+        return bad(
+            f"Missing field: '{name}'." if name else "The body is missing; send a JSON object.",
+            name or None,
+            "missing_field",
+        )
     message = str(first["msg"]).removeprefix("Value error, ")
     return bad(f"Invalid value for '{name}': {message}." if name else f"{message}.", name or None, "invalid_value")
 

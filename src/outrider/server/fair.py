@@ -1,7 +1,8 @@
 """Places that clients take in turn: one client's long queue delays that client only.
 
-A client is an API key, or an address where there are no keys. Clients that wait are served round robin; within a client by
-priority, then first come, first served. All of it belongs to the event loop, except the work that `FairExecutor` runs in its threads.
+A client is an API key, or an address where there are no keys. Clients that wait are served round robin; within a client
+by priority, then first come, first served. All of it belongs to the event loop, except the work that `FairExecutor`
+runs in its threads.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ class _Piece:
 
 
 class _ClientQueue:
-    """Threads and the work that waits for them. A thread goes from one piece to the next by itself, each client in its turn and one at a
-    time; what is done goes back to the event loop together. So a hundred small pieces wake threads and loop a few times."""
+    """Threads and the work that waits for them. A thread goes from one piece to the next by itself, each client in its
+    turn and one at a time; what is done goes back to the event loop together. So a hundred small pieces wake threads
+    and loop a few times."""
 
     def __init__(self, threads: int, most_waiting: int, name: str) -> None:
         self._threads, self._idle, self._most = ThreadPoolExecutor(threads, name), threads, most_waiting
@@ -220,7 +222,10 @@ class FairExecutor:
     What is long has a thread of its own, so that what is short never waits behind it."""
 
     def __init__(self, threads: int, most_waiting: int) -> None:
-        self._lanes = {False: _ClientQueue(threads, most_waiting, "outrider-desk"), True: _ClientQueue(1, most_waiting, "outrider-desk-long")}
+        self._lanes = {
+            False: _ClientQueue(threads, most_waiting, "outrider-desk"),
+            True: _ClientQueue(1, most_waiting, "outrider-desk-long"),
+        }
 
     async def run(self, client: str, work: Callable[[], T], long: bool = False) -> T:
         """One who is cancelled keeps the thread until the work is done: a thread can't be stopped."""

@@ -1,11 +1,12 @@
-"""A process of its own in which grammars are tried before the server compiles them: `python -m outrider.server.grammar_sandbox`.
+"""A process of its own in which grammars are tried before the server compiles them: `python -m
+outrider.server.grammar_sandbox`.
 
-A few bytes of schema can take a compiler any time and any memory, or overflow its stack, and nothing inside a process can
-stop that. So this process holds a tokenizer and forks a child for each grammar under limits of processor time, address space
-and stack; the answer is whether the child compiled it, or which limit it ran into. Lines of JSON come on stdin (the set-up, then
-grammars and cancellations) and go out on stdout. It ends with its stdin. Its children leave most of the processor to those who
-decode: an ordinary grammar is done in milliseconds, and one that is not gets only what nobody else wants. Of a schema that is refused
-a second child looks for the part at fault.
+A few bytes of schema can take a compiler any time and any memory, or overflow its stack, and nothing inside a process
+can stop that. So this process holds a tokenizer and forks a child for each grammar under limits of processor time,
+address space and stack; the answer is whether the child compiled it, or which limit it ran into. Lines of JSON come on
+stdin (the set-up, then grammars and cancellations) and go out on stdout. It ends with its stdin. Its children leave
+most of the processor to those who decode: an ordinary grammar is done in milliseconds, and one that is not gets only
+what nobody else wants. Of a schema that is refused a second child looks for the part at fault.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from ..types import OutriderError
 from .grammar_source import MAX_CHARS, GrammarSource, build, parts
 
 STACK = 1 << 20  # bytes; any thread of the server has more
-QUICK, LOOK = 0.1, 0.05  # seconds of processor time after which a trial has to stand back; seconds between two looks at it
+QUICK, LOOK = (
+    0.1,
+    0.05,
+)  # seconds of processor time after which a trial has to stand back; seconds between two looks at it
 
 
 @dataclass
@@ -44,14 +48,17 @@ class SandboxChild:
 
 class GrammarSandbox:
     def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int, patience: float) -> None:
-        """Of one trial: seconds of processor time, bytes, and seconds by the clock: on a busy machine it waits for its own."""
+        """Of one trial: seconds of processor time, bytes, and seconds by the clock: on a busy machine it waits for its
+        own."""
         self.compiler, self.seconds, self.memory, self.patience = compiler, seconds, memory, patience
         self.children: dict[int, SandboxChild] = {}  # by the pipe it speaks through
 
     def wait(self) -> bool:
         """Until something can be read from stdin (true) or the children have something."""
         wake = min((min(c.deadline, c.look_at) for c in self.children.values()), default=math.inf)
-        ready, _, _ = select.select([0, *self.children], [], [], None if wake == math.inf else max(0.0, wake - time.monotonic()))
+        ready, _, _ = select.select(
+            [0, *self.children], [], [], None if wake == math.inf else max(0.0, wake - time.monotonic())
+        )
         for child in self.children.values():
             if time.monotonic() > child.look_at:
                 _look(child)
@@ -96,7 +103,12 @@ class GrammarSandbox:
         _, status = os.waitpid(child.pid, 0)
         if child.failed:  # the last part it spoke of is the one it failed at, however it ended
             where = ("\n" + child.said.decode("utf-8", "replace")).split("\n")[-2]  # empty: each is fine alone
-            _say({"id": child.id, "error": f"{child.failed} (at {where[:200]})" if where and not child.late else child.failed})
+            _say(
+                {
+                    "id": child.id,
+                    "error": f"{child.failed} (at {where[:200]})" if where and not child.late else child.failed,
+                }
+            )
         elif child.said and status == 0:
             answer = json.loads(child.said)
             if "error" in answer:
@@ -108,7 +120,9 @@ class GrammarSandbox:
         elif os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
             self._refuse(child, f"it takes more than {self.seconds:g} seconds to compile: make it simpler")
         else:  # out of memory or out of stack: which of them, the system doesn't say
-            self._refuse(child, f"it needs more than {self.memory >> 20} MB or nests too deep to be compiled: make it simpler")
+            self._refuse(
+                child, f"it needs more than {self.memory >> 20} MB or nests too deep to be compiled: make it simpler"
+            )
 
     def _refuse(self, child: SandboxChild, why: str) -> None:
         if child.cancelled or not any(True for _ in parts(child.source)):
@@ -164,7 +178,9 @@ class GrammarSandbox:
 
 def main() -> None:
     with contextlib.suppress(PermissionError):  # it leads a session already
-        os.setpgid(0, 0)  # a terminal's signals are not for us; done here, because not every event loop can start a group
+        os.setpgid(
+            0, 0
+        )  # a terminal's signals are not for us; done here, because not every event loop can start a group
     line, pending = _first_line()
     setup = json.loads(line)
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])

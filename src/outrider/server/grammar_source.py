@@ -1,4 +1,5 @@
-"""What a grammar is made of, before it is compiled: a schema, a pattern, a grammar's text, or the functions of forced calls.
+"""What a grammar is made of, before it is compiled: a schema, a pattern, a grammar's text, or the functions of forced
+calls.
 
 Everything here may be as large and as twisted as a client likes, so `build` runs where its time and memory are bounded
 (see nursery.py), never on a thread that serves others.
@@ -27,7 +28,8 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """`payload`: JSON text for schemas and calls, else the text itself. `field`: what of the request it is, for refusals."""
+    """`payload`: JSON text for schemas and calls, else the text itself. `field`: what of the request it is, for
+    refusals."""
 
     kind: Kind
     payload: str
@@ -62,21 +64,31 @@ def build(source: GrammarSource) -> str:
             words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(source.payload))
             return str(llguidance.LLMatcher.grammar_from_lark(f"start: {words}"))
         calls = json.loads(source.payload)
-        functions = [(str(name), cast(dict[str, Json], close_objects(parameters))) for name, parameters in calls["functions"]]
+        functions = [
+            (str(name), cast(dict[str, Json], close_objects(parameters))) for name, parameters in calls["functions"]
+        ]
         if source.kind == "json_calls":
             text = json_calls(functions, calls["most"])
         else:
             text = gemma_calls(functions, calls["most"], lambda token: int(calls["ids"][token]))
         if "format" in calls:  # a call, or an answer of this form
-            schema = {**cast(dict[str, object], close_objects(calls["format"])), "x-guidance": {"whitespace_pattern": WHITESPACE}}
-            text = f"start: calls | answer\nanswer: %json {json.dumps(schema)}\n" + text.replace("start: ", "calls: ", 1)
+            schema = {
+                **cast(dict[str, object], close_objects(calls["format"])),
+                "x-guidance": {"whitespace_pattern": WHITESPACE},
+            }
+            text = f"start: calls | answer\nanswer: %json {json.dumps(schema)}\n" + text.replace(
+                "start: ", "calls: ", 1
+            )
         return str(llguidance.LLMatcher.grammar_from_lark(text))
     except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise OutriderError(f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}") from e
+        raise OutriderError(
+            f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}"
+        ) from e
 
 
 def parts(source: GrammarSource) -> Iterator[tuple[str, GrammarSource]]:
-    """The schemas within it as (where, source of its own), inner ones first: the first that fails alone is the one at fault."""
+    """The schemas within it as (where, source of its own), inner ones first: the first that fails alone is the one at
+    fault."""
     try:
         if source.kind == "json_schema":
             roots = [("", json.loads(source.payload))]
@@ -110,8 +122,9 @@ def _parts(node: dict[str, object], where: str) -> Iterator[tuple[str, dict[str,
 
 
 def close_objects(schema: object) -> object:
-    """The schema with `additionalProperties: false` where an object lists its properties and says nothing of others: what is
-    generated holds what was declared. Parts of an `allOf` stay open, since together they describe one object."""
+    """The schema with `additionalProperties: false` where an object lists its properties and says nothing of others:
+    what is generated holds what was declared. Parts of an `allOf` stay open, since together they describe one
+    object."""
     shared: set[str] = set()
     _refs_of_parts(schema, shared)
     return _close(schema, schema, shared, "#")
@@ -132,7 +145,11 @@ def _close(node: object, root: object, shared: set[str], path: str, part: bool =
         if isinstance(out.get(key), dict):
             out[key] = _close(out[key], root, shared, f"{path}/{key}")
     combined = part or path in shared or any(key in out for key in ("allOf", "anyOf", "oneOf", "$ref", "if"))
-    if out.get("properties") and not combined and not {"additionalProperties", "patternProperties", "unevaluatedProperties"} & out.keys():
+    if (
+        out.get("properties")
+        and not combined
+        and not {"additionalProperties", "patternProperties", "unevaluatedProperties"} & out.keys()
+    ):
         out["additionalProperties"] = False
     return out
 

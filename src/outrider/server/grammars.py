@@ -1,8 +1,9 @@
-"""Compiled grammars for requests, within bounds: tried in another process first (nursery.py), kept for those who ask again.
+"""Compiled grammars for requests, within bounds: tried in another process first (nursery.py), kept for those who ask
+again.
 
-A trial that is over its bounds is a 400 that names the field; a client that goes away takes its trial with it. Clients take
-turns. What was compiled is kept while all of it together takes less than `KEEP` bytes, and whoever brought most of it loses first;
-what was refused is remembered too.
+A trial that is over its bounds is a 400 that names the field; a client that goes away takes its trial with it. Clients
+take turns. What was compiled is kept while all of it together takes less than `KEEP` bytes, and whoever brought most of
+it loses first; what was refused is remembered too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class Grammars:
     async def get(self, source: GrammarSource, client: str) -> CompiledGrammar:
         """The grammar, or an ApiError. Cancel it, and what it has set going ends."""
         if source.too_large:
-            raise bad(f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar.", source.field, "grammar_too_complex")
+            raise bad(
+                f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar.",
+                source.field,
+                "grammar_too_complex",
+            )
         known = self._known(source)
         if known is not None:
             return known
@@ -141,7 +146,10 @@ class _SandboxProcess:
     @classmethod
     async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _SandboxProcess:
         root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "outrider.server.grammar_sandbox", env=environment, limit=64 << 20,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
@@ -170,7 +178,9 @@ class _SandboxProcess:
         self._reader.cancel()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its trials too: they hold its pipes, and nobody else would end them
+                os.killpg(
+                    self._process.pid, signal.SIGKILL
+                )  # its trials too: they hold its pipes, and nobody else would end them
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()  # where it has no group of its own yet
         await self._process.wait()
@@ -190,7 +200,9 @@ class _SandboxProcess:
         finally:
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1))
+                    answer.set_exception(
+                        ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1)
+                    )
 
 
 def _refusal(source: GrammarSource, why: str) -> ApiError:

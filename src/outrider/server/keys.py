@@ -1,4 +1,5 @@
-"""The API keys in force: those of the command line, and those of a file, which is read again when the operator says so (SIGHUP)."""
+"""The API keys in force: those of the command line, and those of a file, which is read again when the operator says so
+(SIGHUP)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Keys:
         return f"key {matches.index(True)}" if any(matches) else None
 
     def reload(self) -> None:
-        """Read the file again. One that can't be read leaves the keys as they were: a typing error must not open the server."""
+        """Read the file again. One that can't be read leaves the keys as they were: a typing error must not open the
+        server."""
         if self._file is None:
             log.warning("there is no --api-key-file to read again")
             return

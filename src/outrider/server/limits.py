@@ -26,16 +26,22 @@ OPEN_PATHS = ("/", "/health", "/livez", "/readyz", "/version")
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 SLASHES = re.compile("/{2,}")
-ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")  # what of a path may stand in the log: never a text that somebody put there
+ROUTE = re.compile(
+    r"/(v1/|api/)?[a-z/_-]{0,32}"
+)  # what of a path may stand in the log: never a text that somebody put there
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    ),
 )
 
 
 class Admission:
-    """At most `most` sequences in flight, and no client more than its share of them while it has some. It only counts."""
+    """At most `most` sequences in flight, and no client more than its share of them while it has some. It only
+    counts."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.most = settings.max_concurrent + settings.max_queued
@@ -55,7 +61,9 @@ class Admission:
             message = f"The server is full ({self.in_flight} of {self.most} sequences in flight)."
             raise ApiError(429, message, retry_after=1, code="server_full")
         if mine and mine + sequences > self.share:
-            message = f"This client has {mine} of the server's {self.most} sequences in flight; {self.share} are its share."
+            message = (
+                f"This client has {mine} of the server's {self.most} sequences in flight; {self.share} are its share."
+            )
             raise ApiError(429, message, retry_after=1, code="client_full")
         self.in_flight += sequences
         self._of[client] = mine + sequences
@@ -69,9 +77,12 @@ class Admission:
 
 
 class RequestGuard:
-    """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind it."""
+    """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind
+    it."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None], keys: Keys | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None], keys: Keys | None = None
+    ) -> None:
         """`count`: (method, path, status) of every answer. keys: where they can change while we run."""
         self.app, self._settings, self._count = app, settings, count
         self._keys = Keys(settings) if keys is None else keys
@@ -84,7 +95,9 @@ class RequestGuard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as our routes have it, whatever a proxy serves us under
+        path = scope["path"].removeprefix(
+            scope.get("root_path", "")
+        )  # as our routes have it, whatever a proxy serves us under
         if len(path) > 1 and (path.endswith("/") or "//" in path):  # an address given with a / too many
             before, path = scope["path"].removesuffix(path), f"/{path.strip('/')}"
             path = SLASHES.sub("/", path)
@@ -107,7 +120,14 @@ class RequestGuard:
                 self._count(scope["method"], path, status)
                 if status >= 400:
                     shown = path if ROUTE.fullmatch(path) else "(other)"
-                    log.info("refused: id %s, route %s %s, %d %s", id, scope["method"], shown, status, state.get("refusal", "refused"))
+                    log.info(
+                        "refused: id %s, route %s %s, %d %s",
+                        id,
+                        scope["method"],
+                        shown,
+                        status,
+                        state.get("refusal", "refused"),
+                    )
                 extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *cross)
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif head:
@@ -127,7 +147,9 @@ class RequestGuard:
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self._settings.max_body:
                 raise self._too_large()
-            with suppress(ClientDisconnect):  # who left in the middle of a body hears no answer, and is not worth a traceback
+            with suppress(
+                ClientDisconnect
+            ):  # who left in the middle of a body hears no answer, and is not worth a traceback
                 await self.app(scope, counted, secured)
             if refused:
                 raise self._too_large()
@@ -139,21 +161,24 @@ class RequestGuard:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
 
     def _host(self, headers: dict[bytes, bytes]) -> None:
-        """A web page elsewhere must not drive this server: no foreign origins, and on loopback no foreign host names (DNS rebinding)."""
+        """A web page elsewhere must not drive this server: no foreign origins, and on loopback no foreign host names
+        (DNS rebinding)."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):
             raise ApiError(403, "This server listens on loopback only; call it by localhost or 127.0.0.1.")
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin and urlsplit_netloc(origin) != host and not self._may_call(origin):
-            raise ApiError(403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin")
+            raise ApiError(
+                403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin"
+            )
 
     def _may_call(self, origin: str) -> bool:
         allowed = self._settings.allowed_origins
         return "*" in allowed or origin.rstrip("/") in {a.rstrip("/") for a in allowed}
 
     def _cross(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """What a browser wants to hear before it shows our answer to a page of an allowed origin. Such a page may send the headers it
-        likes: those of OpenAI's and Anthropic's clients for browsers are many."""
+        """What a browser wants to hear before it shows our answer to a page of an allowed origin. Such a page may send
+        the headers it likes: those of OpenAI's and Anthropic's clients for browsers are many."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or not self._may_call(origin):
             return []

@@ -1,6 +1,6 @@
-"""One loaded model with everything that answers for it: the engine's thread (`runner`), the places that clients take in turn (`turns`),
-compiled grammars of its vocabulary, the process that tokenises long texts (`clerk`), and what makes engine requests of bodies
-(`prepare`).
+"""One loaded model with everything that answers for it: the engine's thread (`runner`), the places that clients take in
+turn (`turns`), compiled grammars of its vocabulary, the process that tokenises long texts (`clerk`), and what makes
+engine requests of bodies (`prepare`).
 """
 
 from __future__ import annotations

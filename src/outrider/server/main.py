@@ -27,7 +27,8 @@ from .settings import ServerSettings
 
 
 class HttpServer(uvicorn.Server):
-    """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they are aborted and told so."""
+    """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they are aborted and told
+    so."""
 
     def __init__(self, models: ServedModel | ModelPool, settings: ServerSettings) -> None:
         self.app = create_app(models, settings)
@@ -55,7 +56,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(QuietLogger())
-        # In a terminal and without a file to read again, SIGHUP is the terminal being closed: that ends us, as it ends others.
+        # In a terminal and without a file to read again, SIGHUP is the terminal being closed: that ends us, as it ends
+        # others.
         reloads = self._settings.api_key_file is not None or not sys.stderr.isatty()
         if reloads and threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
             loop.add_signal_handler(signal.SIGHUP, self.app.state.server.keys.reload)
@@ -92,7 +94,8 @@ class HttpServer(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """The socket to serve on, before anything slow begins. Port 0: any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP, so that asyncio lets small parts of an answer go at once; else each answer waits 40 ms for its reader's ACK.
+    # Named as TCP, so that asyncio lets small parts of an answer go at once; else each answer waits 40 ms for its
+    # reader's ACK.
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -100,7 +103,9 @@ def listen(host: str, port: int) -> socket.socket:
         made.listen(BACKLOG)  # so that a second server on this port fails now, too
     except OSError as e:
         made.close()
-        raise OutriderError(f"cannot listen on {host}:{port}: {e.strerror or e}; choose another --port or --host") from None
+        raise OutriderError(
+            f"cannot listen on {host}:{port}: {e.strerror or e}; choose another --port or --host"
+        ) from None
     return made
 
 
@@ -116,26 +121,33 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        return json.dumps({"time": when, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()})
+        return json.dumps(
+            {"time": when, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        )
 
 
 def set_up_logs(level: str, as_json: bool) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing by threads
-    # A step lets go of the interpreter with every operation, and has to wait this long for it where another thread computes.
+    # A step lets go of the interpreter with every operation, and has to wait this long for it where another thread
+    # computes.
     sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
-    # A command goes through its objects seldom (cli); here what failed may hold bodies of megabytes, and going through all objects stops
-    # everybody for as long as connections have left some behind: often, so that it is short (docs/lab/log.md).
+    # A command goes through its objects seldom (cli); here what failed may hold bodies of megabytes, and going through
+    # all objects stops everybody for as long as connections have left some behind: often, so that it is short
+    # (docs/lab/log.md).
     gc.set_threshold(700, 10, 3)
     gc.collect()
-    gc.freeze()  # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
+    # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
+    gc.freeze()
     for model in server.app.state.server.pool.loaded:
         model.clerk.start()
     server.run(sockets=[listener])

@@ -1,4 +1,5 @@
-"""/metrics: what the server saw (requests, latencies) and what the engine counted (tokens, drafts, pages), as Prometheus text.
+"""/metrics: what the server saw (requests, latencies) and what the engine counted (tokens, drafts, pages), as
+Prometheus text.
 
 One registry a server, so that two servers in one process (tests) don't share counters.
 """
@@ -27,15 +28,25 @@ class ServerMetrics:
     def __init__(self, shelf: ModelPool, in_flight: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
-        self.requests = Counter("outrider_http_requests", "Answers, by route and status.", ["route", "status"], registry=r)
+        self.requests = Counter(
+            "outrider_http_requests", "Answers, by route and status.", ["route", "status"], registry=r
+        )
         self.ttft = Histogram("outrider_ttft_seconds", "Arrival to first token.", buckets=SECONDS, registry=r)
-        self.per_token = Histogram("outrider_token_seconds", "Mean time a token after the first cycle.", buckets=TOKEN_SECONDS, registry=r)
+        self.per_token = Histogram(
+            "outrider_token_seconds", "Mean time a token after the first cycle.", buckets=TOKEN_SECONDS, registry=r
+        )
         self.tokens_per_cycle = Histogram(
             "outrider_tokens_per_cycle", "Mean tokens a cycle, per request.", buckets=CYCLE_TOKENS, registry=r
         )
-        self.end_to_end = Histogram("outrider_request_seconds", "Submission to last token of a call.", buckets=SECONDS, registry=r)
-        self.queued = Histogram("outrider_queue_seconds", "Arrival of a call to its submission.", buckets=SECONDS, registry=r)
-        self.ignored = Counter("outrider_ignored_fields", "Fields that were sent and change nothing.", ["field"], registry=r)
+        self.end_to_end = Histogram(
+            "outrider_request_seconds", "Submission to last token of a call.", buckets=SECONDS, registry=r
+        )
+        self.queued = Histogram(
+            "outrider_queue_seconds", "Arrival of a call to its submission.", buckets=SECONDS, registry=r
+        )
+        self.ignored = Counter(
+            "outrider_ignored_fields", "Fields that were sent and change nothing.", ["field"], registry=r
+        )
         self.aborted = Counter("outrider_requests_aborted", "Clients that went away, and time-outs.", registry=r)
         flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
         flight.set_function(in_flight)
@@ -102,7 +113,9 @@ class _EngineCollector:
         yield finished
         for name, gauge in (("running", m.running), ("waiting", m.waiting + tally.waiting)):
             yield GaugeMetricFamily(f"outrider_{name}", f"Sequences {name}.", value=gauge)
-        yield GaugeMetricFamily("outrider_swap_bytes", "Host memory that K/V of waiting sequences takes (--swap).", value=m.swap_bytes)
+        yield GaugeMetricFamily(
+            "outrider_swap_bytes", "Host memory that K/V of waiting sequences takes (--swap).", value=m.swap_bytes
+        )
         pages = GaugeMetricFamily("outrider_free_pages", "Free cache pages.", labels=["group"])
         for group, count in list(m.free_pages.items()):
             pages.add_metric([group], count)
@@ -114,7 +127,9 @@ class _EngineCollector:
         loaded = GaugeMetricFamily("outrider_model_loaded", "1 while a model is loaded.", labels=["model"])
         size = GaugeMetricFamily("outrider_model_bytes", "Weights and K/V of a loaded model.", labels=["model"])
         loads = CounterMetricFamily("outrider_model_loads", "Times a model was loaded.", labels=["model"])
-        evictions = CounterMetricFamily("outrider_model_evictions", "Times a model made room for another.", labels=["model"])
+        evictions = CounterMetricFamily(
+            "outrider_model_evictions", "Times a model made room for another.", labels=["model"]
+        )
         for slot in self._shelf.slots.values():
             here = slot.model is not None
             loaded.add_metric([slot.name], int(here))

@@ -1,9 +1,10 @@
 """The models of one server: loaded when they are asked for, put back when another needs the room.
 
-A call borrows its model and gives it back at its end. A model that nobody has borrowed may be put back; of those the one goes first
-that was used least recently. Who asks for a model that is not loaded waits in a line; while the head of the line has waited longer
-than `PATIENCE_S`, newcomers stay behind it if their model stands in its way, so that no model is kept loaded for ever by its own
-callers. One model is loaded or put back at a time, off the event loop; everything else here lives on it.
+A call borrows its model and gives it back at its end. A model that nobody has borrowed may be put back; of those the
+one goes first that was used least recently. Who asks for a model that is not loaded waits in a line; while the head of
+the line has waited longer than `PATIENCE_S`, newcomers stay behind it if their model stands in its way, so that no
+model is kept loaded for ever by its own callers. One model is loaded or put back at a time, off the event loop;
+everything else here lives on it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,12 @@ class PoolSlot:
 
     def take(self, model: LoadedModel) -> None:
         backend = model.backend
-        self.model, self.size, self.max_context, self.note = model, backend.nbytes or self.size, backend.max_context, backend.note
+        self.model, self.size, self.max_context, self.note = (
+            model,
+            backend.nbytes or self.size,
+            backend.max_context,
+            backend.note,
+        )
         self.loads += 1
 
 
@@ -76,9 +82,14 @@ class Tally:
 
 class ModelPool:
     def __init__(
-        self, slots: Sequence[PoolSlot], limit: int | None, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        slots: Sequence[PoolSlot],
+        limit: int | None,
+        settings: ServerSettings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit`: bytes for all loaded models together; None: as many as there are. One model may be larger than it, alone."""
+        """`limit`: bytes for all loaded models together; None: as many as there are. One model may be larger than it,
+        alone."""
         self.slots = {slot.name: slot for slot in slots}
         self.limit, self._settings, self._clock = limit, settings, clock
         self._waiting: list[_WaitingLoad] = []
@@ -113,7 +124,9 @@ class ModelPool:
             return self.first
         if name not in self.slots:
             there = ", ".join(f"'{known}'" for known in self.slots)
-            raise ApiError(404, f"The model '{name[:100]}' does not exist; this server has {there}.", "model", "model_not_found")
+            raise ApiError(
+                404, f"The model '{name[:100]}' does not exist; this server has {there}.", "model", "model_not_found"
+            )
         return self.slots[name]
 
     def tally(self) -> Tally:
@@ -180,10 +193,14 @@ class ModelPool:
         return head is not None and self._clock() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
 
     def _in_the_way(self, wanted: PoolSlot) -> list[PoolSlot]:
-        """The loaded models that must go before this one fits: idle ones before others, the least recently used first."""
+        """The loaded models that must go before this one fits: idle ones before others, the least recently used
+        first."""
         if self.limit is None:
             return []
-        there = sorted((s for s in self.slots.values() if s.model is not None and s is not wanted), key=lambda s: (s.users > 0, s.used))
+        there = sorted(
+            (s for s in self.slots.values() if s.model is not None and s is not wanted),
+            key=lambda s: (s.users > 0, s.used),
+        )
         over = sum(s.size for s in there) + wanted.size - self.limit
         out: list[PoolSlot] = []
         for slot in there:
@@ -228,7 +245,9 @@ class ModelPool:
         except Exception as e:
             why = without_paths(str(e)) if isinstance(e, OutriderError) else "see the server's log"
             log.error("could not load %s: %s", slot.name, e if isinstance(e, OutriderError) else where(e))
-            self._refuse(slot, ApiError(503, f"The model '{slot.name}' could not be loaded: {why}.", "model", "model_not_loaded"))
+            self._refuse(
+                slot, ApiError(503, f"The model '{slot.name}' could not be loaded: {why}.", "model", "model_not_loaded")
+            )
         finally:
             slot.loading = False
             self._swap = None
@@ -242,8 +261,13 @@ class ModelPool:
 
     async def _put_back(self, slot: PoolSlot, model: LoadedModel) -> None:
         await model.stop()
-        self._gone = Tally(total([self._gone.engine, model.backend.engine.metrics]), self._gone.failed_steps + model.runner.failed_steps)
-        self._gone.engine.running = self._gone.engine.waiting = self._gone.engine.kv_bytes = self._gone.engine.swap_bytes = 0
+        self._gone = Tally(
+            total([self._gone.engine, model.backend.engine.metrics]),
+            self._gone.failed_steps + model.runner.failed_steps,
+        )
+        self._gone.engine.running = self._gone.engine.waiting = self._gone.engine.kv_bytes = (
+            self._gone.engine.swap_bytes
+        ) = 0
         self._gone.engine.free_pages = {}
         slot.evictions += 1
         log.info("put back %s", slot.name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 LABELS = {
-    "/v1/chat/completions": "chat", "/chat/completions": "chat", "/v1/completions": "completions", "/completions": "completions",
+    "/v1/chat/completions": "chat", "/chat/completions": "chat", "/v1/completions": "completions",
+    "/completions": "completions",
     "/v1/responses": "responses", "/responses": "responses", "/v1/messages": "messages", "/api/chat": "ollama_chat",
-    "/api/generate": "ollama_generate", "/tokenize": "tokenize", "/detokenize": "detokenize", "/apply-template": "apply_template",
+    "/api/generate": "ollama_generate", "/tokenize": "tokenize", "/detokenize": "detokenize",
+    "/apply-template": "apply_template",
     "/v1/embeddings": "embeddings", "/embeddings": "embeddings", "/api/embed": "ollama_embed",
-    "/v1/messages/count_tokens": "count_tokens", "/v1/responses/input_tokens": "count_tokens", "/api/embeddings": "ollama_embed",
+    "/v1/messages/count_tokens": "count_tokens", "/v1/responses/input_tokens": "count_tokens",
+    "/api/embeddings": "ollama_embed",
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming unless told otherwise.
+"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming unless
+told otherwise.
 
 A call without a prompt or a message asks for the model to be loaded."""
 
@@ -18,9 +19,11 @@ from .wire import Json, answer_texts, arguments_of
 VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
 SMALL = 1024  # bytes; a body without a prompt is no larger
 
-# option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama ignores unknown ones
+# option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama
+# ignores unknown ones
 OPTIONS = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "num_predict": "max_tokens",
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed",
+    "num_predict": "max_tokens",
     "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
@@ -99,8 +102,13 @@ def parse_chat(raw: bytes) -> ChatRequest:
     for i, m in enumerate(body.messages):
         if m.images:
             raise bad("messages: images can't be read here.", "messages")
-        calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.function} for j, c in enumerate(m.tool_calls or [])]
-        more: Json = {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
+        calls = [
+            {"id": f"call_{i}_{j}", "type": "function", "function": c.function}
+            for j, c in enumerate(m.tool_calls or [])
+        ]
+        more: Json = (
+            {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
+        )
         messages.append({"role": m.role, "content": m.content or "", **more})
     return ChatRequest.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
 
@@ -119,7 +127,9 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
             raise bad("logprobs can't be had with raw here.", "logprobs")
         return CompletionRequest.model_validate({"max_tokens": -1, **common, "prompt": body.prompt})
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
-    return ChatRequest.model_validate({**_common(body), "messages": [*system, {"role": "user", "content": body.prompt}]})
+    return ChatRequest.model_validate(
+        {**_common(body), "messages": [*system, {"role": "user", "content": body.prompt}]}
+    )
 
 
 def _common(body: OllamaRequest) -> Json:
@@ -202,12 +212,14 @@ class OllamaWire:
         usage = cast(Json, answer["usage"])
         reason = "length" if self._reason == "length" else "stop"
         return {
-            "done": True, "done_reason": reason, "prompt_eval_count": usage["prompt_tokens"], "eval_count": usage["completion_tokens"],
+            "done": True, "done_reason": reason, "prompt_eval_count": usage["prompt_tokens"],
+            "eval_count": usage["completion_tokens"],
             **self._durations(),
         }  # fmt: skip
 
     def _durations(self) -> Json:
-        """Nanoseconds. What is neither reading the prompt nor writing the answer is waiting: for the model to be loaded, or for a turn."""
+        """Nanoseconds. What is neither reading the prompt nor writing the answer is waiting: for the model to be
+        loaded, or for a turn."""
         total = int(1e9 * (time.monotonic() - self._began))
         prompt, new = (int(1e6 * cast(float, self._stats.get(name) or 0.0)) for name in ("prefill_ms", "decode_ms"))
         waited = max(0, total - prompt - new)

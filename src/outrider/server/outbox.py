@@ -1,9 +1,11 @@
 """From the engine's thread to the event loop: what steps say of requests, on its way to their streams.
 
-Both threads share the interpreter's lock, and writing what one step brought to many streams may take longer than the step. So:
+Both threads share the interpreter's lock, and writing what one step brought to many streams may take longer than the
+step. So:
 
 - few open streams are written to after every step, and so is everybody when the engine has nothing to do (`flush`);
-- with many, writing is done while the engine waits for its device (`open`), for no longer than a share of a step; streams that begin or end
+- with many, writing is done while the engine waits for its device (`open`), for no longer than a share of a step;
+streams that begin or end
   come first, then those that have waited longest. Streams that begin or end need not wait for such a time (`hurry`);
 - what several steps say of one request before it is written is written as one event.
 """
@@ -50,7 +52,9 @@ def bundled(events: Sequence[Event]) -> Event:
 
 
 class Outbox:
-    def __init__(self, call_soon: Callable[[Callable[[], None]], None], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, call_soon: Callable[[Callable[[], None]], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._call_soon, self._clock, self._lock = call_soon, clock, threading.Lock()
         self._waiting: dict[str, tuple[Receiver, list[Item]]] = {}  # by request, who has waited longest first
         self._known: set[str] = set()  # requests that something was said of
@@ -130,7 +134,9 @@ class Outbox:
 
     def _written(self, count: int, began: float) -> None:
         if count:
-            each = min((time.thread_time() - began) / count, 1.5 * self._each)  # the loop may have had something else to do in between
+            each = min(
+                (time.thread_time() - began) / count, 1.5 * self._each
+            )  # the loop may have had something else to do in between
             self._each = max(SHORTEST, 0.8 * self._each + 0.2 * each)
         with self._lock:
             self._writing = False

@@ -26,7 +26,16 @@ from .grammar_source import GrammarSource, build
 from .output import Parser, ParserChain, PlainText
 from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat, Thoughts
 from .runner import EngineLike
-from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions, PredictedOutput, StreamOptions
+from .schema import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    Message,
+    NamedTool,
+    OutriderOptions,
+    PredictedOutput,
+    StreamOptions,
+)
 from .settings import ServerSettings, without_paths
 from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CLOSE, JSON_OPEN, GemmaCalls, JsonCalls
@@ -115,7 +124,9 @@ class Job:
         return sum(len(p) for p in {id(r.prompt): r.prompt for r in self.requests}.values())
 
     def under(self, grammar: CompiledGrammar) -> Job:
-        return replace(self, requests=[replace(r, params=replace(r.params, grammar=grammar)) for r in self.requests], grammar=None)
+        return replace(
+            self, requests=[replace(r, params=replace(r.params, grammar=grammar)) for r in self.requests], grammar=None
+        )
 
 
 class Preparer:
@@ -124,7 +135,9 @@ class Preparer:
         self.tokenizer = backend.tokenizer
         self.dialect = Dialect.of(backend.tokenizer)
         response = self.tokenizer.encode(GEMMA_RESPONSE, bos=False)
-        self._hand_over = tuple(response) if len(response) == 1 else ()  # Gemma 4 hands over to the tool with this token
+        self._hand_over = (
+            tuple(response) if len(response) == 1 else ()
+        )  # Gemma 4 hands over to the tool with this token
 
     # ---- the two kinds of call
 
@@ -135,7 +148,11 @@ class Preparer:
         format_ = self._format(body)
         prompt = self._prompt(body, use_tools)
         ids = prompt.ids
-        grammar = self._tool_grammar(body, format_ if not forced else None) if forced or (use_tools and format_ is not None) else format_
+        grammar = (
+            self._tool_grammar(body, format_ if not forced else None)
+            if forced or (use_tools and format_ is not None)
+            else format_
+        )
         if grammar is not None and (body.min_tokens or body.ignore_eos):
             field = "min_tokens" if body.min_tokens else "ignore_eos"
             raise bad(f"{field} can't be combined with {grammar.field}.", field)
@@ -148,7 +165,9 @@ class Preparer:
                 return thoughts if format_ is None else PlainText()
             return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
-        job = self._job(body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False or body.functions is not None)
+        job = self._job(
+            body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False or body.functions is not None
+        )
         hint = self._hint(body.prediction)
         if hint:
             job = replace(job, requests=[replace(r, hint=hint) for r in job.requests])
@@ -170,7 +189,8 @@ class Preparer:
         job = self._job(body, encoded, params, PlainText, stats, many=best_of)
         scored = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
         job = replace(
-            job, grammar=self._format(body), best=(keep, best_of), hide_logprobs=body.logprobs is None, prompt_logprobs=scored,
+            job, grammar=self._format(body), best=(keep, best_of), hide_logprobs=body.logprobs is None,
+            prompt_logprobs=scored,
             max_zero=limit == 0, echo_logprobs=bool(body.echo) and body.logprobs is not None,
         )  # fmt: skip
         if not body.echo:
@@ -195,15 +215,20 @@ class Preparer:
         elif isinstance(body, ChatRequest):
             self._check_length(sum(len(m.text) for m in body.messages), "messages", True)
         if n > self._settings.max_choices or many > self._settings.max_answers:
-            most = f"n can be at most {self._settings.max_choices}, prompts times n at most {self._settings.max_answers}"
+            most = (
+                f"n can be at most {self._settings.max_choices}, prompts times n at most {self._settings.max_answers}"
+            )
             raise bad(f"This call asks for {many} answers; {most}.", "n")
         return many
 
     def _check_length(self, length: int, field: str, text: bool) -> None:
-        """No token is longer than the longest one, so a text beyond this many characters can't fit, whatever it says."""
+        """No token is longer than the longest one, so a text beyond this many characters can't fit, whatever it
+        says."""
         most = self.longest_prompt * (self._longest_token if text else 1)
         if length > most:
-            message = f"{field}: {length} {'characters' if text else 'tokens'}; at most {most} can fit into the context here."
+            message = (
+                f"{field}: {length} {'characters' if text else 'tokens'}; at most {most} can fit into the context here."
+            )
             raise bad(message, field, "context_length_exceeded")
 
     @property
@@ -235,7 +260,9 @@ class Preparer:
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._backend.vocab_size:
                 shown = token if isinstance(token, int) else type(token).__name__
-                raise bad(f"{field}: a token id must be an integer in 0..{self._backend.vocab_size - 1}, got {shown}.", field)
+                raise bad(
+                    f"{field}: a token id must be an integer in 0..{self._backend.vocab_size - 1}, got {shown}.", field
+                )
             ids.append(token)
         return ids
 
@@ -251,7 +278,11 @@ class Preparer:
             tools = None
         options: dict[str, JsonValue] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
-            options = {"enable_thinking": body.reasoning_effort != "none", "reasoning_effort": body.reasoning_effort, **options}
+            options = {
+                "enable_thinking": body.reasoning_effort != "none",
+                "reasoning_effort": body.reasoning_effort,
+                **options,
+            }
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in options:
                 raise bad(f"chat_template_kwargs can't set '{name}'.", "chat_template_kwargs")
@@ -272,7 +303,9 @@ class Preparer:
     def _hint(self, prediction: PredictedOutput | None) -> tuple[int, ...]:
         if prediction is None:
             return ()
-        text = prediction.content if isinstance(prediction.content, str) else "".join(p.text for p in prediction.content)
+        text = (
+            prediction.content if isinstance(prediction.content, str) else "".join(p.text for p in prediction.content)
+        )
         self._check_length(len(text), "prediction", True)
         return tuple(self._encode(text, bos=False))
 
@@ -286,8 +319,16 @@ class Preparer:
                 try:
                     arguments: JsonValue = json.loads(given) if isinstance(given, str) else cast(JsonValue, given)
                 except (ValueError, RecursionError):
-                    arguments = cast(JsonValue, given)  # a call that was cut off comes back as it was: the conversation can go on
-                calls.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
+                    arguments = cast(
+                        JsonValue, given
+                    )  # a call that was cut off comes back as it was: the conversation can go on
+                calls.append(
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.function.name, "arguments": arguments},
+                    }
+                )
             out["tool_calls"] = calls
         if role == "tool":
             out["tool_call_id"] = message.tool_call_id
@@ -302,7 +343,8 @@ class Preparer:
             raise bad("The text is not valid Unicode.") from e
 
     def _check_beginning(self, text: str, field: str) -> None:
-        """Where the beginning of a text has more than half as many tokens again as fit, the rest need not be looked at."""
+        """Where the beginning of a text has more than half as many tokens again as fit, the rest need not be looked
+        at."""
         head = 3 * self.longest_prompt
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             message = f"{field}: more than {head // 2} tokens; at most {self.longest_prompt} are allowed here."
@@ -314,7 +356,11 @@ class Preparer:
         """As they were asked for; `_fit` makes them fit behind a prompt."""
         longest = self.longest_prompt
         if len(ids) > longest:
-            raise bad(f"The prompt has {len(ids)} tokens; at most {longest} are allowed here.", "messages", "context_length_exceeded")
+            raise bad(
+                f"The prompt has {len(ids)} tokens; at most {longest} are allowed here.",
+                "messages",
+                "context_length_exceeded",
+            )
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         asked = {
             "min_p": body.min_p, "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
@@ -325,16 +371,22 @@ class Preparer:
             temperature=1.0 if body.temperature is None else body.temperature,
             logit_bias={int(k): v for k, v in (body.logit_bias or {}).items()},
             top_k=max(0, body.top_k or 0),
-            top_p=max(body.top_p if body.top_p is not None else 1.0, 1e-6),  # 0 keeps the most likely token, as the peers have it
+            top_p=max(
+                body.top_p if body.top_p is not None else 1.0, 1e-6
+            ),  # 0 keeps the most likely token, as the peers have it
             bad_words=tuple(w for word in body.bad_words or () for w in self._spellings(word)),
             grammar=self._allowed(body.allowed_token_ids),
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
-            stop_token_ids=(*(body.stop_token_ids or ()), *(self._hand_over if isinstance(body, ChatRequest) and body.tools else ())),
+            stop_token_ids=(
+                *(body.stop_token_ids or ()),
+                *(self._hand_over if isinstance(body, ChatRequest) and body.tools else ()),
+            ),
             max_tokens=max(self._backend.max_context, body.min_tokens or 0) if limit is None else max(1, limit),
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
-            keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",  # its tags are control tokens
+            keep_special=isinstance(body, ChatRequest)
+            and self.dialect.tools == "gemma4",  # its tags are control tokens
             **{k: v for k, v in asked.items() if v is not None},  # type: ignore[arg-type]
         )
         try:
@@ -375,7 +427,13 @@ class Preparer:
         k = None if options.draft_tokens == "auto" else options.draft_tokens
         group = uuid.uuid4().hex
         requests = [
-            Request(f"{group}-{p * n + i}", ids, replace(fitting, seed=(params.seed + i) & (2**63 - 1)), draft_tokens=k, drafter=k != 0)
+            Request(
+                f"{group}-{p * n + i}",
+                ids,
+                replace(fitting, seed=(params.seed + i) & (2**63 - 1)),
+                draft_tokens=k,
+                drafter=k != 0,
+            )
             for p, (ids, fitting) in enumerate((ids, self._fit(params, ids)) for ids in prompts)
             for i in range(n)
         ]
@@ -383,7 +441,8 @@ class Preparer:
         return Job(
             requests, parser, options, params.seed, bool(body.stream),
             bool(streamed.include_usage or streamed.continuous_usage_stats), one_call,
-            continuous_usage=bool(streamed.continuous_usage_stats), priority=body.priority or 0, return_ids=bool(body.return_token_ids),
+            continuous_usage=bool(streamed.continuous_usage_stats), priority=body.priority or 0,
+            return_ids=bool(body.return_token_ids),
         )  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:

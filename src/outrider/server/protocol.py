@@ -1,8 +1,9 @@
 """Connections within bounds, as a thin layer over uvicorn's HTTP/1.1 protocol.
 
-A connection waits for a request's head, for its body, for its answer to be written, or for the next request. Each wait has a limit,
-counted from its beginning: a client that sends a byte now and then does not prolong it. When `max_connections` are open, the one that
-has waited longest for its client is closed for a new one; where none waits, the new one is told 503. All on the event loop.
+A connection waits for a request's head, for its body, for its answer to be written, or for the next request. Each wait
+has a limit, counted from its beginning: a client that sends a byte now and then does not prolong it. When
+`max_connections` are open, the one that has waited longest for its client is closed for a new one; where none waits,
+the new one is told 503. All on the event loop.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def cap(wanted: int) -> int:
     need = wanted + RESERVE + BACKLOG
     if soft != resource.RLIM_INFINITY and soft < need:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
+            )
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = wanted if soft == resource.RLIM_INFINITY else soft - RESERVE - BACKLOG
     return max(8, min(wanted, room))
@@ -104,7 +107,9 @@ class BoundedProtocol(H11Protocol):
         else:
             if self.cycle.scope["state"].get("abort") is None:
                 self.cycle.scope["state"]["abort"] = self.transport.abort
-            self._enter("body" if self.cycle.more_body else "answer", settings.request_timeout if self.cycle.more_body else None)
+            self._enter(
+                "body" if self.cycle.more_body else "answer", settings.request_timeout if self.cycle.more_body else None
+            )
 
     def _enter(self, phase: str, seconds: float | None) -> None:
         if phase == self._phase:
@@ -134,7 +139,11 @@ class BoundedProtocol(H11Protocol):
     def _end(self, status: int, message: str) -> None:
         """An answer outside of any request, as far as the client still listens."""
         body = json.dumps(ApiError(status, message).body()).encode()
-        head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        head = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ]
         head += ["Connection: close", *(["Retry-After: 1"] if status == 503 else [])]
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
@@ -146,7 +155,8 @@ class BoundedProtocol(H11Protocol):
         self._end(400, "This is not a valid HTTP request.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Java's client offers HTTP/2 with every first request: HTTP/1.1 is what it gets, and nobody need install anything."""
+        """Java's client offers HTTP/2 with every first request: HTTP/1.1 is what it gets, and nobody need install
+        anything."""
 
     # ---- waiting for the client to read
 
@@ -159,7 +169,9 @@ class BoundedProtocol(H11Protocol):
         self._stop_stall()
 
     def _stalled(self) -> None:
-        log.info("a connection was ended: its client did not read its answer for %g s", self._shared.settings.stall_timeout)
+        log.info(
+            "a connection was ended: its client did not read its answer for %g s", self._shared.settings.stall_timeout
+        )
         self.transport.abort()
 
     def _stop_stall(self) -> None:
@@ -169,7 +181,8 @@ class BoundedProtocol(H11Protocol):
 
 
 class QuietLogger:
-    """Hears the event loop's complaints. Running out of file descriptors comes thousands of times a second: once a minute is enough."""
+    """Hears the event loop's complaints. Running out of file descriptors comes thousands of times a second: once a
+    minute is enough."""
 
     def __init__(self) -> None:
         self._last = float("-inf")
@@ -179,4 +192,6 @@ class QuietLogger:
             loop.default_exception_handler(context)
         elif loop.time() - self._last >= 60.0:
             self._last = loop.time()
-            log.warning("no file descriptors are left for new connections; raise `ulimit -n` or lower --max-connections")
+            log.warning(
+                "no file descriptors are left for new connections; raise `ulimit -n` or lower --max-connections"
+            )

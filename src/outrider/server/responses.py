@@ -1,8 +1,8 @@
 """OpenAI's Responses API without state, as a translation: input items become messages, our answer becomes output items.
 
-What needs a store on the server (`previous_response_id`, `conversation`, `background`, `prompt`) is refused; `store` is taken and
-nothing is stored. Tools are functions, also those in a namespace (as Codex has those of an MCP server); tools of other types (web
-search and the like) are not offered to the model, and the answer's `tools` tells which are.
+What needs a store on the server (`previous_response_id`, `conversation`, `background`, `prompt`) is refused; `store` is
+taken and nothing is stored. Tools are functions, also those in a namespace (as Codex has those of an MCP server); tools
+of other types (web search and the like) are not offered to the model, and the answer's `tools` tells which are.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ def parse(raw: bytes) -> tuple[ChatRequest, Json]:
         _add(messages, item)
     functions = offered(body.tools or [])
     out: Json = {
-        "model": body.model, "messages": messages, "max_tokens": body.max_output_tokens, "temperature": body.temperature,
-        "top_p": body.top_p, "stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls, "outrider": body.outrider,
+        "model": body.model, "messages": messages, "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p, "stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls,
+        "outrider": body.outrider,
         "seed": body.seed, "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         "tools": [{"type": "function", "function": f} for f in functions] or None, "tool_choice": body.tool_choice,
         **{k: given[k] for k in INERT if k in given},
@@ -123,14 +125,24 @@ def count_tokens(raw: bytes, preparer: Preparer) -> Json:
 
 def told(given: Json) -> Json:
     defaults: Json = {
-        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": 1.0, "top_p": 1.0,
-        "max_output_tokens": None, "max_tool_calls": None, "truncation": "disabled", "text": {"format": {"type": "text"}},
-        "reasoning": {"effort": None, "summary": None}, "user": None, "prompt_cache_key": None, "safety_identifier": None,
+        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": 1.0,
+        "top_p": 1.0,
+        "max_output_tokens": None, "max_tool_calls": None, "truncation": "disabled",
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": None, "summary": None}, "user": None, "prompt_cache_key": None,
+        "safety_identifier": None,
         "top_logprobs": 0,
     }  # fmt: skip
     tools = [t for t in cast(list[Json], given.get("tools") or []) if t.get("type") in ("function", "namespace")]
     again = {k: v if given.get(k) is None else given[k] for k, v in defaults.items()}
-    return {**again, "tools": tools, "store": False, "previous_response_id": None, "background": False, "service_tier": "default"}
+    return {
+        **again,
+        "tools": tools,
+        "store": False,
+        "previous_response_id": None,
+        "background": False,
+        "service_tier": "default",
+    }
 
 
 def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Json]:
@@ -140,7 +152,13 @@ def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Js
         if tool.type == "namespace" and namespace is None:
             out += offered(tool.tools or [], tool.name or "")
         elif tool.type == "function":
-            out.append({"name": full_name(tool.name or "", namespace), "description": tool.description, "parameters": tool.parameters})
+            out.append(
+                {
+                    "name": full_name(tool.name or "", namespace),
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                }
+            )
     return out
 
 
@@ -158,13 +176,19 @@ def own_name(tools: list[Json], called: str) -> Json:
 
 
 def _add(messages: list[Json], item: ResponsesItem) -> None:
-    text = item.content if isinstance(item.content, str) else "".join(p.text or p.refusal or "" for p in item.content or [])
+    text = (
+        item.content
+        if isinstance(item.content, str)
+        else "".join(p.text or p.refusal or "" for p in item.content or [])
+    )
     last = messages[-1] if messages else {}
     if item.type == "message":
         if not isinstance(item.content, str) and any(p.text is None and p.refusal is None for p in item.content or []):
             raise bad("input: only text can be read here.", "input")
         role = {"developer": "system"}.get(item.role or "user", item.role or "user")
-        if role == "system" and last.get("role") == "system" and len(messages) == 1:  # many templates know one message of the system's
+        if (
+            role == "system" and last.get("role") == "system" and len(messages) == 1
+        ):  # many templates know one message of the system's
             last["content"] = f"{last['content']}\n\n{text}"
         else:
             messages.append({"role": role, "content": text})
@@ -179,7 +203,11 @@ def _add(messages: list[Json], item: ResponsesItem) -> None:
         parts = [] if isinstance(item.output, str) else item.output or []
         output = "".join(f"[{p.type[:40]}: can't be read here]" if p.text is None else p.text for p in parts)
         messages.append(
-            {"role": "tool", "tool_call_id": item.call_id or "", "content": item.output if isinstance(item.output, str) else output}
+            {
+                "role": "tool",
+                "tool_call_id": item.call_id or "",
+                "content": item.output if isinstance(item.output, str) else output,
+            }
         )
     elif item.type != "reasoning":  # thoughts of earlier turns are not rendered again
         raise bad(f"input: items of type '{item.type[:40]}' can't be read here.", "input")
@@ -218,7 +246,9 @@ class ResponsesWire:
         out = ""
         if not self._response:
             self._response = {**self._head(chunk), "status": "in_progress", "output": [], "usage": None}
-            out += self._event("response.created", response=self._response) + self._event("response.in_progress", response=self._response)
+            out += self._event("response.created", response=self._response) + self._event(
+                "response.in_progress", response=self._response
+            )
         for one in answer_texts(chunk):
             self._logprobs += one.logprobs
             if one.thoughts:
@@ -266,13 +296,25 @@ class ResponsesWire:
 
     def _head(self, answer: Json) -> Json:
         id = str(answer["id"]).replace("chatcmpl-", "resp_")
-        answer_texts: Json = {"object": "response", "created_at": answer["created"], "model": answer["model"], "error": None}
+        answer_texts: Json = {
+            "object": "response",
+            "created_at": answer["created"],
+            "model": answer["model"],
+            "error": None,
+        }
         return {"id": id, **answer_texts, "incomplete_details": None, **self._asked}
 
     def _function(self, call: str, name: str, arguments: str) -> Json:
         named = own_name(cast(list[Json], self._asked.get("tools") or []), name)
         id = f"fc_{secrets.token_hex(12)}"
-        return {"type": "function_call", "id": id, "call_id": call, **named, "arguments": arguments, "status": "completed"}
+        return {
+            "type": "function_call",
+            "id": id,
+            "call_id": call,
+            **named,
+            "arguments": arguments,
+            "status": "completed",
+        }
 
     def _event(self, type_: str, **fields: object) -> str:
         self._number += 1
@@ -286,7 +328,9 @@ class ResponsesWire:
         self._items.append({**item, "status": "in_progress"})
         place = {"output_index": len(self._items) - 1}
         out += self._event(
-            "response.output_item.added", item={**self._items[-1], **({"content": []} if "content" in item else {})}, **place
+            "response.output_item.added",
+            item={**self._items[-1], **({"content": []} if "content" in item else {})},
+            **place,
         )
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -315,12 +359,16 @@ class ResponsesWire:
         item["status"] = "completed"
         place: Json = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if item["type"] == "function_call":
-            out = self._event("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"], **place)
+            out = self._event(
+                "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"], **place
+            )
         else:
             part = cast(list[Json], item["content"])[0]
             message = item["type"] == "message"
             done = "response.output_text.done" if message else "response.reasoning_text.done"
-            out = self._event(done, text=part["text"], content_index=0, **({"logprobs": part["logprobs"]} if message else {}), **place)
+            out = self._event(
+                done, text=part["text"], content_index=0, **({"logprobs": part["logprobs"]} if message else {}), **place
+            )
             if message:
                 out += self._event("response.content_part.done", part=part, content_index=0, **place)
         return out + self._event("response.output_item.done", item=item, output_index=place["output_index"])
@@ -328,7 +376,13 @@ class ResponsesWire:
 
 def _message(text: str, logprobs: list[Json] | None = None) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
-    return {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "status": "completed", "content": [part]}
+    return {
+        "type": "message",
+        "id": f"msg_{secrets.token_hex(12)}",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
 
 
 def _reasoning(text: str) -> Json:

@@ -41,9 +41,13 @@ def add_routes(app: FastAPI, server: Server) -> None:
         schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
         shown = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
         seen = path.startswith("/v1")
-        app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=seen)(handle)
+        app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=seen)(
+            handle
+        )
 
-    def speak(path: str, shape: type[BaseModel], protocol: Callable[[], tuple[Callable[[bytes], Common], Wire]]) -> None:
+    def speak(
+        path: str, shape: type[BaseModel], protocol: Callable[[], tuple[Callable[[bytes], Common], Wire]]
+    ) -> None:
         """protocol: how a body is read, and how its answer is written."""
         post(path, shape, lambda request: server.answer(request, *protocol()))
 
@@ -73,7 +77,11 @@ def add_routes(app: FastAPI, server: Server) -> None:
         speak(f"{base}/completions", CompletionRequest, lambda: (CompletionRequest.model_validate_json, OpenAIWire()))
         post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
         speak(f"{base}/responses", responses.ResponsesRequest, responses.protocol)
-        post(f"{base}/responses/input_tokens", responses.ResponsesRequest, partial(server.look, work=responses.count_tokens))
+        post(
+            f"{base}/responses/input_tokens",
+            responses.ResponsesRequest,
+            partial(server.look, work=responses.count_tokens),
+        )
     speak("/v1/messages", anthropic.MessagesRequest, lambda: (anthropic.parse, anthropic.AnthropicWire()))
     post("/v1/messages/count_tokens", anthropic.MessagesRequest, partial(server.look, work=anthropic.count_tokens))
     speak_ollama("/api/chat", ollama.ChatBody, ollama.parse_chat, chat=True)
@@ -144,7 +152,14 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
 
     def told(slot: PoolSlot) -> Json:
         when = datetime.fromtimestamp(server.started, UTC).isoformat()
-        return {"name": slot.name, "model": slot.name, "modified_at": when, "size": slot.size, "digest": "", "details": details}
+        return {
+            "name": slot.name,
+            "model": slot.name,
+            "modified_at": when,
+            "size": slot.size,
+            "digest": "",
+            "details": details,
+        }
 
     @app.get("/api/version", response_model=None, include_in_schema=False)
     async def version() -> dict[str, str]:

@@ -1,9 +1,10 @@
 """The engine thread. The engine is single-threaded; everything that touches it happens here.
 
-Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one step. Events go out
-to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the requests that were in it with an
-`EngineError` and the thread goes on; after three failing steps in a row with nothing finished between them it gives up and `healthy` turns
-false. Now and then, when there is nothing to compute, the engine gives memory back.
+Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one
+step. Events go out to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the
+requests that were in it with an `EngineError` and the thread goes on; after three failing steps in a row with nothing
+finished between them it gives up and `healthy` turns false. Now and then, when there is nothing to compute, the engine
+gives memory back.
 """
 
 from __future__ import annotations
@@ -59,19 +60,23 @@ class EngineError(Exception):
 class RequestStream:
     """The events of a group of requests (the choices of one call), merged. Close it, and what still runs is aborted.
 
-    Who does not read is waited for: at `UNREAD` events the sequence that brings more pauses, and goes on when they are read."""
+    Who does not read is waited for: at `UNREAD` events the sequence that brings more pauses, and goes on when they are
+    read."""
 
     def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
         self._runner = runner
         self._items: deque[tuple[str, Item]] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
-        self._alarm: asyncio.TimerHandle | None = None  # one for many waits: it looks whether the one that is on has become too long
+        self._alarm: asyncio.TimerHandle | None = (
+            None  # one for many waits: it looks whether the one that is on has become too long
+        )
         self._until = 0.0
         self._paused: set[str] = set()
         self.open = set(ids)
 
     async def next(self, timeout: float) -> Event | None:
-        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised. For one reader."""
+        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised. For one
+        reader."""
         if not self._items:
             await self._wait(timeout)
         if not self._items:
@@ -135,7 +140,8 @@ class RequestStream:
 
 class Runner:
     def __init__(self, engine: EngineLike, unused_s: float = 300.0) -> None:
-        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given back."""
+        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given
+        back."""
         self._engine, self._unused_s = engine, unused_s
         self._tidy_at = 0.0  # when memory is next looked for
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -258,7 +264,10 @@ class Runner:
             if event.finish_reason is None:
                 continue
             if event.finish_reason == "error":
-                out[i] = (event.id, OutriderError(event.error) if event.error else EngineError("the engine failed on this request"))
+                out[i] = (
+                    event.id,
+                    OutriderError(event.error) if event.error else EngineError("the engine failed on this request"),
+                )
             elif event.finish_reason != "abort":
                 self._failures = 0
         self._deliver(out)
@@ -272,7 +281,9 @@ class Runner:
         """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""
         self.failed_steps += 1
         self._failures += 1
-        told = str(error) if isinstance(error, OutriderError) else where(error)  # our own say in a line what the machine lacks
+        told = (
+            str(error) if isinstance(error, OutriderError) else where(error)
+        )  # our own say in a line what the machine lacks
         log.error("engine step failed, and %d requests with it: %s", len(self._streams), told)
         ids = list(self._streams)
         for id in ids:

@@ -1,5 +1,5 @@
-"""What a request may hold. Unknown fields are refused by name: a field that is silently ignored is a wrong answer. Taken without effect
-are null, the fields of `INERT`, and what clients have added to messages.
+"""What a request may hold. Unknown fields are refused by name: a field that is silently ignored is a wrong answer.
+Taken without effect are null, the fields of `INERT`, and what clients have added to messages.
 
 The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and our own object `outrider`.
 """
@@ -28,7 +28,8 @@ class Strict(BaseModel):
 
 
 class Lenient(BaseModel):
-    """Parts of a conversation. Clients send back what they were given and what they have added to it: what is not known is ignored."""
+    """Parts of a conversation. Clients send back what they were given and what they have added to it: what is not known
+    is ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -138,7 +139,9 @@ class SchemaFormat(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    schema_: dict[str, object] | None = Field(default=None, alias="schema")  # llama.cpp: beside type json_object or json_schema
+    schema_: dict[str, object] | None = Field(
+        default=None, alias="schema"
+    )  # llama.cpp: beside type json_object or json_schema
 
     @model_validator(mode="after")
     def whole(self) -> ResponseFormat:
@@ -183,9 +186,11 @@ class OutriderOptions(Strict):
 
 # Taken because clients send them, and of no effect on an answer here; counted in the metric `outrider_ignored_fields`.
 INERT = (
-    "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "modalities",
+    "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
+    "modalities",
     "verbosity", "cache_prompt", "cache_salt", "request_id", "add_special_tokens", "skip_special_tokens",
-    "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "n_probs", "prompt_cache_options",
+    "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "n_probs",
+    "prompt_cache_options",
 )  # fmt: skip
 
 
@@ -345,7 +350,9 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: str | list[object] = Field(description="A text, token ids, or a list of either.")  # a long list is looked at when there is room
+    prompt: str | list[object] = Field(
+        description="A text, token ids, or a list of either."
+    )  # a long list is looked at when there is room
     logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[Integer, Field(ge=1, le=128)] | None = None

@@ -1,6 +1,7 @@
 """Runs texts that are read and not continued (scored prompts, embeddings) to their end, in the engine's thread.
 
-A few rows are read between two steps of the engine, so that nobody's stream waits long; the client holds one of its places meanwhile.
+A few rows are read between two steps of the engine, so that nobody's stream waits long; the client holds one of its
+places meanwhile.
 """
 
 from __future__ import annotations

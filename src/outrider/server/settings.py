@@ -51,11 +51,16 @@ class ServerSettings:
         require(self.max_queued >= 0, f"--max-queued must be 0 or more, got {self.max_queued}")
         require(self.timeout > 0, f"--timeout must be more than 0 seconds, got {self.timeout}")
         require(self.max_body >= 1024, f"--max-body must be at least 1024 bytes, got {self.max_body}")
-        require(self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}")
+        require(
+            self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}"
+        )
         require(self.shutdown_grace >= 0, f"--shutdown-grace must be 0 or more seconds, got {self.shutdown_grace}")
         levels = ("debug", "info", "warning", "error")
         require(self.log_level in levels, f"--log-level must be one of {', '.join(levels)}, got {self.log_level!r}")
-        require(self.root_path == "" or self.root_path.startswith("/"), f"--root-path must begin with /, got {self.root_path!r}")
+        require(
+            self.root_path == "" or self.root_path.startswith("/"),
+            f"--root-path must begin with /, got {self.root_path!r}",
+        )
         require(self.max_connections >= 1, f"--max-connections must be at least 1, got {self.max_connections}")
         for name in ("request_timeout", "idle_timeout", "stall_timeout"):
             value = getattr(self, name)
@@ -78,7 +83,9 @@ def check_certificate(certificate: Path, key: Path | None) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
     except (OSError, ValueError) as e:  # ssl's own errors are OSErrors
         what = f"{certificate}" + (f" with {key}" if key is not None else "")
-        raise OutriderError(f"can't use the certificate {what}: {e.strerror if isinstance(e, OSError) and e.strerror else e}") from None
+        raise OutriderError(
+            f"can't use the certificate {what}: {e.strerror if isinstance(e, OSError) and e.strerror else e}"
+        ) from None
 
 
 def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
@@ -104,4 +111,6 @@ def public_name(model: str) -> str:
 
 def without_paths(text: str) -> str:
     """Words that are paths of this machine cut to their last part: what clients see must not tell where files lie."""
-    return re.sub(r"(?<![^\s(:='\"])(?:[A-Za-z]:\\|[~.]{0,2}/)[^\s,;:)'\"]*", lambda m: Path(m[0].rstrip("/\\")).name, text)
+    return re.sub(
+        r"(?<![^\s(:='\"])(?:[A-Za-z]:\\|[~.]{0,2}/)[^\s,;:)'\"]*", lambda m: Path(m[0].rstrip("/\\")).name, text
+    )

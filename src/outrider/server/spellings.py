@@ -1,5 +1,6 @@
-"""A request's fields as clients write them, put as schema.py reads them: samplers that are switched off, a choice of tools in other
-words, thinking as others ask for it. Nothing here guesses: what would change an answer and can't be done stays in and is refused."""
+"""A request's fields as clients write them, put as schema.py reads them: samplers that are switched off, a choice of
+tools in other words, thinking as others ask for it. Nothing here guesses: what would change an answer and can't be done
+stays in and is refused."""
 
 from __future__ import annotations
 
@@ -11,17 +12,23 @@ Fields = dict[str, object]
 
 # Samplers and switches of others that we don't have, at the values that mean "off". Any other value is refused.
 OFF: dict[str, tuple[object, ...]] = {
-    "typical_p": (1,), "typical": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "mirostat_mode": (0,),
-    "dynatemp_range": (0,), "dynamic_temperature": (False,), "dry_multiplier": (0,), "xtc_probability": (0,), "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,), "smoothing_factor": (0,), "top_n_sigma": (-1, 0), "penalty_alpha": (0,), "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "num_beams": (1,), "use_beam_search": (False,), "length_penalty": (1,),
+    "typical_p": (1,), "typical": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "dynatemp_range": (0,), "dynamic_temperature": (False,), "dry_multiplier": (0,), "xtc_probability": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,), "smoothing_factor": (0,), "top_n_sigma": (-1, 0), "penalty_alpha": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "num_beams": (1,), "use_beam_search": (False,),
+    "length_penalty": (1,),
     "early_stopping": (False,), "ban_eos_token": (False,), "include_reasoning": (True,), "separate_reasoning": (True,),
-    "stream_reasoning": (True,), "detokenize": (True,), "return_tokens_as_token_ids": (False,), "documents": ([],), "lora": ([],),
+    "stream_reasoning": (True,), "detokenize": (True,), "return_tokens_as_token_ids": (False,), "documents": ([],),
+    "lora": ([],),
     "logits_processors": ([],), "mm_processor_kwargs": ({},),
 }  # fmt: skip
 # What says how such a sampler works once it is on: of no effect beside the above.
 BESIDE_OFF = (
-    "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "dry_base", "dry_allowed_length",
+    "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "dry_base",
+    "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "smoothing_curve",
 )  # fmt: skip
 OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}
@@ -51,7 +58,8 @@ def chat(fields: Fields) -> Fields:
 
 
 def tool_choice(fields: Fields) -> Fields:
-    """Words as objects, Mistral's "any", a name without its wrapping, and OpenAI's `allowed_tools`: the others are not offered."""
+    """Words as objects, Mistral's "any", a name without its wrapping, and OpenAI's `allowed_tools`: the others are not
+    offered."""
     choice = fields.get("tool_choice")
     if choice == "any":
         return {**fields, "tool_choice": "required"}
@@ -77,7 +85,8 @@ def _name(tool: object) -> object:
 
 
 def thinking(fields: Fields) -> Fields:
-    """Qwen's `enable_thinking`, DeepSeek's `thinking`, OpenRouter's `reasoning`: template options and `reasoning_effort` here."""
+    """Qwen's `enable_thinking`, DeepSeek's `thinking`, OpenRouter's `reasoning`: template options and
+    `reasoning_effort` here."""
     out = dict(fields)
     switch = out.get("enable_thinking")
     if isinstance(switch, bool):
@@ -89,7 +98,11 @@ def thinking(fields: Fields) -> Fields:
         del out["thinking"]
         out.setdefault("reasoning_effort", "none" if asked["type"] == "disabled" else "medium")
     asked = out.get("reasoning")
-    if isinstance(asked, dict) and asked.keys() <= {"effort", "enabled", "exclude", "summary", "max_tokens"} and not asked.get("exclude"):
+    if (
+        isinstance(asked, dict)
+        and asked.keys() <= {"effort", "enabled", "exclude", "summary", "max_tokens"}
+        and not asked.get("exclude")
+    ):
         del out["reasoning"]
         switch = asked.get("enabled")
         effort = asked.get("effort") or ("medium" if switch is True else "none" if switch is False else None)

@@ -21,9 +21,20 @@ def single_tokens(event: Event) -> list[Event]:
     """The event as one for each of its tokens; the last one ends the answer if it did."""
     if len(event.tokens) < 2:
         return [event]
-    tables: Sequence[dict[int, float] | None] = event.logprobs if event.logprobs is not None else [None] * len(event.tokens)
+    tables: Sequence[dict[int, float] | None] = (
+        event.logprobs if event.logprobs is not None else [None] * len(event.tokens)
+    )
     parts = [
-        replace(event, tokens=[t], kinds=[k], texts=[x], logprobs=None if p is None else [p], finish_reason=None, stats=None, error=None)
+        replace(
+            event,
+            tokens=[t],
+            kinds=[k],
+            texts=[x],
+            logprobs=None if p is None else [p],
+            finish_reason=None,
+            stats=None,
+            error=None,
+        )
         for t, k, x, p in zip(event.tokens, event.kinds, event.texts, tables)
     ]
     parts[1:] = [replace(part, tree=None) for part in parts[1:]]
@@ -66,7 +77,9 @@ class Update:
 class ChoiceWriter:
     """One answer on its way: takes events, remembers the whole, gives out what is new."""
 
-    def __init__(self, index: int, request: Request, parser: Parser, tokenizer: Tokenizer, job: Job, echo: str = "") -> None:
+    def __init__(
+        self, index: int, request: Request, parser: Parser, tokenizer: Tokenizer, job: Job, echo: str = ""
+    ) -> None:
         self.index = index
         self._tokenizer, self._parser, self._one_call = tokenizer, parser, job.one_call
         self._pieces = Detokenizer(tokenizer, request.prompt) if job.options.token_kinds else None
@@ -84,7 +97,8 @@ class ChoiceWriter:
         self.stats: RequestStats | None = None
 
     def take(self, event: Event) -> Update:
-        """What is new with this event. Where only one call is wanted the answer ends at the token that begins the second one."""
+        """What is new with this event. Where only one call is wanted the answer ends at the token that begins the
+        second one."""
         update = Update()
         for part in single_tokens(event) if self._one_call else [event]:
             if self.finish is None:
@@ -140,7 +154,16 @@ class ChoiceWriter:
         if part.kind == "call":
             id = f"call_{secrets.token_hex(12)}"
             self.calls.append({"id": id, "type": "function", "function": {"name": part.text, "arguments": ""}})
-            return {"tool_calls": [{"index": part.index, "id": id, "type": "function", "function": {"name": part.text, "arguments": ""}}]}
+            return {
+                "tool_calls": [
+                    {
+                        "index": part.index,
+                        "id": id,
+                        "type": "function",
+                        "function": {"name": part.text, "arguments": ""},
+                    }
+                ]
+            }
         self.calls[part.index]["function"]["arguments"] += part.text
         return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
@@ -152,10 +175,17 @@ class Writer:
         self._job, self._tokenizer, self._chat = job, tokenizer, chat
         kind = "chat.completion" if chat else "text_completion"
         prefix = "chatcmpl-" if chat else "cmpl-"
-        self._head = {"id": prefix + secrets.token_hex(12), "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._head = {
+            "id": prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self._object, self._chunk_object = kind, kind + ".chunk" if chat else kind
         echoes = job.echoes or ("",) * len(job.requests)
-        self.choices = [ChoiceWriter(i, r, job.parser(), tokenizer, job, e) for i, (r, e) in enumerate(zip(job.requests, echoes))]
+        self.choices = [
+            ChoiceWriter(i, r, job.parser(), tokenizer, job, e) for i, (r, e) in enumerate(zip(job.requests, echoes))
+        ]
         self._by_id = {r.id: c for r, c in zip(job.requests, self.choices)}
         self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: what the model thought of its tokens
 
@@ -184,7 +214,11 @@ class Writer:
         return [c for group in groups for c in sorted(group, key=lambda c: -c.mean_logprob)[:keep]]
 
     def _choice(self, index: int, c: ChoiceWriter) -> Json:
-        out: Json = {"index": index, "finish_reason": c.finish, "logprobs": self._logprobs(c, [*self._scored(c), *c.logprobs])}
+        out: Json = {
+            "index": index,
+            "finish_reason": c.finish,
+            "logprobs": self._logprobs(c, [*self._scored(c), *c.logprobs]),
+        }
         if self._chat:
             message: Json = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
             if c.reasoning:
@@ -235,13 +269,17 @@ class Writer:
         for i, delta in enumerate(deltas):
             chunk = self._chunk(choice, delta, logprobs if i == 0 else None)
             if tokens and i == 0:
-                chunk["outrider"] = {"tokens": tokens} if update.tree is None else {"tokens": tokens, "tree": update.tree}
+                chunk["outrider"] = (
+                    {"tokens": tokens} if update.tree is None else {"tokens": tokens, "tree": update.tree}
+                )
             if self._job.return_ids and i == 0:
                 cast(list[Json], chunk["choices"])[0]["token_ids"] = update.ids
             out.append(chunk)
         if choice.finish is not None:
             finish = "length" if self._job.max_zero else choice.finish
-            last = self._chunk(choice, {}, finish="function_call" if self._job.functions and finish == "tool_calls" else finish)
+            last = self._chunk(
+                choice, {}, finish="function_call" if self._job.functions and finish == "tool_calls" else finish
+            )
             if choice.stopped_by is not None and not self._job.max_zero:
                 cast(list[Json], last["choices"])[0]["stop_reason"] = choice.stopped_by
             if self._job.options.stats:
@@ -264,10 +302,16 @@ class Writer:
         logprobs: Sequence[tuple[int, Table]] | None = None,
         finish: str | None = None,
     ) -> Json:
-        body: Json = {"index": choice.index, "finish_reason": finish, "logprobs": self._logprobs(choice, logprobs or [])}
+        body: Json = {
+            "index": choice.index,
+            "finish_reason": finish,
+            "logprobs": self._logprobs(choice, logprobs or []),
+        }
         if self._chat:
             calls = delta.get("tool_calls")
-            body["delta"] = {"function_call": cast(list[Json], calls)[0]["function"]} if self._job.functions and calls else delta
+            body["delta"] = (
+                {"function_call": cast(list[Json], calls)[0]["function"]} if self._job.functions and calls else delta
+            )
         else:
             body["text"] = delta.get("content", "")
         return {**self._head, "object": self._chunk_object, "choices": [body]}
@@ -296,7 +340,11 @@ class Writer:
         for table in self.scores.get(id(choice.prompt), []):
             entry: Json = {}
             for rank, (token, value) in enumerate(sorted((table or {}).items(), key=lambda item: -item[1]), 1):
-                entry[str(token)] = {"logprob": max(value, -9999.0), "rank": rank, "decoded_token": self._token(token, value)["token"]}
+                entry[str(token)] = {
+                    "logprob": max(value, -9999.0),
+                    "rank": rank,
+                    "decoded_token": self._token(token, value)["token"],
+                }
             out.append(entry if table is not None else None)
         return out
 
@@ -309,14 +357,21 @@ class Writer:
         if wanted is None or self._job.hide_logprobs or not entries:
             return None
         if self._chat:
-            content = [{**self._token(t, table[t]), "top_logprobs": self._top(table, wanted)} for t, table in entries if table is not None]
+            content = [
+                {**self._token(t, table[t]), "top_logprobs": self._top(table, wanted)}
+                for t, table in entries
+                if table is not None
+            ]
             return {"content": content, "refusal": None}
         tokens = [self._token(t, 0.0 if table is None else table[t])["token"] for t, table in entries]
         offsets = []
         for token in tokens:
             offsets.append(choice.offset)
             choice.offset += len(token)
-        top = [None if table is None else {e["token"]: e["logprob"] for e in self._top(table, wanted)} for _, table in entries]
+        top = [
+            None if table is None else {e["token"]: e["logprob"] for e in self._top(table, wanted)}
+            for _, table in entries
+        ]
         return {
             "tokens": tokens,
             "token_logprobs": [None if table is None else max(table[t], -9999.0) for t, table in entries],
@@ -330,11 +385,16 @@ class Writer:
 
     def _token(self, token: int, logprob: float) -> TokenEntry:
         raw = self._tokenizer.token_bytes(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}  # JSON has no -inf
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(raw),
+        }  # JSON has no -inf
 
 
 def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
-    """The object `outrider`: counts are summed over the choices, the time to first token is the first choice's to speak."""
+    """The object `outrider`: counts are summed over the choices, the time to first token is the first choice's to
+    speak."""
     known = [s for s in per_choice if s is not None]
     width = max((i + 1 for s in known for i, d in enumerate(s.drafted_by_position) if d), default=0)
     cycles, accepted = sum(s.cycles for s in known), sum(s.accepted for s in known)
@@ -347,7 +407,10 @@ def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
         "branched": sum(s.branched for s in known),
         "tokens_per_cycle": round((accepted + cycles) / cycles, 4) if cycles else 0.0,
         "by_position": [
-            {"drafted": sum(s.drafted_by_position[i] for s in known), "accepted": sum(s.accepted_by_position[i] for s in known)}
+            {
+                "drafted": sum(s.drafted_by_position[i] for s in known),
+                "accepted": sum(s.accepted_by_position[i] for s in known),
+            }
             for i in range(width)
         ],
         "prefill_ms": round(1e3 * max((s.prefill_s for s in known), default=0.0), 3),

@@ -1,8 +1,10 @@
-"""Long texts are tokenised in a process of their own, so that they take neither the interpreter nor the cores from those who are served.
+"""Long texts are tokenised in a process of their own, so that they take neither the interpreter nor the cores from
+those who are served.
 
-Half a megabyte takes a tokenizer a second or two. The process has a low priority, so that decoding goes first, and takes one text after
-the other. It is started with the server, or with the first long text; where it has died, the text is tokenised here and it is started anew
-with the next. Run as a script it is the process itself: frames of bytes come on stdin (the tokenizer, then texts) and go out on stdout.
+Half a megabyte takes a tokenizer a second or two. The process has a low priority, so that decoding goes first, and
+takes one text after the other. It is started with the server, or with the first long text; where it has died, the text
+is tokenised here and it is started anew with the next. Run as a script it is the process itself: frames of bytes come
+on stdin (the tokenizer, then texts) and go out on stdout.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ class TokenizerProcess:
         if self._closed:
             raise EOFError
         if self._process is None:
-            command = [sys.executable, "-P", __file__]  # as a script: it needs nothing of this package, and less memory so
+            command = [
+                sys.executable,
+                "-P",
+                __file__,
+            ]  # as a script: it needs nothing of this package, and less memory so
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
             )

@@ -27,8 +27,21 @@ def json_calls(functions: Sequence[tuple[str, Schema]], most: int) -> str:
     for i, (name, parameters) in enumerate(functions):
         arguments = _rebase(dict(parameters), f"#/items/anyOf/{i}/properties/arguments")
         properties = {"name": {"const": name}, "arguments": arguments}
-        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False})
-    schema = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": most,
+        "items": {"anyOf": calls},
+        "x-guidance": {"whitespace_pattern": WHITESPACE},
+    }
     return f"start: {_quote(JSON_OPEN)} body {_quote(JSON_CLOSE)}\nbody: %json {json.dumps(schema)}\n"
 
 
@@ -36,7 +49,8 @@ def _rebase(schema: Json, base: str) -> Json:
     """A schema moved inside another: its references '#/...' must follow."""
     if isinstance(schema, Mapping):
         return {
-            k: base + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _rebase(v, base) for k, v in schema.items()
+            k: base + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _rebase(v, base)
+            for k, v in schema.items()
         }
     return [_rebase(v, base) for v in schema] if isinstance(schema, list) else schema
 
@@ -125,7 +139,9 @@ class _Gemma:
         for key in properties:
             if not re.fullmatch(r"[^:{}\[\],\"<>\n]{1,64}", key):
                 raise OutriderError(f"{where}: property {key!r} can't be written as a bare key")
-        members = [(f"{_quote(key + ':')} {self.rule(s, root, where)}", key in required) for key, s in properties.items()]
+        members = [
+            (f"{_quote(key + ':')} {self.rule(s, root, where)}", key in required) for key, s in properties.items()
+        ]
         # rest[i]: members i.. when something stands before them (so each brings its comma); head[i]: when nothing does
         comma = _quote(",")
         rest, head = '""', '""'
@@ -173,7 +189,9 @@ class _Gemma:
 
     def _only(self, left: set[str], known: set[str], where: str) -> None:
         if left - known:
-            raise OutriderError(f"{where}: the schema keyword {sorted(left - known)[0]!r} is not supported in forced tool calls")
+            raise OutriderError(
+                f"{where}: the schema keyword {sorted(left - known)[0]!r} is not supported in forced tool calls"
+            )
 
     def _fresh(self) -> str:
         return f"r{len(self.rules) + len(self.refs)}"

@@ -1,6 +1,8 @@
-"""OpenTelemetry, where the operator asks for it: a span for each call, with waiting, prefill and decoding as its children.
+"""OpenTelemetry, where the operator asks for it: a span for each call, with waiting, prefill and decoding as its
+children.
 
-Needs the extra `otel`. Without an endpoint nothing of it is imported. No text of a prompt or an answer is ever in a span.
+Needs the extra `otel`. Without an endpoint nothing of it is imported. No text of a prompt or an answer is ever in a
+span.
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as e:
             raise OutriderError(f"--otel-endpoint needs {e.name}: pip install 'outrider[otel]'") from None
-        provider = TracerProvider(resource=Resource.create({"service.name": "outrider", "service.version": __version__}))
+        provider = TracerProvider(
+            resource=Resource.create({"service.name": "outrider", "service.version": __version__})
+        )
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
         return cls(provider)
 
-    def ended(self, headers: Mapping[str, str], request_id: str, route: str, writer: Writer, model: str, began: float) -> None:
-        """A call is over, however it ended. began: when it arrived, by time.time(). A caller's `traceparent` becomes the parent."""
+    def ended(
+        self, headers: Mapping[str, str], request_id: str, route: str, writer: Writer, model: str, began: float
+    ) -> None:
+        """A call is over, however it ended. began: when it arrived, by time.time(). A caller's `traceparent` becomes
+        the parent."""
         end, choices = time.time(), writer.choices
         stats = [c.stats for c in choices if c.stats is not None]
         usage = writer.usage()
@@ -76,8 +83,10 @@ def _measured(stats: list[RequestStats], total: float) -> dict[str, float | int]
     longest = max(s.ttft_s + s.decode_s for s in stats)
     return {
         "outrider.queue_s": max(0.0, total - longest), "outrider.prefill_s": max(s.prefill_s for s in stats),
-        "outrider.time_to_first_token_s": min(s.ttft_s for s in stats), "outrider.decode_s": max(s.decode_s for s in stats),
-        "outrider.cached_tokens": min(s.cached_tokens for s in stats), "outrider.drafted": sum(s.drafted for s in stats),
+        "outrider.time_to_first_token_s": min(s.ttft_s for s in stats),
+        "outrider.decode_s": max(s.decode_s for s in stats),
+        "outrider.cached_tokens": min(s.cached_tokens for s in stats),
+        "outrider.drafted": sum(s.drafted for s in stats),
         "outrider.accepted": sum(s.accepted for s in stats),
     }  # fmt: skip
 

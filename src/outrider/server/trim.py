@@ -1,4 +1,5 @@
-"""Gives freed memory that the C library has kept back to the system (malloc_trim); does nothing where the library cannot."""
+"""Gives freed memory that the C library has kept back to the system (malloc_trim); does nothing where the library
+cannot."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Places in the engine, sequence by sequence, so that nobody waits for another's long answers.
 
-`places` sequences run at once. While several clients are about, each may hold its share of them; a client that holds none finds
-one of the `spare` places. So a client alone has the whole engine, a call for eight answers beside others gets them a few at a
-time, and whoever asks for one answer begins at once. Clients that wait take turns. Lives on the event loop.
+`places` sequences run at once. While several clients are about, each may hold its share of them; a client that holds
+none finds one of the `spare` places. So a client alone has the whole engine, a call for eight answers beside others
+gets them a few at a time, and whoever asks for one answer begins at once. Clients that wait take turns. Lives on the
+event loop.
 """
 
 from __future__ import annotations

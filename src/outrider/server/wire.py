@@ -1,5 +1,5 @@
-"""How an answer goes over the wire. Inside the server every answer has OpenAI's shape; a `Wire` translates it into the protocol that was
-asked in: whole answers, chunks of a stream, errors.
+"""How an answer goes over the wire. Inside the server every answer has OpenAI's shape; a `Wire` translates it into the
+protocol that was asked in: whole answers, chunks of a stream, errors.
 
 A `Wire` is made anew for each call and may remember what it has written.
 """
@@ -53,7 +53,12 @@ def answer_texts(answer: Json) -> list[AnswerText]:
     for choice in cast(list[dict[str, Any]], answer["choices"]):
         told = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
         calls = [
-            AnswerToolCall(call.get("index", i), call.get("id") or "", call["function"].get("name", ""), call["function"].get("arguments", ""))
+            AnswerToolCall(
+                call.get("index", i),
+                call.get("id") or "",
+                call["function"].get("name", ""),
+                call["function"].get("arguments", ""),
+            )
             for i, call in enumerate(told.get("tool_calls") or ())
         ]
         logprobs = (choice.get("logprobs") or {}).get("content") or []

@@ -1,4 +1,5 @@
-"""How often drafts are right: acceptance by position and by the drafter's confidence, learnt as they are judged. Torch-free.
+"""How often drafts are right: acceptance by position and by the drafter's confidence, learnt as they are judged.
+Torch-free.
 
 a_j is the chance that position j is right given that all before it were. A rejection hides the positions behind it:
 they are not counted (censoring), and are estimated from the positions before.
@@ -22,7 +23,8 @@ KEEP_CYCLES = 0.995  # forgetting, per cycle that drafted
 
 class CycleStats:
     """What drafts that end themselves bring: means over cycles of tokens emitted, tokens verified and tokens drafted,
-    exponentially weighted. Lengths and not seconds are kept: what they cost is the table's to say, and it may change its mind."""
+    exponentially weighted. Lengths and not seconds are kept: what they cost is the table's to say, and it may change
+    its mind."""
 
     __slots__ = ("cycles", "drafted", "made", "verified")
 
@@ -65,7 +67,8 @@ class PositionStats:
 
     def estimate(self, prior: Sequence[float], weight: float) -> list[float]:
         """Posterior means by position. What the positions before say about this source (odds against the prior) shifts
-        the prior of the next: a request that is easy at position 1 is expected to be easy at position 5, seen or not."""
+        the prior of the next: a request that is easy at position 1 is expected to be easy at position 5, seen or
+        not."""
         out, shift = [], 1.0
         good, seen = self.good, self.seen
         for j in range(MAX_DRAFT):
@@ -83,10 +86,12 @@ class PositionStats:
 
 
 class DrafterStats:
-    """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match lengths."""
+    """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match
+    lengths."""
 
     __slots__ = (
-        "a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "in_chains", "in_trees", "judged", "prior", "stale", "sure", "trust",
+        "a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "in_chains", "in_trees", "judged", "prior",
+        "stale", "sure", "trust",
         "worth",
     )  # fmt: skip
 
@@ -106,9 +111,12 @@ class DrafterStats:
             self.bins = [[CARD_WEIGHT * t, CARD_WEIGHT] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
-        # Drafted tokens that trees of a fixed size brought, and that their main chains alone would have: at first a guess.
+        # Drafted tokens that trees of a fixed size brought, and that their main chains alone would have: at first a
+        # guess.
         self.in_trees, self.in_chains = LIFT * LIFT_WEIGHT, LIFT_WEIGHT
-        self.worth: CycleStats | None = None  # what drafts that end themselves bring; None until the first is considered
+        self.worth: CycleStats | None = (
+            None  # what drafts that end themselves bring; None until the first is considered
+        )
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
         self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, GLOBAL_KEEP)

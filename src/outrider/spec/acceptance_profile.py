@@ -1,11 +1,11 @@
 """What a drafter's folder says about how often it is right: acceptance.json, the controller's prior. Torch-free.
 
-{"weights": fingerprint of the drafter, "accepted": [a_j: chance that position j is right given that all before it were],
-"trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": tokens it was measured on,
-"second": how often its second best token is right where the best is wrong; null: not measured}
+{"weights": fingerprint of the drafter, "accepted": [a_j: chance that position j is right given that all before it
+were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": tokens it was measured on, "second":
+how often its second best token is right where the best is wrong; null: not measured}
 
-Made from recorded traces (`outrider bench MODEL --record-traces FILE`, then `--card FILE`). A card of other weights is not used: without
-one the controller starts from neutral figures and learns the same within some hundred tokens.
+Made from recorded traces (`outrider bench MODEL --record-traces FILE`, then `--card FILE`). A card of other weights is
+not used: without one the controller starts from neutral figures and learns the same within some hundred tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,13 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
     try:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
         second = None if raw.get("second") is None else float(raw["second"])
-        card = AcceptanceProfile(str(raw["weights"]), tuple(map(float, raw["accepted"])), tuple(map(float, raw["trust"])), int(raw["judged"]), second)
+        card = AcceptanceProfile(
+            str(raw["weights"]),
+            tuple(map(float, raw["accepted"])),
+            tuple(map(float, raw["trust"])),
+            int(raw["judged"]),
+            second,
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     fits = card.weights == weights and len(card.trust) == BINS and card.accepted

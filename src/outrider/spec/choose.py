@@ -11,9 +11,9 @@ target's choice (`accept`). So the output does not depend on the drafter, on K o
 Every row is computed from that row alone, to the bit: sums over the vocabulary (top-p) are done in integers, so that no
 order of summation can matter. Nothing here waits for the device (no `.item()`, no boolean indexing) on CUDA.
 
-Conventions (OpenAI / vLLM). Repetition penalty looks at prompt and output, presence and frequency at the output only; all
-of them see the drafted prefix, position by position. Bad words look at prompt and output. Logprobs are those of the raw
-logits. Filters are functions of the values: tokens with equal logits are kept or dropped together.
+Conventions (OpenAI / vLLM). Repetition penalty looks at prompt and output, presence and frequency at the output only;
+all of them see the drafted prefix, position by position. Bad words look at prompt and output. Logprobs are those of the
+raw logits. Filters are functions of the values: tokens with equal logits are kept or dropped together.
     top-k: keep z >= the k-th largest.   min-p: keep p >= min_p * max p.
     top-p: keep a token while the mass of the strictly likelier ones (after top-k) is < top_p.
 """
@@ -67,8 +67,8 @@ class Sparse:
 
 @dataclass
 class SamplingBatch:
-    """The parameters and the history of B sequences, as tensors. Rebuilt by the host when the batch changes; between two
-    rebuilds `commit` keeps the history up to date on the device."""
+    """The parameters and the history of B sequences, as tensors. Rebuilt by the host when the batch changes; between
+    two rebuilds `commit` keeps the history up to date on the device."""
 
     temperature: Tensor  # float32 [B]; 1 where greedy
     sampled: Tensor  # bool [B] sampled, not greedy
@@ -81,7 +81,9 @@ class SamplingBatch:
     any_filter: bool
     any_top_k: bool
     any_top_p: bool
-    head: int | None  # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
+    head: (
+        int | None
+    )  # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
     penalties: Penalties | None
     bias: Sparse | None
     bad_words: BadWords | None
@@ -107,15 +109,21 @@ class SamplingBatch:
         penalties = _penalties(params, prompts, outputs, vocab, device)
         bias = _sparse([dict(p.logit_bias) for p in params], device)
         bad_words = _bad_words(params, prompts, outputs, device)
-        stops = _sparse([min_tokens_mask(p, eos_ids) if p.min_tokens > len(o) else {} for p, o in zip(params, outputs)], device)
+        stops = _sparse(
+            [min_tokens_mask(p, eos_ids) if p.min_tokens > len(o) else {} for p, o in zip(params, outputs)], device
+        )
         return cls(
-            temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, sampled)], dtype=torch.float32, device=device),
+            temperature=torch.tensor(
+                [p.temperature if h else 1.0 for p, h in zip(params, sampled)], dtype=torch.float32, device=device
+            ),
             sampled=torch.tensor(sampled, device=device),
             seed=torch.tensor([_int64(p.seed) for p in params], dtype=torch.int64, device=device),
             out_len=torch.tensor([len(o) for o in outputs], dtype=torch.int64, device=device),
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
-            min_logp=torch.tensor([math.log(m) if m > 0 else -math.inf for m in min_p], dtype=torch.float32, device=device),
+            min_logp=torch.tensor(
+                [math.log(m) if m > 0 else -math.inf for m in min_p], dtype=torch.float32, device=device
+            ),
             any_sampled=any(sampled),
             any_filter=bool(both) or any(m > 0 for m in min_p),
             any_top_k=any(k != OFF for k in top_k),
@@ -130,7 +138,8 @@ class SamplingBatch:
 
     @property
     def looks_back(self) -> bool:
-        """Does the choice depend on earlier tokens (penalties, forbidden words)? Then rows behind different drafts differ."""
+        """Does the choice depend on earlier tokens (penalties, forbidden words)? Then rows behind different drafts
+        differ."""
         return self.penalties is not None or self.bad_words is not None
 
     # ---- choosing (device) ----------------------------------------------------------------------------------------
@@ -141,7 +150,8 @@ class SamplingBatch:
         row_offset: Tensor,  # int64 [R] index inside the sequence's verify block: the token is output out_len + offset
         drafts: Tensor,  # int64 [B, K]; row j sees drafts[:, :j]
         grammar: Tensor | None = None,  # bool [R, V] True: allowed
-        lines: Tensor | None = None,  # int64 [R, D] of a tree: row r, at depth row_offset[r], sees lines[r, :row_offset[r]]
+        lines: Tensor
+        | None = None,  # int64 [R, D] of a tree: row r, at depth row_offset[r], sees lines[r, :row_offset[r]]
     ) -> Tensor:
         """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned as it is."""
         z = logits
@@ -155,7 +165,9 @@ class SamplingBatch:
             z = z.masked_fill(~grammar, -math.inf)
         if self.stops is not None and self.min_tokens is not None:
             early = self.out_len[row_seq] + row_offset < self.min_tokens[row_seq]  # [R]
-            kept = z.scatter_add(1, self.stops.ids[row_seq], torch.where(early[:, None], self.stops.values[row_seq], 0.0))
+            kept = z.scatter_add(
+                1, self.stops.ids[row_seq], torch.where(early[:, None], self.stops.values[row_seq], 0.0)
+            )
             # where only a stop token is left (a finished grammar), min_tokens gives way
             z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
         if self.any_sampled:
@@ -183,15 +195,17 @@ class SamplingBatch:
     def select(self, which: Tensor) -> SamplingBatch:
         """Some of the sequences, as far as a drafter needs them: no history, no masks."""
         return replace(
-            self, temperature=self.temperature[which], sampled=self.sampled[which], seed=self.seed[which], out_len=self.out_len[which],
+            self, temperature=self.temperature[which], sampled=self.sampled[which], seed=self.seed[which],
+            out_len=self.out_len[which],
             top_k=self.top_k[which], top_p=self.top_p[which], min_logp=self.min_logp[which],
             penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
         )  # fmt: skip
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def cluster_bonus(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
-        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_bonus`), or None. clusters [C, S].
-        Nothing where a filter cuts unlikely tokens off, however lucky: measured, leaning then finds the choice less often."""
+        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_bonus`), or None. clusters
+        [C, S]. Nothing where a filter cuts unlikely tokens off, however lucky: measured, leaning then finds the choice
+        less often."""
         if clusters is None or not self.any_sampled:
             return None
         free = self.sampled
@@ -200,8 +214,8 @@ class SamplingBatch:
         return ops.cluster_bonus(clusters, self.seed, position, self.temperature, free)
 
     def guess(self, logits: Tensor, position: Tensor, ops: Backend, token_ids: Tensor | None = None) -> Tensor:
-        """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B, N]
-        (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the
+        """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B,
+        N] (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the
         acceptance could suffer."""
         if not self.any_sampled:
             best = ops.argmax(logits)
@@ -215,17 +229,22 @@ class SamplingBatch:
         return (z.gather(1, places[:, None])[:, 0] - z.logsumexp(1)).exp()
 
     def scores(self, logits: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """What `guess` takes the best of: float32 [B, N], the logits with filters and, where sampled, the target's own noise."""
+        """What `guess` takes the best of: float32 [B, N], the logits with filters and, where sampled, the target's own
+        noise."""
         if not self.any_sampled:
             return logits
         tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-        return torch.where(self.sampled[:, None], self.apply_temperature(logits) + gumbel(self.seed[:, None], position[:, None], tokens), logits)
+        return torch.where(
+            self.sampled[:, None],
+            self.apply_temperature(logits) + gumbel(self.seed[:, None], position[:, None], tokens),
+            logits,
+        )
 
     def draw(
         self, logits: Tensor, position: Tensor, start: Tensor, ops: Backend, vocab: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """For rejection: tokens [B] drawn from q, and q [B, V] itself (a point mass where greedy). `start` [B] is the first
-        position of the block: see `stream`."""
+        """For rejection: tokens [B] drawn from q, and q [B, V] itself (a point mass where greedy). `start` [B] is the
+        first position of the block: see `stream`."""
         z = self.apply_temperature(logits.float())
         best = ops.gumbel_argmax(z, stream(self.seed, start, DRAFT_SALT), position, token_ids, self.sampled)
         mass = torch.where(self.sampled[:, None], z.softmax(-1), torch.zeros_like(z).scatter(1, best[:, None], 1.0))
@@ -270,7 +289,11 @@ class SamplingBatch:
         vocab = z.shape[1]
         if not (self.any_top_k or self.any_top_p):
             return z.masked_fill(z < z.amax(-1, keepdim=True) + self.min_logp[row_seq][:, None], -math.inf)
-        head = self.head if self.head is not None else (GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab)
+        head = (
+            self.head
+            if self.head is not None
+            else (GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab)
+        )
         floor, enough = self._floor(z, row_seq, min(head, vocab))
         # on the CPU a look at the result is free: the whole vocabulary is sorted only when the head was too short
         if exact and self.head is None and head < vocab and not bool(enough.all()):
@@ -279,7 +302,9 @@ class SamplingBatch:
 
     def _floor(self, z: Tensor, row_seq: Tensor, head: int) -> tuple[Tensor, Tensor]:
         """The smallest logit that stays [R], from the `head` largest; and whether these were enough [R]."""
-        values, at = z.sort(-1, descending=True) if head == z.shape[1] else z.topk(head, dim=-1)  # [R, head], largest first
+        values, at = (
+            z.sort(-1, descending=True) if head == z.shape[1] else z.topk(head, dim=-1)
+        )  # [R, head], largest first
         k = self.top_k[row_seq]
         kth = values.gather(1, (k - 1).clamp(max=head - 1)[:, None])[:, 0]
         floor = torch.where(k <= head, kth, -math.inf)
@@ -307,12 +332,13 @@ def accept(chosen: Tensor, draft: Draft) -> Verdict:
 
 
 def stream(seed: Tensor, start: Tensor, salt: int) -> Tensor:
-    """A seed [B] of its own for each (seed, block, purpose). Block verification looks at the whole block before it cuts it,
-    so a position that is drafted again must see fresh noise: the block's first position is part of the key."""
+    """A seed [B] of its own for each (seed, block, purpose). Block verification looks at the whole block before it cuts
+    it, so a position that is drafted again must see fresh noise: the block's first position is part of the key."""
     return seed ^ (start * STREAM + salt)
 
 
-# ---- building blocks (host) -------------------------------------------------------------------------------------------
+# ---- building blocks (host)
+# -------------------------------------------------------------------------------------------
 def _int64(seed: int) -> int:
     seed &= 0xFFFFFFFFFFFFFFFF
     return seed - (1 << 64) if seed >> 63 else seed
@@ -332,7 +358,8 @@ def sparse_row(pairs: Mapping[int, float], width: int) -> tuple[list[int], list[
 def word_row(
     p: SamplingParams, prompt: Sequence[int], output: Sequence[int], most: int, width: int
 ) -> tuple[list[list[int]], list[int], list[bool], list[int]]:
-    """One sequence's row of each table of a `BadWords` that has `most` words of up to `width` tokens before the last."""
+    """One sequence's row of each table of a `BadWords` that has `most` words of up to `width` tokens before the
+    last."""
     words, gap, line = p.bad_words, most - len(p.bad_words), [*prompt[-width:], *output[-width:]][-width:]
     return (
         [[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap,
@@ -373,7 +400,10 @@ def _penalties(
 
 
 def _bad_words(
-    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: torch.device | str
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    device: torch.device | str,
 ) -> BadWords | None:
     most = max((len(p.bad_words) for p in params), default=0)
     if most == 0:

@@ -26,15 +26,25 @@ from .batch_k import choose_k
 from .cost import CostTable
 from .plan import DEEPEST, NO_DRAFT, TIMED, DraftContext, DraftPlan, SeqState, VerifiedTree, branching
 
-DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no drafter's card says better; later positions take the last value
-# The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a 135M model show:
-# the longer a copy has lasted, the surer it goes on.
+DEFAULT_PRIOR = (
+    0.65,
+    0.70,
+    0.72,
+    0.74,
+    0.76,
+)  # a_j where no drafter's card says better; later positions take the last value
+# The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a 135M
+# model show: the longer a copy has lasted, the surer it goes on.
 NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.88, 0.9), (0.95, 0.97))
 REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
 REQUEST_KEEP = 0.97  # what an observation in this request still weighs when the next one is made
-RISK, RISK_RATE = 1.0, 0.04  # plain steps a request may lose to drafting: from the start, and for each token it has emitted
+RISK, RISK_RATE = (
+    1.0,
+    0.04,
+)  # plain steps a request may lose to drafting: from the start, and for each token it has emitted
 MARGIN = 0.01  # predicted gain below which a single sequence keeps decoding plainly
-# The same for a batch: so much, more for each sequence in it (every one of them pays for a wrong guess), and no more than this.
+# The same for a batch: so much, more for each sequence in it (every one of them pays for a wrong guess), and no more
+# than this.
 BATCH_MARGIN = (0.02, 0.006, 0.12)
 REST, HOLD = 15, 2  # how many steps a batch's plan is kept at most: while it decodes plainly, and while it drafts
 HOLD_MANY = 16  # sequences that make a drafting batch's plan last a step longer: planning takes time by the sequence
@@ -43,16 +53,21 @@ UNTOLD = 16  # observations that may pile up before they are learnt from
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
 PROBE_FIRST, PROBE_LAST = 8, 512  # cycles between probes: doubles while they fail
-BROKEN_AFTER, BROKEN_BELOW = 12, 0.02  # first positions judged, and the acceptance under which a drafter is called broken
+BROKEN_AFTER, BROKEN_BELOW = (
+    12,
+    0.02,
+)  # first positions judged, and the acceptance under which a drafter is called broken
 YIELD_WEIGHT = 10.0  # how many cycles of this request the yield over all requests is worth
 HORIZON = 128  # tokens of an answer, where it may be longer, that a drafter's reading of its text must pay in
 BATCH_CATCH_UP = 0.15  # plain time that reading may take of a sequence in a batch
 NEXT = 0.7  # chance of a token that is not drafted yet, given that all before it are right
-SURE = 0.96  # chance of each token in a stretch that the drafter is sure of: says how far a draft that ends itself may reach
+# chance of each token in a stretch that the drafter is sure of: says how far a draft that ends itself may reach
+SURE = 0.96
 
 
 class Controller:
-    """One per engine. `plan` before a cycle, `observe` per sequence and `observe_step` once after it, `finish` at a request's end."""
+    """One per engine. `plan` before a cycle, `observe` per sequence and `observe_step` once after it, `finish` at a
+    request's end."""
 
     def __init__(
         self,
@@ -61,7 +76,8 @@ class Controller:
         prior: Mapping[str, Sequence[float]] | None = None,
         trust: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, as its card has them."""
+        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, as its card has
+        them."""
         for name, values in (prior or {}).items():
             if not values or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
@@ -77,7 +93,9 @@ class Controller:
         self._told: set[str] = set()
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
-        self._cycle: list[tuple[str | None, int, float]] = []  # of the cycle under way, a sequence each: drafter, tokens verified, drafted
+        self._cycle: list[
+            tuple[str | None, int, float]
+        ] = []  # of the cycle under way, a sequence each: drafter, tokens verified, drafted
         self._resting: list[str] = []  # the batch that was planned last,
         self._held: list[DraftPlan] = []  # its plan,
         self._rest = 0  # for how many more steps that holds,
@@ -109,14 +127,18 @@ class Controller:
         base = 1.0 / plain
         best, best_rate = NO_DRAFT, base * (1.0 + MARGIN)
         kept, kept_rate = seq.last, base if seq.last.k == 0 else 0.0
-        least: DraftPlan | None = None  # where drafting does not pay: the draft that loses least, which a probe would try
+        least: DraftPlan | None = (
+            None  # where drafting does not pay: the draft that loses least, which a probe would try
+        )
         least_rate = 0.0
         for name in self.drafters:
             cap, key, shared = self._offer(view, name)
             if cap <= 0:
                 continue
             times, toll = self.cost.curve(name, 1, view.context), self._catch_up_cost(view, name)
-            if shared.calibrated:  # drafts end themselves, so no K says what one brings: what counts is what they have brought
+            if (
+                shared.calibrated
+            ):  # drafts end themselves, so no K says what one brings: what counts is what they have brought
                 most = min(cap, self._reach(name, 1, view.context))
                 top = self._risk(seq, times, plain, most)
                 top_rate = self._with_catch_up(self._yield(seq, name, shared, times), toll)
@@ -132,7 +154,9 @@ class Controller:
                 top, top_rate = 0, 0.0
                 kinds = [(0, cap, 1.0, times)]
                 if view.nodes >= TIMED and not self.cost.free(branching(name)):
-                    kinds.append((view.nodes, min(cap, DEEPEST), shared.lift, self.cost.curve(branching(name), 1, view.context)))
+                    kinds.append(
+                        (view.nodes, min(cap, DEEPEST), shared.lift, self.cost.curve(branching(name), 1, view.context))
+                    )
                 for nodes, deepest, lift, curve in kinds:
                     limit = self._risk(seq, curve, plain, deepest)
                     for k in range(1, deepest + 1):
@@ -153,17 +177,30 @@ class Controller:
             best = self._ending(best, view.context, 1, best_rate)
         elif least is not None:  # a probe's draft goes to its end: tokens left out of it would teach nothing
             loss = self.cost.curve(least.drafter, 1, view.context)[least.k] - plain
-            best = self._maybe_probe(seq, least, loss + self._catch_up_cost(view, least.drafter or "") * min(view.remaining, HORIZON))
-        runs = branching(best.drafter) if best.drafter and best.nodes and not self.cost.free(branching(best.drafter)) else best.drafter
+            best = self._maybe_probe(
+                seq, least, loss + self._catch_up_cost(view, least.drafter or "") * min(view.remaining, HORIZON)
+            )
+        runs = (
+            branching(best.drafter)
+            if best.drafter and best.nodes and not self.cost.free(branching(best.drafter))
+            else best.drafter
+        )
         self._note(view, seq, best, plain, self.cost.curve(runs, 1, view.context), plain)
         seq.choice, seq.match = best, _bucket(view.match_len)
-        seq.hold = HOLD_ONE if best.stop and seq.loss_budget > RISK else 0  # a request near its limit of losses is planned every cycle
+        seq.hold = (
+            HOLD_ONE if best.stop and seq.loss_budget > RISK else 0
+        )  # a request near its limit of losses is planned every cycle
         return seq.choice
 
     def _catch_up_cost(self, view: DraftContext, name: str) -> float:
-        """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins to draft with it must
-        believe that it pays, in the tokens that are left, or in so many where nobody knows how many will come."""
-        return view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, HORIZON)) if view.unread else 0.0
+        """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins to
+        draft with it must believe that it pays, in the tokens that are left, or in so many where nobody knows how many
+        will come."""
+        return (
+            view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, HORIZON))
+            if view.unread
+            else 0.0
+        )
 
     @staticmethod
     def _with_catch_up(rate: float, toll: float) -> float:
@@ -208,11 +245,14 @@ class Controller:
         k = max(2, self._reach(choice.drafter, size, context))
         verify, whole = self.cost.curve(None, size, context), self.cost.curve(choice.drafter, size, context)
         row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
-        # Never above 0.95 and 0.8: a token that the drafter is nearly sure of is drafted and verified whatever the rate.
+        # Never above 0.95 and 0.8: a token that the drafter is nearly sure of is drafted and verified whatever the
+        # rate.
         stop, drop = min(0.95, rate * token / NEXT), min(0.8, rate * row)
         if not choice.nodes:
             return DraftPlan(choice.drafter, choice.k, stop, drop)
-        return choice._replace(stop=stop, drop=drop / 2, prices=tuple(rate * (t - verify[0]) for t in verify))  # prices do the dropping
+        return choice._replace(
+            stop=stop, drop=drop / 2, prices=tuple(rate * (t - verify[0]) for t in verify)
+        )  # prices do the dropping
 
     def _offer(self, view: DraftContext, name: str) -> tuple[int, tuple[str, int], DrafterStats]:
         """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
@@ -221,7 +261,9 @@ class Controller:
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = DrafterStats(self._prior_of(*key), self._trust.get(name))
-        if shared.judged < 8 and not self.cost.free(name) and name not in self._trust:  # unproven: drafts grow as tokens are accepted
+        if (
+            shared.judged < 8 and not self.cost.free(name) and name not in self._trust
+        ):  # unproven: drafts grow as tokens are accepted
             cap = min(cap, 2 + shared.accepted)
         return cap, key, shared
 
@@ -262,9 +304,10 @@ class Controller:
         return choice
 
     def reuse_plan(self, ids: Sequence[str]) -> list[DraftPlan] | None:
-        """The last plan of a batch, if it still holds; None: it is time to plan. Planning takes a few percent of a step, so a plan is
-        kept for two steps where the batch drafts, and where the same sequences go on decoding plainly for one, three, seven, then
-        fifteen. The caller leaves out a draft that has become longer than what is left of the answer."""
+        """The last plan of a batch, if it still holds; None: it is time to plan. Planning takes a few percent of a
+        step, so a plan is kept for two steps where the batch drafts, and where the same sequences go on decoding
+        plainly for one, three, seven, then fifteen. The caller leaves out a draft that has become longer than what is
+        left of the answer."""
         if self._rest == 0 or self._resting != ids:
             return None
         self._rest -= 1
@@ -282,9 +325,9 @@ class Controller:
         return choices
 
     def _joint(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
-        """The plan with most expected tokens a second for the whole batch: a widest K that holds for all, and within it for each
-        sequence the K behind which a further token is worth less than its row costs. What a row costs in tokens depends on the rate
-        that the plan reaches, so there are two passes."""
+        """The plan with most expected tokens a second for the whole batch: a widest K that holds for all, and within it
+        for each sequence the K behind which a further token is worth less than its row costs. What a row costs in
+        tokens depends on the rate that the plan reaches, so there are two passes."""
         size, context = len(seqs), sum(v.context for v in seqs) // len(seqs)
         verify = np.asarray(self.cost.curve(None, size, context))
         states = [self._seq(view.id) for view in seqs]
@@ -305,7 +348,9 @@ class Controller:
                         cap = self._risk(seq, times, float(verify[0]), cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else 1.02):
                             row, owner = expected[: cap + 1], name
-                rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))  # a K beyond the cap yields nothing, and so is never chosen
+                rows.append(
+                    row + [0.0] * (MAX_DRAFT + 1 - len(row))
+                )  # a K beyond the cap yields nothing, and so is never chosen
                 owners.append(owner)
             if (runs is not None and runs not in owners) or not any(owners):
                 continue
@@ -320,7 +365,12 @@ class Controller:
         return self._settle(seqs, states, choices, context, float(verify[0]))
 
     def _settle(
-        self, seqs: Sequence[DraftContext], states: Sequence[SeqState], choices: list[DraftPlan], context: int, plain: float
+        self,
+        seqs: Sequence[DraftContext],
+        states: Sequence[SeqState],
+        choices: list[DraftPlan],
+        context: int,
+        plain: float,
     ) -> list[DraftPlan]:
         """Probes for a batch that decodes plainly, and the books: what this cycle costs against a plain one."""
         size = len(seqs)
@@ -328,7 +378,9 @@ class Controller:
             for i, (view, seq) in enumerate(zip(seqs, states, strict=True)):
                 name = next((name for name in self.drafters if self._offer(view, name)[0] > 0), None)
                 if name is not None:
-                    choices[i] = self._maybe_probe(seq, DraftPlan(name, 1), self.cost.curve(name, size, context)[1] - plain)
+                    choices[i] = self._maybe_probe(
+                        seq, DraftPlan(name, 1), self.cost.curve(name, size, context)[1] - plain
+                    )
                 if choices[i].k:
                     break  # one probe a cycle, since the neighbours of a probe pay for it too
         seconds = self.cost.mixed([(c.drafter, c.k, c.k) for c in choices], context)
@@ -336,7 +388,9 @@ class Controller:
             self._note(view, seq, choice, plain / size, [seconds], plain)
         return choices
 
-    def _note(self, view: DraftContext, seq: SeqState, choice: DraftPlan, share: float, curve: Sequence[float], plain: float) -> None:
+    def _note(
+        self, view: DraftContext, seq: SeqState, choice: DraftPlan, share: float, curve: Sequence[float], plain: float
+    ) -> None:
         """Keep the books of the cycle about to run: `curve` its seconds by K (or the one entry of a batch)."""
         seq.curve, seq.plain, seq.step, seq.planned, seq.fixed = curve, share, plain, choice.k, view.fixed
         seq.key = (choice.drafter or "", _bucket(view.match_len) if choice.drafter == "ngram" else 0)
@@ -347,9 +401,12 @@ class Controller:
         self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None,
         tree: VerifiedTree | None = None,
     ) -> None:  # fmt: skip
-        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted` counts all its tokens."""
+        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted` counts
+        all its tokens."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
-            raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
+            raise OutriderError(
+                f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
+            )
         self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
@@ -359,14 +416,15 @@ class Controller:
             self._apply_observations()
 
     def _apply_observations(self) -> None:
-        """Learn from what was observed since the last plan, several cycles at once: between two passes over the weights all code is out
-        of the processor's caches, and the second call of a function costs a fraction of the first."""
+        """Learn from what was observed since the last plan, several cycles at once: between two passes over the weights
+        all code is out of the processor's caches, and the second call of a function costs a fraction of the first."""
         told, self._untold = self._untold, []  # each once, whatever comes of it
         for learn in told:
             learn()
 
     def _learn(
-        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None, tree: VerifiedTree | None
+        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None,
+        tree: VerifiedTree | None
     ) -> None:  # fmt: skip
         self._histogram[drafted] += 1
         steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
@@ -379,7 +437,9 @@ class Controller:
             return
         fixed = tree is not None and confidence is None  # its size, and so its cost: by depth, not by tokens
         seconds = seq.curve[min(seq.planned if fixed else drafted, len(seq.curve) - 1)]
-        if confidence is not None and steps != drafted and len(seq.curve) > 1:  # a token that was left out took time as well
+        if (
+            confidence is not None and steps != drafted and len(seq.curve) > 1
+        ):  # a token that was left out took time as well
             seconds += (steps - drafted) * self._further(drafter)
         gain = accepted + 1 - seconds / seq.step
         seq.loss_budget += gain
@@ -395,17 +455,24 @@ class Controller:
             shared.worth.add(accepted + 1, drafted, steps, KEEP_CYCLES)
             if drafter in seq.yields:
                 seq.yields[drafter].add(accepted + 1, drafted, steps, REQUEST_KEEP)
-        if tree is not None and confidence is not None:  # its main chain teaches what a line would have; the branches, what they are worth
+        if (
+            tree is not None and confidence is not None
+        ):  # its main chain teaches what a line would have; the branches, what they are worth
             for j, right in tree.judged():
                 shared.judge(confidence[j], right)
             drafted, accepted, confidence = tree.chain, tree.chain_accepted, confidence[: tree.chain]
-        elif tree is not None:  # a main chain that was left out for other branches was not believed in: it counts as refused
+        elif (
+            tree is not None
+        ):  # a main chain that was left out for other branches was not believed in: it counts as refused
             shared.branched(accepted, tree.chain_accepted)
             drafted, accepted = max(tree.chain, seq.planned), tree.chain_accepted
-        planned = max(1, seq.planned, drafted)  # a plan that was made before the last may have been run again: it drafted, if not a token
+        planned = max(
+            1, seq.planned, drafted
+        )  # a plan that was made before the last may have been run again: it drafted, if not a token
         shared.add(planned, drafted, accepted, confidence)
         arm = seq.arms.get(key) or seq.arms.setdefault(key, PositionStats())
-        # A draft that ended itself emits no more than one that was refused at that place, so it counts as refused there.
+        # A draft that ended itself emits no more than one that was refused at that place, so it counts as refused
+        # there.
         arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, REQUEST_KEEP)
         seq.expected.pop(key, None)
         if shared.judged == BROKEN_AFTER or (shared.judged > BROKEN_AFTER and shared.judged % 64 == 0):
@@ -424,13 +491,15 @@ class Controller:
         cycle, self._cycle, mixed = self._cycle[-batch:], [], None
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self.cost.mixed(cycle, context)
-        elif batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1] and cycle[0][0] == drafter:  # some were left out
+        elif (
+            batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1] and cycle[0][0] == drafter
+        ):  # some were left out
             seconds -= (cycle[0][2] - cycle[0][1]) * self._further(drafter)
         self.cost.observe(batch, k, context, seconds, drafter, mixed)
 
     def trust(self, drafter: str) -> list[float]:
-        """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15. The list never changes: what was
-        learnt since comes in another one."""
+        """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15. The list never
+        changes: what was learnt since comes in another one."""
         shared = self._shared.get((drafter, 0))
         return shared.trust if shared is not None else [(i + 0.5) / BINS for i in range(BINS)]
 
@@ -447,7 +516,9 @@ class Controller:
     def snapshot(self) -> dict[str, object]:
         self._apply_observations()
         return {
-            "acceptance": {f"{n}:{b}" if n == "ngram" else n: [round(a, 4) for a in d.a] for (n, b), d in self._shared.items()},
+            "acceptance": {
+                f"{n}:{b}" if n == "ngram" else n: [round(a, 4) for a in d.a] for (n, b), d in self._shared.items()
+            },
             "drafts": {f"{n}:{b}" if n == "ngram" else n: d.judged for (n, b), d in self._shared.items()},
             "by_k": list(self._histogram),
             "explored_share": self._explored / self._time if self._time else 0.0,

@@ -6,8 +6,8 @@ seconds from a callable of the engine's; `observe` keeps it true while the engin
 runs, keyed by machine, model and version.
 
 Two things change a step's time: the machine (another process, a hotter chip: every cell alike) and a cell that was
-mis-measured. Only the second matters for choosing K. So a surprise is first put down to the machine (`drift`), and to the
-cell only when the step before was of another kind: then the two were timed under the same conditions and their
+mis-measured. Only the second matters for choosing K. So a surprise is first put down to the machine (`drift`), and to
+the cell only when the step before was of another kind: then the two were timed under the same conditions and their
 ratio means something.
 """
 
@@ -39,7 +39,9 @@ DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
 CELL_GAIN = 0.15  # share that is put down to the cell, where the step before was of another kind
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
 ROUNDS = 24  # samples of a cell, while time is left
-DISAGREE = 0.25  # log of how far a stored table's ratio of a drafted to a plain cycle may be off before it is measured again
+DISAGREE = (
+    0.25  # log of how far a stored table's ratio of a drafted to a plain cycle may be off before it is measured again
+)
 REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
 
@@ -68,15 +70,17 @@ class CostTable:
         key: CostKey | None = None,
         reading: Mapping[str, float] | None = None,
     ) -> None:
-        """reading: seconds that a token of a text takes a drafter which reads it itself. Without figures: a careful guess (a row costs
-        15 % of a plain step, a drafted token 8 %), corrected by `observe`."""
+        """reading: seconds that a token of a text takes a drafter which reads it itself. Without figures: a careful
+        guess (a row costs 15 % of a plain step, a drafted token 8 %), corrected by `observe`."""
         if verify is None:
             verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(WIDTH)] for b in (1, 32)}
         if draft is None:
             draft = {name: {1: [0.08 * k for k in range(WIDTH)]} for name in ("mtp", "draft_model", "medusa")}
         if not verify:
             raise OutriderError("a cost table needs at least one measured step")
-        curves = [(f"verify {knot}", c) for knot, c in verify.items()] + [(f"{d} {b}", c) for d, cs in draft.items() for b, c in cs.items()]
+        curves = [(f"verify {knot}", c) for knot, c in verify.items()] + [
+            (f"{d} {b}", c) for d, cs in draft.items() for b, c in cs.items()
+        ]
         for name, curve in curves:
             if len(curve) != WIDTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
                 raise OutriderError(f"cost table: {name} needs {WIDTH} finite times >= 0")
@@ -86,8 +90,12 @@ class CostTable:
         self._verify = {knot: _monotone(curve) for knot, curve in verify.items()}
         self._draft = {name: {b: _monotone(c) for b, c in curves.items()} for name, curves in draft.items()}
         self._batches = sorted({b for b, _ in verify})
-        self._factor: dict[tuple[str, int], Curve] = {}  # (drafter or "", batch knot) -> correction of a whole cycle by K
-        self._wrong: dict[tuple[str, int, int], float] = {}  # (drafter or "", batch knot, K) -> log of what is to be corrected
+        self._factor: dict[
+            tuple[str, int], Curve
+        ] = {}  # (drafter or "", batch knot) -> correction of a whole cycle by K
+        self._wrong: dict[
+            tuple[str, int, int], float
+        ] = {}  # (drafter or "", batch knot, K) -> log of what is to be corrected
         self._cache: dict[tuple[str | None, int, int], Curve] = {}
         self._drafts: dict[tuple[str, int], Curve] = {}
         self._last: tuple[str, int, int] | None = None
@@ -96,7 +104,11 @@ class CostTable:
     @staticmethod
     def linear(base: float, per_row: float, draft: Mapping[str, float] | None = None) -> CostTable:
         """A step of R rows takes base + per_row·R; a drafter its time a token. For tests and predictions."""
-        verify = {(b, c): [base + per_row * b * (k + 1) for k in range(WIDTH)] for b in (1, 2, 4, 8, 16, 32) for c in (0, 8192)}
+        verify = {
+            (b, c): [base + per_row * b * (k + 1) for k in range(WIDTH)]
+            for b in (1, 2, 4, 8, 16, 32)
+            for c in (0, 8192)
+        }
         return CostTable(verify, {n: {1: [t * k for k in range(WIDTH)]} for n, t in (draft or {}).items()})
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -108,7 +120,8 @@ class CostTable:
         return self.draft_curve(drafter, batch)[k]
 
     def mixed(self, cycle: Sequence[tuple[str | None, int, float]], context: int) -> float:
-        """Seconds of a cycle whose sequences draft differently: of each its drafter, the tokens verified and the tokens drafted."""
+        """Seconds of a cycle whose sequences draft differently: of each its drafter, the tokens verified and the tokens
+        drafted."""
         seconds = self.verify(len(cycle), sum(k for _, k, _ in cycle) / len(cycle), context)
         for name in {name for name, _, steps in cycle if steps and name}:
             if not self.free(name):
@@ -169,9 +182,12 @@ class CostTable:
         return min(self._batches, key=lambda b: abs(math.log(b / batch)))
 
     # ---- refreshing ------------------------------------------------------------------------------------------------
-    def observe(self, batch: int, k: float, context: int, seconds: float, drafter: str | None, mixed: float | None = None) -> None:
-        """One finished cycle (no prompt chunk in it): k drafted tokens a sequence by `drafter`, all of it in `seconds`. mixed: what the
-        table predicted for a cycle whose sequences drafted differently; it says something of the machine, and nothing of any one cell."""
+    def observe(
+        self, batch: int, k: float, context: int, seconds: float, drafter: str | None, mixed: float | None = None
+    ) -> None:
+        """One finished cycle (no prompt chunk in it): k drafted tokens a sequence by `drafter`, all of it in `seconds`.
+        mixed: what the table predicted for a cycle whose sequences drafted differently; it says something of the
+        machine, and nothing of any one cell."""
         if not seconds > 0.0:
             return
         name = self._named(drafter)
@@ -180,7 +196,9 @@ class CostTable:
             return  # what was drafted was left out again: neither a plain step nor a draft of any width
         predicted = mixed if mixed is not None else _at(self.curve(drafter, batch, context), k)
         surprise = math.log(seconds / predicted) - self.drift
-        if self.observed == 0:  # the table may come from a busier or idler day: all of the first surprise is the machine's
+        if (
+            self.observed == 0
+        ):  # the table may come from a busier or idler day: all of the first surprise is the machine's
             self.drift, self.observed, self._last = surprise, 1, (name, batch, cell)
             return
         surprise = min(CLAMP, max(-CLAMP, surprise))
@@ -200,9 +218,9 @@ class CostTable:
             self._wrong.clear()
 
     def _correct(self, name: str, knot: int, cell: int, log_gain: float) -> None:
-        """Move one cell, and its neighbours with it: wider cells by as much, narrower ones by half as much for every step away. What was
-        wrong here is taken to be wrong there too until they are timed themselves; otherwise one that looks too dear would never be tried
-        again."""
+        """Move one cell, and its neighbours with it: wider cells by as much, narrower ones by half as much for every
+        step away. What was wrong here is taken to be wrong there too until they are timed themselves; otherwise one
+        that looks too dear would never be tried again."""
         name = "" if cell == 0 else name
         factor = self._factor.setdefault((name, knot), [1.0] * WIDTH)
         gain = math.exp(log_gain)
@@ -271,11 +289,11 @@ def measure(
     """Time the most telling cells first and stop within the budget; what is left over is read off what was measured.
 
     `drafters` are those whose drafting takes time (an n-gram match does not). `contexts` must fit the engine's cache.
-    `whole`: a drafter's probe runs a cycle with it, not the draft alone. `trees`: drafters' trees of a fixed size by depth, of a single
-    sequence (plan.branching); their probes always run a cycle. `readers`: drafters that read texts themselves (plan.reading).
-    `alone`: nobody else uses the device, so the least sample of a cell is its time. Otherwise it is the median of its samples' ratios to
-    the plain step of the same round. Beside a busy process a short step is often left in peace and a long one never: the least
-    samples of the two are of different machines."""
+    `whole`: a drafter's probe runs a cycle with it, not the draft alone. `trees`: drafters' trees of a fixed size by
+    depth, of a single sequence (plan.branching); their probes always run a cycle. `readers`: drafters that read texts
+    themselves (plan.reading). `alone`: nobody else uses the device, so the least sample of a cell is its time.
+    Otherwise it is the median of its samples' ratios to the plain step of the same round. Beside a busy process a short
+    step is often left in peace and a long one never: the least samples of the two are of different machines."""
     start, first = clock(), min(contexts)
     order = _order(drafters, batches, contexts, ks, trees, readers)
     times: dict[Cell, list[float]] = {}
@@ -283,7 +301,9 @@ def measure(
     read_apart = [reading(d) for d in readers]
     # A single user's choices rest on these, so they are timed most often.
     near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0] not in read_apart]
-    for rounds in range(ROUNDS):  # round by round, so that a slow moment spoils one sample of each cell and not all samples of one
+    for rounds in range(
+        ROUNDS
+    ):  # round by round, so that a slow moment spoils one sample of each cell and not all samples of one
         for cell in order if rounds < 2 else near:
             left = budget_s - (clock() - start)
             part, batch, k, _ = cell
@@ -294,7 +314,8 @@ def measure(
             began = clock()
             probe(*cell)
             took = clock() - began
-            # The first run of a shape compiles, allocates, fills caches. It counts only where time is out and it cannot have compiled much.
+            # The first run of a shape compiles, allocates, fills caches. It counts only where time is out and it cannot
+            # have compiled much.
             if cell not in times and not (mandatory and clock() - start > budget_s and took <= 4 * guess):
                 began = clock()
                 probe(*cell)
@@ -310,7 +331,11 @@ def measure(
     if whole or trees:
         for cell in [cell for cell in usual if cell[0] in (trees if not whole else (*drafters, *trees))]:
             seconds = usual.pop(cell)
-            verify = {k: t for (part, batch, k, context), t in usual.items() if part == "verify" and (batch, context) == (cell[1], cell[3])}
+            verify = {
+                k: t
+                for (part, batch, k, context), t in usual.items()
+                if part == "verify" and (batch, context) == (cell[1], cell[3])
+            }
             if verify:
                 usual[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
     return _assemble(usual, (*drafters, *trees), batches, key, read)
@@ -325,7 +350,9 @@ def _order(
     order = [("verify", one, k, first) for k in ks]
     order += [(d, one, k, first) for d in (*drafters, *trees) for k in (1, 4, 8)]
     order += [("verify", one, k, c) for c in further for k in (0, 8)]
-    more = [*batches[:0:-2], *batches[1::2]] if len(batches) > 5 else batches[1:]  # the largest early: between batches is read off
+    more = (
+        [*batches[:0:-2], *batches[1::2]] if len(batches) > 5 else batches[1:]
+    )  # the largest early: between batches is read off
     more = list(dict.fromkeys(more))
     order += [("verify", b, k, first) for b in more for k in (0, 1, 4)]
     order += [(d, b, 4, first) for d in drafters for b in more]
@@ -343,10 +370,10 @@ def agrees(
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
 ) -> bool:
-    """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more of
-    today changes no choice, so only their ratio counts (its median, as in `measure`).
-    Without a drafter whose time counts, the drafted cycle is a verify pass over k guesses that cost nothing. Agreement that is close
-    needs few samples: somebody waits for the first token meanwhile."""
+    """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more
+    of today changes no choice, so only their ratio counts (its median, as in `measure`). Without a drafter whose time
+    counts, the drafted cycle is a verify pass over k guesses that cost nothing. Agreement that is close needs few
+    samples: somebody waits for the first token meanwhile."""
     drafted = [] if whole and drafter is not None else [("verify", 1, k, context)]
     drafted += [(drafter, 1, k, context)] if drafter is not None else []
     cells = [("verify", 1, 0, context), *drafted]
@@ -384,7 +411,11 @@ def _guess(times: Mapping[Cell, Sequence[float]], part: str, rows: int) -> float
 
 
 def _assemble(
-    times: Mapping[Cell, float], drafters: Sequence[str], batches: Sequence[int], key: CostKey | None, read: Mapping[str, float]
+    times: Mapping[Cell, float],
+    drafters: Sequence[str],
+    batches: Sequence[int],
+    key: CostKey | None,
+    read: Mapping[str, float],
 ) -> CostTable:
     groups: dict[tuple[str, int, int], dict[int, float]] = {}
     for (part, batch, k, context), seconds in times.items():
@@ -393,9 +424,14 @@ def _assemble(
     base_context = min(c for p, b, c in groups if p == "verify" and b == base_batch)
     base = _spread(groups["verify", base_batch, base_context])
     # the base curve, read at the same number of rows, stands in for batches there was no time for ...
-    same_rows = {b: [_at(base, b * (k + 1) / base_batch - 1) for k in range(WIDTH)] for b in {*batches, *(b for _, b, _ in groups)}}
+    same_rows = {
+        b: [_at(base, b * (k + 1) / base_batch - 1) for k in range(WIDTH)]
+        for b in {*batches, *(b for _, b, _ in groups)}
+    }
     timed = {b for p, b, _ in groups if p == "verify"}  # batches between two of these are read off them
-    verify: dict[tuple[int, int], Curve] = {(b, base_context): _monotone(same_rows[b]) for b in batches if b > max(timed) or b in timed}
+    verify: dict[tuple[int, int], Curve] = {
+        (b, base_context): _monotone(same_rows[b]) for b in batches if b > max(timed) or b in timed
+    }
     for (part, batch, context), known in groups.items():
         if part == "verify":  # ... and gives the shape in K between the few widths that were timed
             verify[batch, context] = _monotone(_follow(same_rows[batch], known))
@@ -403,7 +439,10 @@ def _assemble(
     for batch in {b for b, _ in verify if b != base_batch}:  # attention's share grows with batch and context alike
         for context, curve in far.items():
             if (batch, context) not in verify and (batch, base_context) in verify:
-                extra = [max(0.0, f - n) * batch / base_batch for f, n in zip(curve, verify[base_batch, base_context], strict=True)]
+                extra = [
+                    max(0.0, f - n) * batch / base_batch
+                    for f, n in zip(curve, verify[base_batch, base_context], strict=True)
+                ]
                 verify[batch, context] = [t + e for t, e in zip(verify[batch, base_context], extra, strict=True)]
     draft: dict[str, dict[int, Curve]] = {}
     for name in drafters:
@@ -438,7 +477,8 @@ def _follow(reference: Sequence[float], known: Mapping[int, float]) -> Curve:
 
 
 def _bracket(knots: Sequence[int], x: float) -> tuple[int, int, float]:
-    """The two knots around x and the weight of the upper one; beyond the last pair the line goes on, below the first it stops."""
+    """The two knots around x and the weight of the upper one; beyond the last pair the line goes on, below the first it
+    stops."""
     if len(knots) == 1 or x <= knots[0]:
         return knots[0], knots[0], 0.0
     i = min(bisect_right(knots, x), len(knots) - 1)

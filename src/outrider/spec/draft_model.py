@@ -4,9 +4,9 @@ It first catches up on the tokens it has not seen (the whole prompt, the first t
 guesses. K/V is written at positions: a rejected guess is simply overwritten, an accepted one is already there.
 Pages are taken as needed and given back by `forget`; the pool grows by doubling.
 
-A guess need not be exact, so a draft model is cheapened where it is loaded (llm._load_drafter): weights in about four bits
-(`Backend.coarse`), and a head over a shortlist of tokens. Where the backend has whole rounds in one call (`Backend.draft_chain`) they are
-taken; requests with filters, and verifiers that draw, go step by step.
+A guess need not be exact, so a draft model is cheapened where it is loaded (llm._load_drafter): weights in about four
+bits (`Backend.coarse`), and a head over a shortlist of tokens. Where the backend has whole rounds in one call
+(`Backend.draft_chain`) they are taken; requests with filters, and verifiers that draw, go step by step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from .protocols import Target
 
 PAGE = 32
 CHUNK = 512  # most tokens of one sequence in a pass while catching up
-READ, READ_BESIDE = 256, 64  # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
+READ, READ_BESIDE = (
+    256,
+    64,
+)  # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
 NEAR = 16  # tokens that such a round reads itself
-LISTED = 49_152  # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
+# tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
+LISTED = 49_152
 BESIDE = 512  # and of a text's own, beside those
 NO_RESULT = DraftResult([], [], 0)
-# What the controller takes for granted of a draft model before it has seen any: acceptance by position, and by confidence in 16 bins, as
-# counted on 1,340 greedy and 640 drawn tokens of Qwen2.5-Coder-0.5B beside a stand-in for the 1.5B (benchmarks/cpu_standin.py).
+# What the controller takes for granted of a draft model before it has seen any: acceptance by position, and by
+# confidence in 16 bins, as counted on 1,340 greedy and 640 drawn tokens of Qwen2.5-Coder-0.5B beside a stand-in for the
+# 1.5B (benchmarks/cpu_standin.py).
 ACCEPTED = (0.72, 0.76, 0.78, 0.81, 0.83)
 TRUST = (0.2, 0.25, 0.25, 0.25, 0.32, 0.4, 0.38, 0.38, 0.48, 0.54, 0.55, 0.7, 0.72, 0.74, 0.82, 0.97)
 
@@ -46,7 +51,9 @@ class Track:
     pages: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     sure: int = 0  # positions below this were compared before; committed tokens do not change
-    unlisted: dict[int, None] = field(default_factory=dict)  # its tokens that the draft model does not score for everybody, in order
+    unlisted: dict[int, None] = field(
+        default_factory=dict
+    )  # its tokens that the draft model does not score for everybody, in order
     looked: int = 0  # positions below this were looked through for them
 
     def agree(self, tokens: Sequence[int]) -> int:
@@ -71,7 +78,9 @@ class DraftPages:
     """K/V of every layer over one pool of pages. Page 0 stays unused, as in the target's cache."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
-        self.shapes = {i: (config.layers[i].attn.kv_heads, PAGE, config.layers[i].attn.head_dim) for i in config.kv_layers}
+        self.shapes = {
+            i: (config.layers[i].attn.kv_heads, PAGE, config.layers[i].attn.head_dim) for i in config.kv_layers
+        }
         self.keys: list[Tensor | None] = [None] * len(config.layers)
         self.values: list[Tensor | None] = [None] * len(config.layers)
         self.dtype, self.device, self.count = dtype, device, 0
@@ -97,9 +106,12 @@ class DraftPages:
             track.pages.append(self.free.pop())
 
     def view(self, tracks: Sequence[Track], starts: Sequence[int], counts: Sequence[int]) -> KVView:
-        """Rows starts[b] .. starts[b] + counts[b] - 1 of each sequence. Windowed layers use the same table as the others."""
+        """Rows starts[b] .. starts[b] + counts[b] - 1 of each sequence. Windowed layers use the same table as the
+        others."""
         wide = max(len(t.pages) for t in tracks)
-        table = torch.tensor([t.pages + [0] * (wide - len(t.pages)) for t in tracks], dtype=torch.int32, device=self.device)
+        table = torch.tensor(
+            [t.pages + [0] * (wide - len(t.pages)) for t in tracks], dtype=torch.int32, device=self.device
+        )
         places, owners, firsts = ragged(list(zip(starts, counts)))
         positions = torch.tensor(places, dtype=torch.int64, device=self.device)
         row_seq = torch.tensor(owners, dtype=torch.int64, device=self.device)
@@ -109,12 +121,14 @@ class DraftPages:
 
 
 def shortlist(vocab: int, always: Iterable[int] = ()) -> Tensor | None:
-    """The tokens that a draft model scores, int64 [N] ascending; None: all. A BPE vocabulary has its tokens in the order of merging, so
-    nearly by frequency: the first of it, and those that are needed `always`, wherever they stand. What a text holds beside them is
-    scored for that text."""
+    """The tokens that a draft model scores, int64 [N] ascending; None: all. A BPE vocabulary has its tokens in the
+    order of merging, so nearly by frequency: the first of it, and those that are needed `always`, wherever they stand.
+    What a text holds beside them is scored for that text."""
     if vocab < 2 * LISTED:
         return None
-    return torch.tensor(sorted({*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64)
+    return torch.tensor(
+        sorted({*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64
+    )
 
 
 class DraftModel(Drafter):
@@ -125,7 +139,9 @@ class DraftModel(Drafter):
         """listed: see `shortlist`."""
         self.model, self.listed, ops = model, listed, model.ops
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
-        self.known = bytearray(b"\1" * model.config.vocab_size) if listed is None else bytearray(model.config.vocab_size)
+        self.known = (
+            bytearray(b"\1" * model.config.vocab_size) if listed is None else bytearray(model.config.vocab_size)
+        )
         for token in listed.tolist() if listed is not None else ():
             self.known[token] = 1
         self.chain = ops.draft_chain(model, self.head, listed)
@@ -150,13 +166,16 @@ class DraftModel(Drafter):
     def _fits(self, tokens: Sequence[int], k: int) -> bool:
         return len(tokens) + k <= self.model.config.max_context
 
-    # ---- in one call ----------------------------------------------------------------------------------------------------------
+    # ---- in one call
+    # ----------------------------------------------------------------------------------------------------------
     def guess(
-        self, ids: Sequence[str], texts: Sequence[Sequence[int]], k: int, sampling: SamplingBatch, trust: Sequence[float] | None = None,
+        self, ids: Sequence[str], texts: Sequence[Sequence[int]], k: int, sampling: SamplingBatch,
+        trust: Sequence[float] | None = None,
         stop: Sequence[float] | None = None, drop: Sequence[float] | None = None, alone: bool = False,
     ) -> list[DraftResult]:  # fmt: skip
-        """Up to k guesses for each sequence, as the target will choose by temperature and seed alone. A sequence whose text is being read
-        still has none: few tokens are read at a time, so that nobody waits long for somebody's prompt. alone: it is the step's only one."""
+        """Up to k guesses for each sequence, as the target will choose by temperature and seed alone. A sequence whose
+        text is being read still has none: few tokens are read at a time, so that nobody waits long for somebody's
+        prompt. alone: it is the step's only one."""
         assert self.chain is not None
         self._remember()
         fit = [i for i, text in enumerate(texts) if self._fits(text, k)]
@@ -192,25 +211,30 @@ class DraftModel(Drafter):
             self._pass(spans, [])  # nobody reads what becomes of them
 
     def _pass(self, spans: Sequence[tuple[Track, Sequence[int], int, int]], ends: Sequence[int]) -> Tensor:
-        """Run (start, count) of each text through the model; its track holds their K/V from then on. Hidden states of the last rows of
-        those whose numbers are `ends` [len(ends), H]."""
+        """Run (start, count) of each text through the model; its track holds their K/V from then on. Hidden states of
+        the last rows of those whose numbers are `ends` [len(ends), H]."""
         view = self.pages.view([s[0] for s in spans], [s[2] for s in spans], [s[3] for s in spans])
         ids = [token for _, text, start, count in spans for token in text[start : start + count]]
         for track, text, start, count in spans:
             track.held[start:] = text[start : start + count]
         wanted = last_rows(view, ends) if len(ends) < len(ids) else None
-        return self.model.forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted=wanted).hidden
+        return self.model.forward(
+            torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted=wanted
+        ).hidden
 
     def _told(self, batch: DraftBatch, k: int) -> Draft:
         """`guess` as tensors."""
-        made = self.guess(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop, len(batch.ids) == 1)
+        made = self.guess(
+            batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop, len(batch.ids) == 1
+        )
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
         return Draft(
             torch.tensor([fill(m.tokens) for m in made]), torch.tensor([m.length for m in made]),
             confidence=torch.tensor([fill(m.confidence) for m in made], dtype=torch.float32),
         )  # fmt: skip
 
-    # ---- step by step ---------------------------------------------------------------------------------------------------------
+    # ---- step by step
+    # ---------------------------------------------------------------------------------------------------------
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
         """Of the sequences `fit`: k tokens [F, k], and q [F, k, V] when they were drawn."""
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
@@ -235,7 +259,8 @@ class DraftModel(Drafter):
         return drafted
 
     def _scores(self, beside: Sequence[Sequence[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """hidden [F, H] -> logits [F, N], and whose they are [N] (None: all tokens'). beside: each sequence's own that are not listed."""
+        """hidden [F, H] -> logits [F, N], and whose they are [N] (None: all tokens'). beside: each sequence's own that
+        are not listed."""
         model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
         if listed is None:
             return model.logits, None
@@ -244,12 +269,15 @@ class DraftModel(Drafter):
             return lambda hidden: ops.logits(hidden, self.head, cap), listed
         rows = ops.take_rows(model.head, torch.tensor(more))
         strange = torch.tensor([[t not in tokens for t in more] for tokens in beside])  # [F, M] of other sequences
-        scored = lambda h: torch.cat((ops.logits(h, self.head, cap), ops.logits(h, rows, cap).masked_fill(strange, -math.inf)), 1)  # noqa: E731
+        scored = lambda h: torch.cat(
+            (ops.logits(h, self.head, cap), ops.logits(h, rows, cap).masked_fill(strange, -math.inf)), 1
+        )  # noqa: E731
         return scored, torch.cat((listed, torch.tensor(more)))
 
     def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int], names: Tensor | None) -> tuple[Draft, int]:
-        """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step (plan.DraftPlan); and the
-        steps it took. A step costs as much as a token of a small model: far too much for a guess that will hardly be read."""
+        """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step
+        (plan.DraftPlan); and the steps it took. A step costs as much as a token of a small model: far too much for a
+        guess that will hardly be read."""
         size, device = len(fit), batch.last.device
         confidence = torch.zeros((size, k), device=device)
         lengths, path, live = [k] * size, [1.0] * size, [True] * size
@@ -288,7 +316,8 @@ class DraftModel(Drafter):
         return torch.stack([h for h in out if h is not None])
 
     def _remember(self) -> None:
-        """Note what the last proposal wrote. Only now: the target's answer has been waited for, so this wait is free."""
+        """Note what the last proposal wrote. Only now: the target's answer has been waited for, so this wait is
+        free."""
         if self._last is not None:
             (tracks, drafted), self._last = self._last, None
             for track, tokens in zip(tracks, drafted.tolist()):
@@ -300,14 +329,16 @@ class DraftModel(Drafter):
         return max(0, len(tokens) - (len(track.held) if track is not None else 0) - 2)
 
     def assume(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Take the K/V of `tokens` as held, whatever the pages hold: for timing what a step costs after a prompt, without running one."""
+        """Take the K/V of `tokens` as held, whatever the pages hold: for timing what a step costs after a prompt,
+        without running one."""
         self._remember()
         track = self.tracks.setdefault(request_id, Track())
         self.pages.reserve(track, len(tokens))
         track.held[:], track.sure = tokens, len(tokens)
 
     def rehearse(self, batch: int, k: int, context: int, sampling: SamplingBatch, unread: int = 0) -> None:
-        """A round in one call after texts of so many tokens, the last `unread` of them to be read first: to be timed."""
+        """A round in one call after texts of so many tokens, the last `unread` of them to be read first: to be
+        timed."""
         names, text = [f"scratch {i}" for i in range(batch)], [0] * (context + 1)
         for name in names:
             self.assume(name, text[: max(0, context - unread)])

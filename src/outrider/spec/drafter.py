@@ -1,11 +1,13 @@
-"""The drafter protocol, and the one loop of draft steps. A drafter sees a batch of sequences, read-only, and guesses K tokens for each.
+"""The drafter protocol, and the one loop of draft steps. A drafter sees a batch of sequences, read-only, and guesses K
+tokens for each.
 
 Nothing a drafter returns can change an answer: the target decides. A drafter that raises, or returns ids outside
 the vocabulary or numbers that are not finite, is switched off for the requests concerned (`engine.eager`).
 
-A kind of drafter says how a token is scored (`Score`); `draft_round` is the loop that everybody shares: drafters whose rounds are not
-one call of a backend, and benchmarks. Its step is `guess_next`. `train/evaluate.py` takes that step from all positions of whole answers at
-once, as long as the guesses are right; `tests/e2e/test_train.py` holds that walk against the engine's own drafts.
+A kind of drafter says how a token is scored (`Score`); `draft_round` is the loop that everybody shares: drafters whose
+rounds are not one call of a backend, and benchmarks. Its step is `guess_next`. `train/evaluate.py` takes that step from
+all positions of whole answers at once, as long as the guesses are right; `tests/e2e/test_train.py` holds that walk
+against the engine's own drafts.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from ..ops.backend import Backend
 from ..types import Draft, KVView
 from .choose import SamplingBatch
 
-# (j, the token before, cluster_bonus) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary) and float32 logits [B, N].
-# cluster_bonus [B, C]: what sampling adds to the scores of a clustered head's clusters.
+# (j, the token before, cluster_bonus) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary)
+# and float32 logits [B, N]. cluster_bonus [B, C]: what sampling adds to the scores of a clustered head's clusters.
 Score = Callable[[int, Tensor, Tensor | None], tuple[Tensor | None, Tensor]]
 
 
@@ -38,14 +40,17 @@ class DraftBatch:
     features: Tensor  # [B, H·(1 + taps)] the target's hidden state at position L - 2, then the tapped streams
     kv: KVView  # one row a sequence at position L - 2, the last one the target has seen
     sampling: SamplingBatch  # temperature and noise, to guess as the target will choose
-    own_noise: bool  # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
+    # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
+    own_noise: bool
     ops: Backend
     vocab: int
     # where a draft may end itself (plan.DraftPlan); a drafter that does not know its confidence ignores them
     stop: Sequence[float] | None = None  # [B]
     drop: Sequence[float] | None = None  # [B]
     trust: Sequence[float] | None = None  # [16] acceptance by confidence; None: drafts go on to the end
-    nodes: Sequence[int] | None = None  # [B] most tokens of a tree; None: a line. A drafter that knows no trees ignores it
+    nodes: Sequence[int] | None = (
+        None  # [B] most tokens of a tree; None: a line. A drafter that knows no trees ignores it
+    )
     prices: Sequence[Sequence[float] | None] | None = None  # [B] of the tree's rows (plan.DraftPlan)
 
 
@@ -54,7 +59,8 @@ class Drafter(Protocol):
     taps: tuple[int, ...]  # target layers whose residual streams it wants in `features`
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.nodes`, spec.tree). All lengths may be shorter."""
+        """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.nodes`, spec.tree). All lengths may be
+        shorter."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -66,18 +72,24 @@ def guess_next(
     sampling: SamplingBatch, at: Tensor, score: Callable[[Tensor | None], tuple[Tensor | None, Tensor]], ops: Backend,
     clusters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, with its own noise; and
-    the logits they were chosen from. score(cluster_bonus): as `Score`, at this step. clusters [C, S]: ids of a clustered head."""
+    """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, with
+    its own noise; and the logits they were chosen from. score(cluster_bonus): as `Score`, at this step. clusters [C,
+    S]: ids of a clustered head."""
     ids, logits = score(sampling.cluster_bonus(clusters, at, ops))
     return sampling.guess(logits, at, ops, ids), logits
 
 
 def draft_round(
-    batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, enough: Callable[[int, Tensor, Tensor], bool] | None = None
+    batch: DraftBatch,
+    k: int,
+    score: Score,
+    clusters: Tensor | None = None,
+    enough: Callable[[int, Tensor, Tensor], bool] | None = None,
 ) -> Draft:
-    """k guesses, one after another. Each is chosen as the target will choose (the same noise at the same position), or drawn from its
-    own law where `batch.own_noise`, and is the token before the next one. clusters [C, S]: ids of a clustered head.
-    enough(j, guesses, logits): asked after every step; where it says so, the round ends early and fewer tokens are returned."""
+    """k guesses, one after another. Each is chosen as the target will choose (the same noise at the same position), or
+    drawn from its own law where `batch.own_noise`, and is the token before the next one. clusters [C, S]: ids of a
+    clustered head. enough(j, guesses, logits): asked after every step; where it says so, the round ends early and fewer
+    tokens are returned."""
     sampling, token = batch.sampling, batch.last
     guesses: list[Tensor] = []
     laws: list[Tensor] = []
@@ -92,4 +104,6 @@ def draft_round(
         guesses.append(token)
         if enough is not None and enough(j, token, logits):
             break
-    return Draft(torch.stack(guesses, 1), torch.full_like(batch.position, len(guesses)), torch.stack(laws, 1) if laws else None)
+    return Draft(
+        torch.stack(guesses, 1), torch.full_like(batch.position, len(guesses)), torch.stack(laws, 1) if laws else None
+    )

@@ -39,7 +39,9 @@ class MedusaConfig:
         heads = raw.get("medusa_num_heads", raw.get("num_heads"))
         layers = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
         if not isinstance(heads, int) or not 1 <= heads <= MAX_DRAFT or not isinstance(layers, int) or layers < 1:
-            raise OutriderError(f"{where}: config.json needs medusa_num_heads (1..{MAX_DRAFT}) and medusa_num_layers (at least 1)")
+            raise OutriderError(
+                f"{where}: config.json needs medusa_num_heads (1..{MAX_DRAFT}) and medusa_num_layers (at least 1)"
+            )
         for key, ours in (("hidden_size", target.config.hidden), ("vocab_size", target.config.vocab_size)):
             if raw.get(key) is not None and raw[key] != ours:
                 raise OutriderError(f"{where}: Medusa heads of {key} {raw[key]} do not fit a target of {ours}")
@@ -78,12 +80,16 @@ class Medusa(Drafter):
                 plans[f"{i}.out"] = TensorPlan((vocab, hidden), (out.format(i) + ".weight",), "matrix")
         pieces = check(source, plans, target.config)
         w = {
-            name: transform(name, plan, dense(plan, [p.weight(source.where) for p in pieces[name]], device, dtype, False), ops, None)
+            name: transform(
+                name, plan, dense(plan, [p.weight(source.where) for p in pieces[name]], device, dtype, False), ops, None
+            )
             for name, plan in plans.items()
         }
         heads = []
         for i in range(config.heads):
-            layers = tuple((w[f"{i}.{j}.w"], as_tensor(w[f"{i}.{j}.b"]) if biased else None) for j in range(config.layers))
+            layers = tuple(
+                (w[f"{i}.{j}.w"], as_tensor(w[f"{i}.{j}.b"]) if biased else None) for j in range(config.layers)
+            )
             heads.append(MedusaHead(layers, w.get(f"{i}.out")))
         return Medusa(target, tuple(heads))
 

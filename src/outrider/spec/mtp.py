@@ -37,7 +37,8 @@ class MTPDrafter(Drafter):
             stop, drop, trust = (torch.tensor(t, dtype=torch.float64) for t in (batch.stop, batch.drop, batch.trust))
             end = (stop, drop, trust)
         tokens, confidence, lengths = self.model.draft(
-            batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.sampled, sampling.seed, batch.position + 1, end,
+            batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.sampled, sampling.seed,
+            batch.position + 1, end,
             sampling.any_sampled,
         )  # fmt: skip
         return Draft(tokens, lengths, confidence=confidence)
@@ -55,7 +56,8 @@ class MTPDrafter(Drafter):
         return step
 
     def branching(self, batch: DraftBatch) -> Step:
-        """The steps of a tree: several nodes of a sequence in one batch. The drafter writes no K/V, so a node is a token and a state."""
+        """The steps of a tree: several nodes of a sequence in one batch. The drafter writes no K/V, so a node is a
+        token and a state."""
         model, ops, clusters = self.model, batch.ops, self.model.cluster_ids
         hidden = batch.features[:, : self.target.config.hidden]  # [W, H] of the level before
 
@@ -73,8 +75,8 @@ class MTPDrafter(Drafter):
         return BRANCH * depth if self.model.has_runner_ups else max_nodes(depth)
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
-        """A tree inside a captured step: of `nodes` tokens, `depth` deep. Where whole rounds leave rivals, a line with those beside it:
-        they cost no step more; else nodes are scored step by step, several at once."""
+        """A tree inside a captured step: of `nodes` tokens, `depth` deep. Where whole rounds leave rivals, a line with
+        those beside it: they cost no step more; else nodes are scored step by step, several at once."""
         model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling
         if model.has_runner_ups and batch.last.shape[0] <= model.most and not sampling.any_filter:
             self.propose(batch, depth)

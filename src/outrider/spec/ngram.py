@@ -1,8 +1,8 @@
 """Drafts by copying: what followed the longest earlier occurrence of the text's own end, in prompt and output.
 
-`NgramIndex` is torch-free and belongs to one sequence. A token costs a few dictionary operations, whatever the length: as in
-LZ77, a table gives the latest place of each n-gram and a chain leads to the earlier ones; a few candidates are compared
-backwards and the longest wins (on ties the running match, then the latest place).
+`NgramIndex` is torch-free and belongs to one sequence. A token costs a few dictionary operations, whatever the length:
+as in LZ77, a table gives the latest place of each n-gram and a chain leads to the earlier ones; a few candidates are
+compared backwards and the longest wins (on ties the running match, then the latest place).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class NgramIndex:
     def __init__(self, tokens: Iterable[int] = ()):
         self.tokens: list[int] = []
         self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
-        self._earlier: tuple[list[int], ...] = tuple([] for _ in SIZES)  # [i]: where the n-gram that ends at i ended before; -1
+        self._earlier: tuple[list[int], ...] = tuple(
+            [] for _ in SIZES
+        )  # [i]: where the n-gram that ends at i ended before; -1
         self._place, self._length = -1, 0  # the running match: tokens[_place] would come next, _length tokens agree
         self._looked = False  # whether candidates were compared since the last token
         self.extend(tokens)
@@ -41,7 +43,8 @@ class NgramIndex:
                 latest[gram] = end - 1
 
     def match(self) -> int:
-        """How many tokens of the end were found again (0: no match). A match can be copied from for as long as one likes."""
+        """How many tokens of the end were found again (0: no match). A match can be copied from for as long as one
+        likes."""
         if not self._looked:
             self._match()
             self._looked = True

@@ -11,30 +11,35 @@ from .acceptance import CycleStats, PositionStats
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (branching)
 READING = 48  # unread tokens of the round by which reading is timed
-AUTO_NODES = MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
+AUTO_NODES = (
+    MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
+)
 
 
 class DraftContext(NamedTuple):
     """What the controller may know of a sequence before its next cycle."""
 
     id: str
-    drafter_available: Mapping[str, int]  # most tokens each drafter could offer now (an n-gram drafter: 0 without a match)
+    drafter_available: Mapping[
+        str, int
+    ]  # most tokens each drafter could offer now (an n-gram drafter: 0 without a match)
     match_len: int  # length of the suffix that the n-gram drafter found again
     remaining: int  # tokens that may still be emitted
     context: int
-    # Somebody asked for its K, so no drafter is offered for it here. It is company all the same: rows cost what they cost in a batch of so
-    # many, and all wait for them. Nothing is learnt from it.
+    # Somebody asked for its K, so no drafter is offered for it here. It is company all the same: rows cost what they
+    # cost in a batch of so many, and all wait for them. Nothing is learnt from it.
     fixed: bool = False
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
     unread: int = 0  # tokens of its text that a draft model would have to read first
 
 
 class DraftPlan(NamedTuple):
-    """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over the
-    tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft; one that
-    brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences.
-    With `nodes` the draft may branch (spec.tree): at most so many tokens, k deep; `stop` and `drop` then hold for every branch, and
-    of the tokens drafted so many of the likeliest are verified that the sum of their chances, less prices[how many], is largest."""
+    """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over
+    the tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft;
+    one that brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates
+    confidences. With `nodes` the draft may branch (spec.tree): at most so many tokens, k deep; `stop` and `drop` then
+    hold for every branch, and of the tokens drafted so many of the likeliest are verified that the sum of their
+    chances, less prices[how many], is largest."""
 
     drafter: str | None
     k: int
@@ -53,12 +58,14 @@ def branching(drafter: str) -> str:
 
 
 def reading(drafter: str) -> str:
-    """The name under which the cost of a drafter that reads texts itself is measured: a draft of one token, READING tokens unread."""
+    """The name under which the cost of a drafter that reads texts itself is measured: a draft of one token, READING
+    tokens unread."""
     return f"{drafter} reading"
 
 
 class VerifiedTree(NamedTuple):
-    """A tree that was verified. Its main chain, each token the best guess behind the one before, has the numbers 1 .. chain."""
+    """A tree that was verified. Its main chain, each token the best guess behind the one before, has the numbers 1 ..
+    chain."""
 
     parents: list[int]  # the row that token j + 1 follows; 0: the newest token
     path: list[int]  # the tokens that were accepted, in order
@@ -98,13 +105,16 @@ class SeqState:
     """What the controller remembers of one request."""
 
     __slots__ = (
-        "arms", "loss_budget", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match", "plain", "planned", "probing",
+        "arms", "loss_budget", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match",
+        "plain", "planned", "probing",
         "step", "tokens", "wait", "yields",
     )  # fmt: skip
 
     def __init__(self, wait: int) -> None:
         self.arms: dict[tuple[str, int], PositionStats] = {}  # acceptance in this request, by source of drafts
-        self.expected: dict[tuple[str, int], list[float]] = {}  # tokens a cycle for K = 0..16, by source; forgotten when one is observed
+        self.expected: dict[
+            tuple[str, int], list[float]
+        ] = {}  # tokens a cycle for K = 0..16, by source; forgotten when one is observed
         self.yields: dict[str, CycleStats] = {}  # by drafter: what drafts that end themselves brought in this request
         self.last = NO_DRAFT  # what was chosen last, probes aside
         self.choice = NO_DRAFT  # the plan in force,

@@ -1,4 +1,5 @@
-"""What engine and drafters need of a network, as protocols: `Target`, the model that answers, and `DraftNet`, an MTP drafter's network."""
+"""What engine and drafters need of a network, as protocols: `Target`, the model that answers, and `DraftNet`, an MTP
+drafter's network."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Target(Protocol):
         ...
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted (None: all)."""
+        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted
+        (None: all)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -50,12 +52,14 @@ class DraftNet(Protocol):
         ...
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
+        seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """A whole round in one call: tokens [B, steps], confidences or None, lengths [B]."""
         ...
 
     def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Of the last round (`has_runner_ups`): the best scores that parts of the head found at each step [B, steps, P], and their tokens."""
+        """Of the last round (`has_runner_ups`): the best scores that parts of the head found at each step [B, steps,
+        P], and their tokens."""
         ...

@@ -1,17 +1,18 @@
 """Verifiers that keep the target's distribution with the highest acceptance (but not, as `choose` does, the same text).
 
-*Rejection* (Leviathan et al. 2023; Chen et al. 2023): accept drafted token i with min(1, p/q); the first refusal draws from
-the residual max(p - q, 0), a draft without refusal earns a bonus token from p.
+*Rejection* (Leviathan et al. 2023; Chen et al. 2023): accept drafted token i with min(1, p/q); the first refusal draws
+from the residual max(p - q, 0), a draft without refusal earns a bonus token from p.
 *Block* (Sun et al. 2024, arXiv 2403.10444, algorithm 2): decides over the whole block, from the running weight
     w_0 = 1,  w_i = min(1, w_{i-1} · p(x_i)/q(x_i))      the probability with which prefix x_1..x_i is kept
     s_i = Σ_x max(w_i·p(x | x_1..x_i) - q(x | x_1..x_i), 0),  h_i = s_i / (s_i + 1 - w_i)
-keeps the longest prefix with u_i < h_i, and draws the next token from max(w·p - q, 0). It never keeps less in expectation.
+keeps the longest prefix with u_i < h_i, and draws the next token from max(w·p - q, 0). It never keeps less in
+expectation.
 
-q must be the law that the draft was drawn from: `Draft.q`, or a point mass at the drafted tokens when that is None (a drafter
-that guesses deterministically). Taking softmax(draft logits) for greedily drafted tokens would bias the output.
+q must be the law that the draft was drawn from: `Draft.q`, or a point mass at the drafted tokens when that is None (a
+drafter that guesses deterministically). Taking softmax(draft logits) for greedily drafted tokens would bias the output.
 
-The acceptance probabilities and residuals are pure functions, which the tests integrate exactly; randomness is an argument.
-Shapes: p [B, K+1, V], q [B, K, V], tokens [B, K], lengths [B]; sequences may draft fewer than K.
+The acceptance probabilities and residuals are pure functions, which the tests integrate exactly; randomness is an
+argument. Shapes: p [B, K+1, V], q [B, K, V], tokens [B, K], lengths [B]; sequences may draft fewer than K.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def proposal(draft: Draft, like: Tensor) -> Tensor:
 
 
 def ratios(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """p/q [B, K] of the drafted tokens, finite. p = 0 gives 0, so that an impossible token is never emitted; q = 0 < p (a q
-    that has underflowed) counts as very large."""
+    """p/q [B, K] of the drafted tokens, finite. p = 0 gives 0, so that an impossible token is never emitted; q = 0 < p
+    (a q that has underflowed) counts as very large."""
     at = tokens.clamp(0, p.shape[2] - 1)[:, :, None]
     own_p, own_q = (t[:, : tokens.shape[1]].gather(2, at)[:, :, 0] for t in (p, q))
     huge = torch.finfo(p.dtype).max
@@ -46,7 +47,8 @@ def ratios(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """max(weight·p - q, 0), normalised over the last axis; p where nothing is left (then refusing had probability 0)."""
+    """max(weight·p - q, 0), normalised over the last axis; p where nothing is left (then refusing had probability
+    0)."""
     left = (weight * p - q).clamp(min=0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total.clamp(min=torch.finfo(p.dtype).tiny), p)
@@ -89,8 +91,8 @@ def verify_block(p: Tensor, draft: Draft, u: Tensor, noise: Tensor) -> Verdict:
 
 
 def randomness(seed: Tensor, start: Tensor, width: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """u [B, width] and Gumbel noise [B, vocab] for the block that starts at position `start` [B]. No state; used up by one
-    block only (see `choose.stream`), and independent of what the draft was drawn with."""
+    """u [B, width] and Gumbel noise [B, vocab] for the block that starts at position `start` [B]. No state; used up by
+    one block only (see `choose.stream`), and independent of what the draft was drawn with."""
     key = stream(seed, start, VERIFY_SALT)[:, None]
     zero = torch.zeros_like(key)
     u = uniform(key, zero + 1, torch.arange(width, device=seed.device))

@@ -5,11 +5,12 @@ right. Since verification is coupled the text does not depend on the drafts, so 
 exactly; time comes from a `CostTable`.
 
 Trace file, JSONL: {"id", "category", "drafter", "runs": [accepted run at each output position], "ngram": [the same for
-the n-gram drafter, -1 where it has no match], "match": [length of that match], "confidence": [[the drafter's probability
-of each token of that draft]], "prompt_tokens"}; all after "runs" may be absent.
+the n-gram drafter, -1 where it has no match], "match": [length of that match], "confidence": [[the drafter's
+probability of each token of that draft]], "prompt_tokens"}; all after "runs" may be absent.
 
-Two oracles, both unreachable: `static` knows each prompt's best drafter and fixed K beforehand (this is what the project's
-95 % goal is held against); `clairvoyant` knows every run and chooses each cycle's K by dynamic programming (a bound).
+Two oracles, both unreachable: `static` knows each prompt's best drafter and fixed K beforehand (this is what the
+project's 95 % goal is held against); `clairvoyant` knows every run and chooses each cycle's K by dynamic programming (a
+bound).
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ class Trace:
     def __post_init__(self) -> None:
         for name, values in (("ngram", self.ngram), ("match", self.match), ("confidence", self.confidence)):
             if values and len(values) != len(self.runs):
-                raise OutriderError(f"trace {self.id!r}: {name!r} has {len(values)} entries, 'runs' has {len(self.runs)}")
+                raise OutriderError(
+                    f"trace {self.id!r}: {name!r} has {len(values)} entries, 'runs' has {len(self.runs)}"
+                )
         if not self.runs:
             raise OutriderError(f"trace {self.id!r}: 'runs' is empty")
 
     def run(self, drafter: str, position: int) -> int:
-        """Tokens of a draft made at this position that the target would accept (-1: this drafter has nothing to offer)."""
+        """Tokens of a draft made at this position that the target would accept (-1: this drafter has nothing to
+        offer)."""
         if drafter == "ngram":
             return self.ngram[position] if self.ngram else -1
         return self.runs[position]
@@ -76,7 +80,9 @@ class Replay:
         return sum(self.tokens.values()) / sum(self.seconds.values())
 
 
-def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0) -> Replay:
+def replay(
+    traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0
+) -> Replay:
     """Run the traces in order, `batch` at a time (a finished one makes room for the next). `noise`: relative
     spread of the step times that the controller is told; the books keep the true ones."""
     out, rng = Replay(), random.Random(seed)
@@ -93,7 +99,10 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
         again = policy.reuse_plan(list(running))
         choices = policy.plan(views) if again is None else [_held(c, v) for c, v in zip(again, views, strict=True)]
         context = sum(v.context for v in views) // len(views)
-        sure = [t.confidence[at] if t.confidence and c.drafter == t.drafter else None for (t, at), c in zip(running.values(), choices)]
+        sure = [
+            t.confidence[at] if t.confidence and c.drafter == t.drafter else None
+            for (t, at), c in zip(running.values(), choices)
+        ]
         ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]
         cycle = [(choice.drafter, choice.k, steps) for choice, steps in ended]
         seconds = cost.mixed(cycle, context)
@@ -101,7 +110,9 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
         for view, (choice, steps), confidence in zip(views, ended, sure, strict=True):
             trace, position = running[view.id]
             k = choice.k
-            accepted = min(k, max(0, trace.run(choice.drafter, position)), view.remaining - 1) if choice.drafter and k else 0
+            accepted = (
+                min(k, max(0, trace.run(choice.drafter, position)), view.remaining - 1) if choice.drafter and k else 0
+            )
             policy.observe(view.id, choice.drafter, k, accepted, None if confidence is None else confidence[:steps])
             out.drafted, out.accepted = out.drafted + k, out.accepted + accepted
             out.seconds[view.id] += seconds / len(views)
@@ -123,7 +134,8 @@ def _held(choice: DraftPlan, view: DraftContext) -> DraftPlan:
 
 
 def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Controller) -> tuple[DraftPlan, int]:
-    """What an engine does with `stop` and `drop` (see `DraftPlan`): what is left to verify, and the steps drafted for it."""
+    """What an engine does with `stop` and `drop` (see `DraftPlan`): what is left to verify, and the steps drafted for
+    it."""
     if confidence is None or choice.drafter is None or choice.stop == 0.0:
         return choice, choice.k
     trust, path = policy.trust(choice.drafter), 1.0
@@ -189,11 +201,17 @@ class Comparison:
     worst: tuple[str, float]  # the prompt with the least speed-up, and that
 
 
-def compare(traces: Sequence[Trace], cost: CostTable, controller: Controller, noise: float = 0.0, seed: int = 0) -> Comparison:
+def compare(
+    traces: Sequence[Trace], cost: CostTable, controller: Controller, noise: float = 0.0, seed: int = 0
+) -> Comparison:
     ours = replay(traces, controller, cost, noise=noise, seed=seed)
     undrafted = timed(traces, plain, cost)
     names = sorted({t.drafter for t in traces} | ({"ngram"} if any(t.ngram for t in traces) else set()))
-    fixed = {(name, k): sum(fixed_seconds(t, name, k, cost) for t in traces) for name in names for k in range(1, MAX_DRAFT + 1)}
+    fixed = {
+        (name, k): sum(fixed_seconds(t, name, k, cost) for t in traces)
+        for name in names
+        for k in range(1, MAX_DRAFT + 1)
+    }
     best = min(fixed, key=lambda at: fixed[at])
     worst = min(ours.seconds, key=lambda id: undrafted.seconds[id] / ours.seconds[id])
     return Comparison(
@@ -225,7 +243,8 @@ def read_traces(path: Path) -> Iterator[Trace]:
             yield Trace(
                 str(raw["id"]), str(raw["category"]), str(raw["drafter"]), tuple(int(r) for r in raw["runs"]),
                 tuple(int(r) for r in raw.get("ngram", ())), tuple(int(m) for m in raw.get("match", ())),
-                tuple(tuple(float(c) for c in row) for row in raw.get("confidence", ())), int(raw.get("prompt_tokens", 64)),
+                tuple(tuple(float(c) for c in row) for row in raw.get("confidence", ())),
+                int(raw.get("prompt_tokens", 64)),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise OutriderError(f"{path}:{number}: not a trace ({error})") from error

@@ -1,16 +1,18 @@
 """Growing a tree of drafts from the drafter's own scores.
 
-Level by level: the likeliest nodes of a level are scored together, as one batch of the drafter's step; the three best tokens behind each
-(of the *noisy* scores when sampling: the target will add the same noise) become its children. A node's chance is the product of the
-confidences on its path, each taken as the acceptance it has shown (`trust`); a node whose chance is below `drop` is left out, one below
-`stop` has no children. So a tree is wide where the drafter wavers and a plain line where it is sure. EAGLE-2 (Li et al. 2024) grows
-trees by confidence as well, to a fixed size; here the price of a row decides, and a line is the tree that one gets when rows are dear.
+Level by level: the likeliest nodes of a level are scored together, as one batch of the drafter's step; the three best
+tokens behind each (of the *noisy* scores when sampling: the target will add the same noise) become its children. A
+node's chance is the product of the confidences on its path, each taken as the acceptance it has shown (`trust`); a node
+whose chance is below `drop` is left out, one below `stop` has no children. So a tree is wide where the drafter wavers
+and a plain line where it is sure. EAGLE-2 (Li et al. 2024) grows trees by confidence as well, to a fixed size; here the
+price of a row decides, and a line is the tree that one gets when rows are dear.
 
-The nodes of the main chain (the best guess behind the best guess ...) come first: where the target agrees with it, and most often it
-does, everything lies as if no branch had been there.
+The nodes of the main chain (the best guess behind the best guess ...) come first: where the target agrees with it, and
+most often it does, everything lies as if no branch had been there.
 
-`grow` looks at the scores and makes trees of any shape. `build_fixed_tree` is for captured steps, which cannot: it always scores the same number of
-nodes a level and keeps the same number of tokens, the likeliest, and every choice between them is an op on the device (ops.trees).
+`grow` looks at the scores and makes trees of any shape. `build_fixed_tree` is for captured steps, which cannot: it
+always scores the same number of nodes a level and keeps the same number of tokens, the likeliest, and every choice
+between them is an op on the device (ops.trees).
 """
 
 from __future__ import annotations
@@ -38,13 +40,17 @@ class Node:
     rank: int  # 0: the best guess behind its parent
 
 
-# (level, which sequence each node belongs to [W], tokens [W], which row of the level before each follows [W]) -> ids [W, N] or None, logits
+# (level, which sequence each node belongs to [W], tokens [W], which row of the level before each follows [W]) -> ids
+# [W, N] or None, logits
 Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]
 
 
 def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = None) -> list[int]:
-    """The likeliest nodes, at most so many and no more than are worth their price, the main chain first; parents come before children."""
-    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]  # a parent is never less likely, nor later
+    """The likeliest nodes, at most so many and no more than are worth their price, the main chain first; parents come
+    before children."""
+    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[
+        :most
+    ]  # a parent is never less likely, nor later
     if prices is not None:
         net, best, count = 0.0, 0.0, 0
         for n, i in enumerate(order, 1):
@@ -86,7 +92,9 @@ def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
                 if chance * trust >= stop[b]:
                     following.append((chance * trust, b, len(trees[b]) - 1, row, token))
         following.sort(key=lambda x: (x[1], -x[0], x[2]))
-        chosen = [x for i, x in enumerate(following) if i < WIDTH or following[i - WIDTH][1] != x[1]]  # so many of each sequence
+        chosen = [
+            x for i, x in enumerate(following) if i < WIDTH or following[i - WIDTH][1] != x[1]
+        ]  # so many of each sequence
         if not chosen:
             break
         front = [(b, node, chance) for chance, b, node, _, _ in chosen]
@@ -106,17 +114,23 @@ def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
     return Draft(grid.to(device), lengths.to(device), None, confidence.to(device), parents.to(device))
 
 
-def build_fixed_tree(batch: DraftBatch, depth: int, nodes: int, score: Callable[[int, Frontier], tuple[Tensor | None, Tensor]]) -> FixedTree:
+def build_fixed_tree(
+    batch: DraftBatch, depth: int, nodes: int, score: Callable[[int, Frontier], tuple[Tensor | None, Tensor]]
+) -> FixedTree:
     """A tree of `nodes` tokens for every sequence, at most `depth` deep. Nothing here waits for the device."""
     sampling, ops = batch.sampling, batch.ops
     filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.any_filter else None
-    heat = torch.ones_like(sampling.temperature) if sampling.any_filter else sampling.temperature  # or it was divided by already
+    heat = (
+        torch.ones_like(sampling.temperature) if sampling.any_filter else sampling.temperature
+    )  # or it was divided by already
     found, front = Nodes.of(batch.last.shape[0], depth, batch.last.device), Frontier.root(batch.last)
     for level in range(depth):
         ids, logits = score(level, front)
         if filtered is not None:
             logits = filtered.apply_temperature(logits)
-        noise = Noise(sampling.seed, batch.position + 1 + level, heat, sampling.sampled) if sampling.any_sampled else None
+        noise = (
+            Noise(sampling.seed, batch.position + 1 + level, heat, sampling.sampled) if sampling.any_sampled else None
+        )
         front = ops.branch(logits, ids, noise, front, found, level)
     return ops.build_fixed_tree(found, nodes, depth)
 
@@ -124,13 +138,15 @@ def build_fixed_tree(batch: DraftBatch, depth: int, nodes: int, score: Callable[
 def widened(kv: KVView) -> KVView:
     """The view of one row a sequence, for WIDTH rows of each at the same position."""
     return replace(
-        kv, positions=kv.positions.repeat_interleave(WIDTH), row_seq=kv.row_seq.repeat_interleave(WIDTH), row_start=kv.row_start * WIDTH,
+        kv, positions=kv.positions.repeat_interleave(WIDTH), row_seq=kv.row_seq.repeat_interleave(WIDTH),
+        row_start=kv.row_start * WIDTH,
         max_rows=WIDTH,
     )  # fmt: skip
 
 
 def spread_view(kv: KVView, seq: Tensor) -> KVView:
-    """The view of one row a sequence, for several rows of the sequences `seq` [W], which ascend; all at their sequence's position."""
+    """The view of one row a sequence, for several rows of the sequences `seq` [W], which ascend; all at their
+    sequence's position."""
     counts = torch.bincount(seq, minlength=kv.positions.shape[0])
     start = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
     return replace(kv, positions=kv.positions[seq], row_seq=seq, row_start=start, max_rows=int(counts.max()))

@@ -1,8 +1,9 @@
 """The target answers prompts: through the engine, many at a time, every answer on disk as soon as it ends.
 
-OUT/answers.jsonl, a line an answer: {"prompt": line of the prompt, "draw": the how-manieth answer to it, "temperature", "seed",
-"tokens", "done"}. What the clock or Ctrl-C cuts short is written with "done": false and goes on later where it was: the
-engine's noise depends on (seed, position) alone, so the text is the one that an undisturbed run would have given.
+OUT/answers.jsonl, a line an answer: {"prompt": line of the prompt, "draw": the how-manieth answer to it, "temperature",
+"seed", "tokens", "done"}. What the clock or Ctrl-C cuts short is written with "done": false and goes on later where it
+was: the engine's noise depends on (seed, position) alone, so the text is the one that an undisturbed run would have
+given.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Report = Callable[[int, int, int, float], None]  # answers done, answers in all,
 
 @dataclass(frozen=True)
 class Answering:
-    """How the prompts are answered: one answer each, greedy for `greedy_share` of them; sampled answers may be several."""
+    """How the prompts are answered: one answer each, greedy for `greedy_share` of them; sampled answers may be
+    several."""
 
     max_new: int = 192
     temperature: float = 0.8
@@ -71,8 +73,9 @@ class RecordedAnswer(Task):
 
 
 def plan_tasks(count: int, held: np.ndarray, how: Answering, weights: np.ndarray | None = None) -> list[Task]:
-    """All answers wanted to prompts 0..count-1, in an order of which every beginning is a fair sample. `held` prompts get a greedy
-    answer and, where answers are sampled at all, a sampled one. weights [count]: how many answers a prompt gets beside others."""
+    """All answers wanted to prompts 0..count-1, in an order of which every beginning is a fair sample. `held` prompts
+    get a greedy answer and, where answers are sampled at all, a sampled one. weights [count]: how many answers a prompt
+    gets beside others."""
     rng = np.random.default_rng((how.seed, 1))
     order, cold, luck = rng.permutation(count), rng.random(count) < how.greedy_share, rng.random(count)
     times = np.floor(how.draws * (np.ones(count) if weights is None else weights) + luck).astype(np.int64)
@@ -111,7 +114,9 @@ def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
         except (ValueError, TypeError) as error:
             if number == len(lines):  # no line feed after it: it was being written
                 continue
-            raise OutriderError(f"{path}:{number}: not an answer ({error}): delete the line, or choose another --out") from None
+            raise OutriderError(
+                f"{path}:{number}: not an answer ({error}): delete the line, or choose another --out"
+            ) from None
         found[answer.key] = answer
     return found
 
@@ -137,27 +142,34 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
 # ---- the engine -----------------------------------------------------------------------------------------------------
 @contextmanager
 def answering_engine(
-    name: str, config: ModelConfig, device: str, dtype: torch.dtype, slots: int | None, longest: int, drafter: str = "none", *,
+    name: str, config: ModelConfig, device: str, dtype: torch.dtype, slots: int | None, longest: int,
+    drafter: str = "none", *,
     processes: int = 1,
 ) -> Iterator[Engine]:  # fmt: skip
-    """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU
-    the weights are dense, as training holds them anyway: hundreds of rows gain nothing from 4 bits, and kernels for every format would
-    be compiled first. `processes` that answer at once share its memory and the cores. Afterwards its memory is free again and torch has
-    the threads it had (the CPU kernels leave it one)."""
+    """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no
+    text. On a GPU the weights are dense, as training holds them anyway: hundreds of rows gain nothing from 4 bits, and
+    kernels for every format would be compiled first. `processes` that answer at once share its memory and the cores.
+    Afterwards its memory is free again and torch has the threads it had (the CPU kernels leave it one)."""
     cuda = device.startswith("cuda")
     wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
     page = EngineConfig().page_size
     context = longest + 1 + page  # the engine keeps a page aside
     item = dtype.itemsize if cuda else 4
-    room = free_bytes(device) // (3 * processes) // max(1, kv_bytes(config, 1, item))  # positions of K/V: a third of what is free
+    room = (
+        free_bytes(device) // (3 * processes) // max(1, kv_bytes(config, 1, item))
+    )  # positions of K/V: a third of what is free
     wanted = max(1, min(wanted, room // context))
-    settings = EngineConfig(max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page))
+    settings = EngineConfig(
+        max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page)
+    )
     threads = torch.get_num_threads()
     own = None if cuda or processes == 1 else max(1, default_threads() // processes)
     short, kernels = (str(dtype).removeprefix("torch."), "triton:dense") if cuda else (None, "auto")
     draft = 0 if drafter == "none" else 4
     try:
-        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own, engine=settings)
+        load = LoadSettings(
+            drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own, engine=settings
+        )
         llm = LLM.load(name, load, say=lambda _: None)
         engine = llm.engine
         engine.tokenizer = None  # token ids are all that is wanted
@@ -172,10 +184,12 @@ def answering_engine(
 
 
 def answer_tasks(
-    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int, had: dict[tuple[int, int], RecordedAnswer] | None = None, *,
+    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int,
+    had: dict[tuple[int, int], RecordedAnswer] | None = None, *,
     report: Report | None = None, deadline: float = float("inf"), stop: Stop | None = None,
 ) -> Iterator[RecordedAnswer]:  # fmt: skip
-    """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is asked, the unfinished ones too."""
+    """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is asked, the unfinished ones
+    too."""
     had = had or {}
     finished = sum(1 for t in tasks if t.key in had and had[t.key].done)
     waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
@@ -226,21 +240,27 @@ def answer_to_file(
     had, flushed = read_answers(path), time.perf_counter()
     try:
         with open(path, "a", encoding="utf-8") as file:
-            for answer in answer_tasks(engine, prompts, tasks, max_new, had, report=report, deadline=deadline, stop=stop):
+            for answer in answer_tasks(
+                engine, prompts, tasks, max_new, had, report=report, deadline=deadline, stop=stop
+            ):
                 file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")
                 if time.perf_counter() - flushed > 0.5:
                     file.flush()
                     flushed = time.perf_counter()
     except OSError as error:
-        raise OutriderError(f"{path}: cannot be written ({error.strerror}); free some space and run the command again") from None
+        raise OutriderError(
+            f"{path}: cannot be written ({error.strerror}); free some space and run the command again"
+        ) from None
 
 
 def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) -> np.ndarray:
-    """Which of the prompts are kept for evaluation. lines: those of the file to learn from; what comes after them, and every prompt that
-    says the same, is kept. None: `heldout` of all, a fifth at most. These are the ones with the least digests, wherever in the file they
-    stand: a longer file with the same prompts in it keeps none that a run with the shorter one has learnt from."""
+    """Which of the prompts are kept for evaluation. lines: those of the file to learn from; what comes after them, and
+    every prompt that says the same, is kept. None: `heldout` of all, a fifth at most. These are the ones with the least
+    digests, wherever in the file they stand: a longer file with the same prompts in it keeps none that a run with the
+    shorter one has learnt from."""
     digests = np.array(
-        [int.from_bytes(blake2b(prompts[i].tobytes(), digest_size=8).digest(), "big") for i in range(len(prompts))], np.uint64
+        [int.from_bytes(blake2b(prompts[i].tobytes(), digest_size=8).digest(), "big") for i in range(len(prompts))],
+        np.uint64,
     )
     if lines is not None:
         return np.nonzero(np.isin(digests, digests[prompts.index >= lines]))[0]

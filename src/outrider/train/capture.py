@@ -1,4 +1,5 @@
-"""Online capture: one forward of the target over whole sequences gives what a drafter may see, and nothing goes to disk.
+"""Online capture: one forward of the target over whole sequences gives what a drafter may see, and nothing goes to
+disk.
 
 The target's own model code runs over dense tensors instead of pages: `DenseOps` writes K/V as [B, kv_heads, T, D] and
 attends with the library's fused kernels. Sequences are padded on the right; causality keeps the padding harmless.
@@ -40,7 +41,9 @@ class DenseOps(ReferenceOps):
     name = "dense"
 
     def __init__(self) -> None:
-        self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # norm weights in the activations' dtype, kept alive beside the original
+        self._cast: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # norm weights in the activations' dtype, kept alive beside the original
 
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         """As the reference's, with the factor rounded on the host: a captured graph may not copy from there."""
@@ -65,12 +68,27 @@ class DenseOps(ReferenceOps):
         return F.linear(x, dense(w), bias)
 
     def moe(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        router: DeviceWeight,
+        expert_scale: Tensor,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
+        top_k: int,
+        act: str,
     ) -> Tensor:
         return super().moe(router_in, x, router, expert_scale, dense(gate_up), dense(down), top_k, act)
 
     def rope_write(  # type: ignore[override]
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: DenseKV
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        spec: AttnSpec,
+        kv: DenseKV,
     ) -> Tensor:
         """As the reference's; where q and k have no norms of their own, each turns in one kernel."""
         if not qkv.is_cuda or q_norm is not None or k_norm is not None or not spec.writes or spec.k_eq_v or spec.norm_v:
@@ -99,7 +117,8 @@ def spread_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """q [B, heads, Tq, D] are the last Tq of the T positions; k, v [B, heads, T, D]. Query i sees keys <= i (in the window)."""
+    """q [B, heads, Tq, D] are the last Tq of the T positions; k, v [B, heads, T, D]. Query i sees keys <= i (in the
+    window)."""
     ends, length = q.shape[2], k.shape[2]
     if window is not None and length > window:
         i = torch.arange(length - ends, length, device=q.device)[:, None]
@@ -131,15 +150,22 @@ def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> Captur
 
 
 class Recorder:
-    """What the target shows of the batches of one dataset. With `keep` it runs once a sequence, each alone, so that what is seen
-    does not depend on who shares a batch; only the layers that the drafter reads are kept."""
+    """What the target shows of the batches of one dataset. With `keep` it runs once a sequence, each alone, so that
+    what is seen does not depend on who shares a batch; only the layers that the drafter reads are kept."""
 
     def __init__(
-        self, model: TextModel, data: Sequences, reads: tuple[int, ...], taps: tuple[int, ...], keep: bool = False, rank: bool = False
+        self,
+        model: TextModel,
+        data: Sequences,
+        reads: tuple[int, ...],
+        taps: tuple[int, ...],
+        keep: bool = False,
+        rank: bool = False,
     ):
         self.model, self.data, self.reads, self.taps, self.keep = model, data, reads, taps, keep
         self.rank = rank  # `likely` will be asked for
-        # By sequence: its states (a batch of one), and int32 [judged positions, LIKELY] the likeliest tokens, where they will be asked for.
+        # By sequence: its states (a batch of one), and int32 [judged positions, LIKELY] the likeliest tokens, where
+        # they will be asked for.
         self.kept: dict[int, tuple[CapturedStates, Tensor]] = {}
 
     def take(self, batch: TrainBatch) -> CapturedStates:

@@ -1,7 +1,8 @@
 """Time that a run may take, and being asked to stop: looked at between two pieces of work, never in the middle of one.
 
-A budget is wall-clock time of the whole command: loading, answering, training, evaluation and export together. Ctrl-C and
-SIGTERM set a flag, so that the piece of work at hand is finished and everything is saved; a second Ctrl-C does not wait.
+A budget is wall-clock time of the whole command: loading, answering, training, evaluation and export together. Ctrl-C
+and SIGTERM set a flag, so that the piece of work at hand is finished and everything is saved; a second Ctrl-C does not
+wait.
 """
 
 from __future__ import annotations

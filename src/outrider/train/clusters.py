@@ -2,8 +2,8 @@
 
 `balanced_kmeans` groups the head's rows: plain k-means where every cluster takes exactly V / C rows, filled best fit
 first. Centroids start as the clusters' means and are trained along with the drafter (`cluster_loss`): what they must do
-is rank the cluster of the token that the target will choose, which a mean alone does not. Their label is the answer's own
-token: the best one in a greedy answer, a drawn one (so, over many, the whole distribution) in a sampled answer.
+is rank the cluster of the token that the target will choose, which a mean alone does not. Their label is the answer's
+own token: the best one in a greedy answer, a drawn one (so, over many, the whole distribution) in a sampled answer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ MEANING = 1.0  # likely_together: weight of the head's rows beside the profiles
 
 @torch.no_grad()
 def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """rows [V, h] -> token_ordering int64 [V] (cluster after cluster, V / C tokens each) and the clusters' means [C, h]."""
+    """rows [V, h] -> token_ordering int64 [V] (cluster after cluster, V / C tokens each) and the clusters' means [C,
+    h]."""
     vocab = rows.shape[0]
     if clusters < 1 or vocab % clusters:
         raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
     size = vocab // clusters
     x = F.normalize(rows.float(), dim=-1)
     generator = torch.Generator().manual_seed(seed)
-    if not x.is_cuda and x.shape[1] > CPU_WIDTH:  # directions survive a random projection, and a CPU is as many times faster
+    if (
+        not x.is_cuda and x.shape[1] > CPU_WIDTH
+    ):  # directions survive a random projection, and a CPU is as many times faster
         x = F.normalize(x @ torch.randn(x.shape[1], CPU_WIDTH, generator=generator), dim=-1)
         iterations = min(iterations, CPU_ITERATIONS)
     centres = x[torch.randperm(vocab, generator=generator)[:clusters].to(x.device)]
@@ -54,7 +57,8 @@ def closest(x: Tensor, rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
 
 def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
     """Every row to one cluster, `size` rows a cluster. In rounds: rows ask for their best cluster that still has room,
-    a cluster with more askers than room keeps the closest. A row near many full clusters ends in the best of the rest."""
+    a cluster with more askers than room keeps the closest. A row near many full clusters ends in the best of the
+    rest."""
     vocab, clusters = x.shape[0], centres.shape[0]
     owner = torch.full((vocab,), -1, dtype=torch.int64, device=x.device)
     room = torch.full((clusters,), size, dtype=torch.int64, device=x.device)
@@ -81,10 +85,11 @@ def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
 def likely_together(
     g: Tensor, head: Tensor, clusters: int, *, bands: tuple[int, ...] = BANDS, width: int = 256
 ) -> Tensor:  # fmt: skip
-    """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by how likely they
-    are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped by the places where they are
-    likely (√q over the states, projected at random). A context then needs few clusters: at T = 1 the mass that the best
-    clusters hold grows, which k-means of the head's rows, rare and frequent tokens mixed, does not give."""
+    """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by how
+    likely they are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped by the
+    places where they are likely (√q over the states, projected at random). A context then needs few clusters: at T = 1
+    the mass that the best clusters hold grows, which k-means of the head's rows, rare and frequent tokens mixed, does
+    not give."""
     vocab = head.shape[0]
     if clusters < 1 or vocab % clusters:
         raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
@@ -122,9 +127,11 @@ def cluster_of(order: Tensor, clusters: int) -> Tensor:
     return of
 
 
-def cluster_loss(g: Tensor, centroids: Tensor, label: Tensor, pull: float = 0.0, weight: Tensor | None = None) -> Tensor:
-    """Cross-entropy of the clusters' scores, summed: g [A, h], label [A] clusters, weight [A] (None: 1 each). `pull`: share of its
-    gradient that reaches the drafter (0: it is not bent to its index)."""
+def cluster_loss(
+    g: Tensor, centroids: Tensor, label: Tensor, pull: float = 0.0, weight: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy of the clusters' scores, summed: g [A, h], label [A] clusters, weight [A] (None: 1 each). `pull`:
+    share of its gradient that reaches the drafter (0: it is not bent to its index)."""
     fixed = g.detach()
     seen = fixed + pull * (g - fixed) if pull else fixed
     z = (seen @ centroids.T).float()
@@ -161,15 +168,20 @@ def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) ->
 
 
 def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Recall:
-    """The cheapest point that finds the token often enough; else the best one under the allowed share of the vocabulary."""
+    """The cheapest point that finds the token often enough; else the best one under the allowed share of the
+    vocabulary."""
     allowed = [r for r in curve if r.share < most]
     if not allowed:
-        raise OutriderError("no top of the clustered head scores less than the allowed share of the vocabulary: more clusters are needed")
+        raise OutriderError(
+            "no top of the clustered head scores less than the allowed share of the vocabulary: more clusters are needed"
+        )
     good = [r for r in allowed if r.recall >= need]
     return min(good, key=lambda r: r.weights) if good else max(allowed, key=lambda r: r.recall)
 
 
-def fit_centroids(g: Tensor, label: Tensor, centroids: Tensor, steps: int, lr: float, batch: int = 8192, seed: int = 0) -> Tensor:
+def fit_centroids(
+    g: Tensor, label: Tensor, centroids: Tensor, steps: int, lr: float, batch: int = 8192, seed: int = 0
+) -> Tensor:
     """Centroids tuned on recorded states: g [A, h], label [A] the cluster of the token chosen there."""
     generator = torch.Generator().manual_seed(seed)
     c = torch.nn.Parameter(centroids.float().clone())

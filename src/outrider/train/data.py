@@ -33,7 +33,8 @@ def file_hash(path: str | Path) -> str:
 # ---- token sequences ------------------------------------------------------------------------------------------------
 @dataclass
 class Sequences:
-    """N token sequences, flat. The first `prompts[i]` tokens of sequence i were given, the rest is the target's answer."""
+    """N token sequences, flat. The first `prompts[i]` tokens of sequence i were given, the rest is the target's
+    answer."""
 
     tokens: np.ndarray  # uint16 or uint32 [total]
     starts: np.ndarray  # int64 [N + 1]
@@ -68,19 +69,32 @@ class Sequences:
         tokens = np.concatenate(listed).astype(kind) if listed else np.zeros(0, kind)
         noise = np.zeros(len(listed), np.int64) if seeds is None else np.array(list(seeds), np.int64)
         return Sequences(
-            tokens, starts, np.array(list(prompts), np.int32), np.array(list(index), np.int32), np.array(list(greedy), bool), noise
+            tokens,
+            starts,
+            np.array(list(prompts), np.int32),
+            np.array(list(index), np.int32),
+            np.array(list(greedy), bool),
+            noise,
         )
 
     def select(self, which: np.ndarray) -> Sequences:
         vocab = 1 << 16 if self.tokens.dtype == np.uint16 else 1 << 32
-        return Sequences.of((self[i] for i in which), self.prompts[which], self.index[which], self.greedy[which], vocab, self.seeds[which])
+        return Sequences.of(
+            (self[i] for i in which),
+            self.prompts[which],
+            self.index[which],
+            self.greedy[which],
+            vocab,
+            self.seeds[which],
+        )
 
     @staticmethod
     def join(parts: list[Sequences]) -> Sequences:
         starts = np.concatenate([[0], *(np.diff(p.starts) for p in parts)]).cumsum().astype(np.int64)
         return Sequences(
             np.concatenate([p.tokens for p in parts]), starts, np.concatenate([p.prompts for p in parts]),
-            np.concatenate([p.index for p in parts]), np.concatenate([p.greedy for p in parts]), np.concatenate([p.seeds for p in parts]),
+            np.concatenate([p.index for p in parts]), np.concatenate([p.greedy for p in parts]),
+            np.concatenate([p.seeds for p in parts]),
         )  # fmt: skip
 
     def save(self, path: Path) -> None:
@@ -100,7 +114,9 @@ class Sequences:
                 starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
                 return Sequences(file["tokens"], starts, file["prompts"], file["index"], file["greedy"], file["seeds"])
         except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-            raise OutriderError(f"{path}: not a file of token sequences ({error}): delete it, or choose another --out") from None
+            raise OutriderError(
+                f"{path}: not a file of token sequences ({error}): delete it, or choose another --out"
+            ) from None
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -126,7 +142,9 @@ class TrainBatch:
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
         anchors, targets = [move(a) for a in self.anchors], [move(t) for t in self.targets]
-        return TrainBatch(move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which)
+        return TrainBatch(
+            move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which
+        )
 
 
 def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8) -> TrainBatch:
@@ -146,7 +164,9 @@ def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8
         anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
         targets.append(torch.from_numpy(number[rows, columns + j]))
     cold = torch.from_numpy(data.greedy[which].astype(np.int64))
-    return TrainBatch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold, which)
+    return TrainBatch(
+        torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold, which
+    )
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -158,8 +178,8 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
     if not len(usable):
         raise OutriderError("no sequence has two answer tokens: nothing to learn from")
     noise = rng.random(len(usable))
-    # buckets of prompt length grow with the length; inside a bucket by answer length, up in one and down in the next, so that a batch
-    # which spans two of them holds answers of like length; blurred so that epochs differ
+    # buckets of prompt length grow with the length; inside a bucket by answer length, up in one and down in the next,
+    # so that a batch which spans two of them holds answers of like length; blurred so that epochs differ
     bucket = np.floor(np.log2(np.maximum(given[usable], 16)) * 8 + noise * 0.5)
     answer = (lengths - given)[usable] + rng.random(len(usable)) * 12
     order = usable[np.lexsort((np.where(bucket % 2, -answer, answer), bucket))]
@@ -186,4 +206,6 @@ def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
             ahead.append(pool.submit(next, items, None))
             yield item
     finally:
-        pool.shutdown(cancel_futures=True)  # and wait: a thread inside torch while the interpreter ends would abort the process
+        pool.shutdown(
+            cancel_futures=True
+        )  # and wait: a thread inside torch while the interpreter ends would abort the process

@@ -32,17 +32,20 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 
 
 def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
-    """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last one included.
-    Which layers are read is worth more than anything else, and the upper ones are best (docs/training.md)."""
+    """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last one
+    included. Which layers are read is worth more than anything else, and the upper ones are best (docs/training.md)."""
     owners = target.kv_layers
     if count > len(owners):
-        raise OutriderError(f"{count} drafter layers cannot read different layers: the target has {len(owners)} that own K/V")
+        raise OutriderError(
+            f"{count} drafter layers cannot read different layers: the target has {len(owners)} that own K/V"
+        )
     upper = owners[min(len(owners) // 2 - 1, len(owners) - count) :] if len(owners) > 2 else owners
     return tuple(upper[round((i + 1) * len(upper) / count) - 1] for i in range(count))
 
 
 def default_clusters(vocab: int) -> int:
-    """The divisor of the vocabulary nearest to 4.2·√V: 1024 of 49,152; 2048 of 262,144; 1187 of 151,936. 0: there is none near it."""
+    """The divisor of the vocabulary nearest to 4.2·√V: 1024 of 49,152; 2048 of 262,144; 1187 of 151,936. 0: there is
+    none near it."""
     aim = 4.2 * vocab**0.5
     divisors = [d for d in range(8, vocab // 4 + 1) if vocab % d == 0]
     best = min(divisors, key=lambda d: abs(math.log(d / aim)), default=0)
@@ -51,7 +54,8 @@ def default_clusters(vocab: int) -> int:
 
 def plain(
     target: ModelConfig, *, reads: tuple[int, ...], hidden: int | None = None, intermediate: int | None = None,
-    taps: tuple[int, ...] = (), clusters: int = 0, cluster_top: int = 0, position_offset: int = 2, target_hash: str | None = None,
+    taps: tuple[int, ...] = (), clusters: int = 0, cluster_top: int = 0, position_offset: int = 2,
+    target_hash: str | None = None,
 ) -> DrafterConfig:  # fmt: skip
     width = hidden or target.hidden
     bad = [r for r in reads if r not in target.kv_layers]
@@ -66,14 +70,16 @@ def plain(
         spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
         layers.append(LayerSpec(spec, target.layers[r].rope, inter))
     return DrafterConfig(
-        model_type="outrider_drafter", backbone_hidden=target.hidden, hidden=width, vocab_size=target.vocab_size, layers=tuple(layers),
+        model_type="outrider_drafter", backbone_hidden=target.hidden, hidden=width, vocab_size=target.vocab_size,
+        layers=tuple(layers),
         reads=reads, norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top,
         position_offset=position_offset, tied_to_target=True, taps=taps, target_hash=target_hash, style="plain",
     )  # fmt: skip
 
 
 def gemma(
-    target: ModelConfig, *, hidden: int, intermediate: int | None = None, sliding: int = 3, clusters: int = 0, cluster_top: int = 0,
+    target: ModelConfig, *, hidden: int, intermediate: int | None = None, sliding: int = 3, clusters: int = 0,
+    cluster_top: int = 0,
     target_hash: str | None = None,
 ) -> DrafterConfig:  # fmt: skip
     """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own model_type."""
@@ -83,10 +89,16 @@ def gemma(
         spec = replace(donor.attn, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
         layers.append(LayerSpec(spec, donor.rope, intermediate or 4 * hidden))
     unified = "unified" in target.model_type
-    kind = ("gemma4_unified_assistant" if unified else "gemma4_assistant") if target.family == "gemma4" else "outrider_drafter"
+    kind = (
+        ("gemma4_unified_assistant" if unified else "gemma4_assistant")
+        if target.family == "gemma4"
+        else "outrider_drafter"
+    )
     return DrafterConfig(
-        model_type=kind, backbone_hidden=target.hidden, hidden=hidden, vocab_size=target.vocab_size, layers=tuple(layers), reads=None,
-        norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top, target_hash=target_hash,
+        model_type=kind, backbone_hidden=target.hidden, hidden=hidden, vocab_size=target.vocab_size,
+        layers=tuple(layers), reads=None,
+        norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top,
+        target_hash=target_hash,
     )  # fmt: skip
 
 
@@ -102,7 +114,9 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
         net.weight(at + "mlp_norm").copy_(block.mlp_norm)
         gate, up = held_dense(block.gate_up).float().chunk(2, dim=0)  # [I, H]
         down = held_dense(block.down).float()  # [H, I]
-        keep = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
+        keep = (
+            (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
+        )
         mine, count = net.weight(at + "gate_up"), keep.numel()  # a wider MLP than the target's keeps its random rest
         mine[:count], mine[layer.intermediate : layer.intermediate + count] = gate[keep], up[keep]
         net.weight(at + "down")[:, :count] = down[:, keep]
@@ -111,12 +125,14 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
 
 @torch.no_grad()
 def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> None:
-    """Qwen 2's queries have biases, larger than what they are added to; a drafter's have none. What enters a layer has a direction u
-    with u · x = 1 nearly everywhere, so the queries of each layer get bias · uᵀ added to their matrix."""
+    """Qwen 2's queries have biases, larger than what they are added to; a drafter's have none. What enters a layer has
+    a direction u with u · x = 1 nearly everywhere, so the queries of each layer get bias · uᵀ added to their matrix."""
     if not model.config.qkv_bias:
         return
     reads = [layer.attn.kv_layer for layer in net.layers]
-    entering = tuple(max(0, r - 1) for r in reads)  # the residual stream that enters layer r is the one after layer r - 1
+    entering = tuple(
+        max(0, r - 1) for r in reads
+    )  # the residual stream that enters layer r is the one after layer r - 1
     rows: list[list[Tensor]] = [[] for _ in reads]
     for batch in batches:
         b, a = batch.where(batch.anchors[0])
@@ -132,15 +148,17 @@ def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch])
 
 
 def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> what x is multiplied by to give y; ridge: how far it is held back."""
+    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> what x is multiplied by to give y; ridge: how far it is held
+    back."""
     damp = ridge * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
     return torch.linalg.solve((gram + damp).double(), cross.double()).float()
 
 
 @torch.no_grad()
 def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> float:
-    """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the token fed. How
-    much the solution is held back is chosen on a quarter of the rows. Returns the share of their variance that is explained."""
+    """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the token
+    fed. How much the solution is held back is chosen on a quarter of the rows. Returns the share of their variance that
+    is explained."""
     config, eps = net.config, net.config.norm_eps
     layer = max(0, net.layers[0].attn.kv_layer - 1)
     width = config.backbone_hidden * (2 + len(config.taps))
@@ -172,8 +190,9 @@ def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) 
 
 @torch.no_grad()
 def start_gemma(net: DrafterModule, model: TextModel, batch: TrainBatch) -> None:
-    """Gemma style. The head: the target's rows in the principal directions of their spread, widest first. Projections at
-    the scale of what they read and write (Gemma's hidden states are large), q norms as the donor layers have them."""
+    """Gemma style. The head: the target's rows in the principal directions of their spread, widest first. Projections
+    at the scale of what they read and write (Gemma's hidden states are large), q norms as the donor layers have
+    them."""
     config = net.config
     table = held_dense(model.head).float()  # [V, Hb]
     _, vectors = torch.linalg.eigh(table.T @ table)
@@ -205,7 +224,9 @@ def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
 def drawn_states(net: DrafterModule, model: TextModel, data: Sequences) -> tuple[Tensor, Tensor]:
     """The drafter's states on `data`, and at each a token drawn from the full head's distribution."""
     weights = {k: v.detach() for k, v in net.cast(model.dtype).items()}
-    g, _ = states(model, net, weights, EvalHead(held_dense(model.head) if net.config.tied_to_target else weights["embed"]), data)
+    g, _ = states(
+        model, net, weights, EvalHead(held_dense(model.head) if net.config.tied_to_target else weights["embed"]), data
+    )
     drawn = []
     for part in g.split(1024):
         z = exact_logits(model, part) if net.config.tied_to_target else (part @ weights["embed"].T).float()
@@ -217,9 +238,14 @@ def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int
     """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn along.
     Returns the number of states looked at."""
     g, token = drawn_states(net, model, data)
-    clusters, head = net.config.clusters, held_dense(model.head) if net.config.tied_to_target else net.weight("embed").to(g.dtype)
+    clusters, head = (
+        net.config.clusters,
+        held_dense(model.head) if net.config.tied_to_target else net.weight("embed").to(g.dtype),
+    )
     order = likely_together(g[:: max(1, g.shape[0] // 300_000)], head, clusters)
-    fitted = fit_centroids(g, cluster_of(order, clusters)[token], cluster_means(head, order, clusters), 300, 1e-2, 16384)
+    fitted = fit_centroids(
+        g, cluster_of(order, clusters)[token], cluster_means(head, order, clusters), 300, 1e-2, 16384
+    )
     with torch.no_grad():
         net.weight("token_ordering").copy_(order)
         net.weight("centroids").copy_(fitted)

@@ -58,10 +58,13 @@ class EvalHead:
         return None, z
 
     def choose(self, g: Tensor, sampling: SamplingBatch, at: Tensor, weigh: bool = True) -> tuple[Tensor, Tensor]:
-        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens it scored. `at` [A]:
-        the positions guessed. In pieces: nothing of size [A, V] is ever there."""
+        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens
+        it scored. `at` [A]: the positions guessed. In pieces: nothing of size [A, V] is ever there."""
         step = chunk_rows(g.device, 8 * self.rows.shape[0] * (4 if sampling.any_sampled else 1))
-        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()  # its rules of noise and leaning are the definition
+        ids, ops = (
+            None if self.clusters is None else self.clusters[0],
+            ReferenceOps(),
+        )  # its rules of noise and leaning are the definition
         out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
         for rows in torch.arange(len(g), device=g.device).split(step):
             some = sampling.select(rows)
@@ -92,12 +95,14 @@ class Judged:
 
 @torch.no_grad()
 def judge_drafts(
-    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: EvalHead, data: Sequences, most: int = MAX_DRAFT,
+    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: EvalHead, data: Sequences,
+    most: int = MAX_DRAFT,
     anchors: int = 16384, tokens: int = 65536, temperature: float = 0.0, record: Recorded | None = None,
     weigh: bool = False,
 ) -> Judged:  # fmt: skip
-    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the answers
-    were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: how sure the drafter was is wanted too."""
+    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the
+    answers were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: how sure the
+    drafter was is wanted too."""
     out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
     confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
     for which in plan_epoch(data, anchors, tokens, 0, 0):
@@ -137,9 +142,11 @@ def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature:
 
 
 @torch.no_grad()
-def second_guesses(model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int) -> float:
-    """How often the second best token is right where the best is wrong: the first guess behind every token of greedy answers, by all rows
-    of the head."""
+def second_guesses(
+    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int
+) -> float:
+    """How often the second best token is right where the best is wrong: the first guess behind every token of greedy
+    answers, by all rows of the head."""
     missed, right, vocab = 0, 0, head.shape[0]
     for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
         batch = make_batch(data, which, 1).to(model.device)
@@ -167,7 +174,8 @@ def joined(seen: Recorded) -> tuple[Tensor, Tensor]:
 
 
 def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
-    """One answer's matches -> tokens emitted after the first, cycles, and how many cycles accepted at least j = 1..k."""
+    """One answer's matches -> tokens emitted after the first, cycles, and how many cycles accepted at least j =
+    1..k."""
     left, at, cycles, tokens = len(right), 0, 0, 0
     reached = np.zeros(k, dtype=np.int64)
     while at < left:
@@ -185,11 +193,17 @@ def per_cycle(walked: Sequence[tuple[int, int, np.ndarray]]) -> float:
 
 def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_DRAFT, at: int = 4) -> Json:
     """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
-    positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts before j
-    were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance everywhere."""
+    positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts
+    before j were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance
+    everywhere."""
     walked = {k: [walk(r, k) for r in right] for k in range(1, most + 1)}
-    by = {name: per_cycle([w for w, c in zip(walked[at], categories, strict=True) if c == name]) for name in sorted(set(categories))}
-    first, whole = (np.sum([w[2] for w in walked[k]], axis=0) / max(1, sum(w[1] for w in walked[k])) for k in (at, most))
+    by = {
+        name: per_cycle([w for w, c in zip(walked[at], categories, strict=True) if c == name])
+        for name in sorted(set(categories))
+    }
+    first, whole = (
+        np.sum([w[2] for w in walked[k]], axis=0) / max(1, sum(w[1] for w in walked[k])) for k in (at, most)
+    )
     flat = np.concatenate([r for r in right if len(r)]) if any(len(r) for r in right) else np.zeros(1)
     return {
         "tokens_per_cycle": {k: per_cycle(found) for k, found in walked.items()},
@@ -204,7 +218,8 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
 
 
 def given_before(reached: np.ndarray) -> list[float]:
-    """Shares of cycles that accepted at least 1, 2, ... drafts -> each against the one before (0 where none got so far)."""
+    """Shares of cycles that accepted at least 1, 2, ... drafts -> each against the one before (0 where none got so
+    far)."""
     before = np.concatenate([[1.0], reached[:-1]])
     return [round(float(r / b), 4) if b > 0 else 0.0 for r, b in zip(reached, before, strict=True)]
 

@@ -41,7 +41,8 @@ def config_dict(config: DrafterConfig) -> Json:
     if not config.gemma:
         layers = [
             {
-                "heads": l.attn.heads, "kv_heads": l.attn.kv_heads, "head_dim": l.attn.head_dim, "window": l.attn.window,
+                "heads": l.attn.heads, "kv_heads": l.attn.kv_heads, "head_dim": l.attn.head_dim,
+                "window": l.attn.window,
                 "scale": l.attn.scale, "intermediate": l.intermediate, "rope": asdict(l.rope),
             }
             for l in config.layers
@@ -56,22 +57,39 @@ def config_dict(config: DrafterConfig) -> Json:
     some = config.layers[0]
     sliding, full = by_kind.get("sliding", some), by_kind.get("full", some)
     text = {
-        "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text", "hidden_size": config.hidden,
-        "intermediate_size": some.intermediate, "num_hidden_layers": len(config.layers), "num_kv_shared_layers": len(config.layers),
-        "layer_types": [KINDS[l.kind] for l in config.layers], "num_attention_heads": some.attn.heads, "head_dim": sliding.attn.head_dim,
+        "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text",
+        "hidden_size": config.hidden,
+        "intermediate_size": some.intermediate, "num_hidden_layers": len(config.layers),
+        "num_kv_shared_layers": len(config.layers),
+        "layer_types": [KINDS[l.kind] for l in config.layers], "num_attention_heads": some.attn.heads,
+        "head_dim": sliding.attn.head_dim,
         "num_key_value_heads": sliding.attn.kv_heads, "global_head_dim": full.attn.head_dim,
         "num_global_key_value_heads": full.attn.kv_heads,
-        "attention_k_eq_v": full.attn.k_eq_v or full.attn.kv_heads != sliding.attn.kv_heads, "sliding_window": sliding.attn.window or 512,
+        "attention_k_eq_v": full.attn.k_eq_v or full.attn.kv_heads != sliding.attn.kv_heads,
+        "sliding_window": sliding.attn.window or 512,
         "rope_parameters": {KINDS[k]: rope_dict(l.rope) for k, l in (("sliding", sliding), ("full", full))},
-        "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
-        "final_logit_softcapping": None, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False,
+        "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "final_logit_softcapping": None, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False,
         "use_double_wide_mlp": False, "tie_word_embeddings": True, "max_position_embeddings": 131072,
     }  # fmt: skip
     if "unified" in config.model_type:
-        text = {k: v for k, v in text.items() if k not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")}
-    names = {"gemma4_assistant": "Gemma4AssistantForCausalLM", "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM"}
+        text = {
+            k: v
+            for k, v in text.items()
+            if k not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
+        }
+    names = {
+        "gemma4_assistant": "Gemma4AssistantForCausalLM",
+        "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
+    }
     raw = {"model_type": config.model_type, "backbone_hidden_size": config.backbone_hidden, "text_config": text, **head}
-    raw |= {"architectures": [names.get(config.model_type, "OutriderDrafter")], "tie_word_embeddings": True, "dtype": "bfloat16"}
+    raw |= {
+        "architectures": [names.get(config.model_type, "OutriderDrafter")],
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
     if config.model_type in ASSISTANT_TYPES:  # what transformers does not know stays out of its config
         raw |= {k: own[k] for k in ("target_hash",) if own[k] is not None}
         return raw
@@ -85,11 +103,19 @@ def rope_dict(rope: RopeSpec) -> Json:
         raise OutriderError("rotary frequencies of Llama 3 have no place in Gemma's layout")
     if rope.rotated == rope.head_dim // 2:
         return {"rope_type": "default", "rope_theta": rope.theta}
-    return {"rope_type": "proportional", "rope_theta": rope.theta, "partial_rotary_factor": 2 * rope.rotated / rope.head_dim}
+    return {
+        "rope_type": "proportional",
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": 2 * rope.rotated / rope.head_dim,
+    }
 
 
 def save_drafter(
-    folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor], provenance: Mapping[str, object] | None = None, card: str = ""
+    folder: Path,
+    config: DrafterConfig,
+    weights: Mapping[str, Tensor],
+    provenance: Mapping[str, object] | None = None,
+    card: str = "",
 ) -> None:
     """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
     replaced last and whole, so that a full disk leaves what was there."""
@@ -111,10 +137,14 @@ def save_drafter(
             write_json(folder / "provenance.json", dict(provenance))
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        part.chmod(S_IMODE((folder / "config.json").stat().st_mode))  # safetensors lets nobody else read it: a server may be another user
+        part.chmod(
+            S_IMODE((folder / "config.json").stat().st_mode)
+        )  # safetensors lets nobody else read it: a server may be another user
         part.replace(folder / "model.safetensors")
     except OSError as error:
-        raise OutriderError(f"{folder}: the drafter cannot be written ({error}); free some space and run the command again") from None
+        raise OutriderError(
+            f"{folder}: the drafter cannot be written ({error}); free some space and run the command again"
+        ) from None
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -37,7 +37,8 @@ from .net import DrafterModule
 from .target import TrainTarget
 from .trainer import Row, Trainer
 
-PASSES = 4  # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
+# over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
+PASSES = 4
 CPU_ANCHORS = 1024  # small batches end when their last draft fails
 
 
@@ -47,7 +48,11 @@ def views(net: DrafterModule, target: TrainTarget) -> tuple[dict[str, Tensor], E
     rows = as_tensor(target.model.head) if net.config.tied_to_target else weights["embed"]
     if not net.config.clusters:
         return weights, EvalHead(rows), None
-    return weights, EvalHead(rows), EvalHead(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top)
+    return (
+        weights,
+        EvalHead(rows),
+        EvalHead(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top),
+    )
 
 
 def judged(
@@ -73,8 +78,9 @@ def scored(result: Judged, most: int) -> Json:
 
 
 def judge(target: TrainTarget, net: DrafterModule, data: Sequences, temperature: float) -> Json:
-    """What an evaluation during training says of held-out answers: greedy ones by the full head, and under "sampled" those drawn at
-    `temperature`, by the head as it will draft; score: tokens a cycle at K = 4, the mean of both where there are both."""
+    """What an evaluation during training says of held-out answers: greedy ones by the full head, and under "sampled"
+    those drawn at `temperature`, by the head as it will draft; score: tokens a cycle at K = 4, the mean of both where
+    there are both."""
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {
         kind: scored(judged(target, net, mine, most=8, full=kind, temperature=0.0 if kind else temperature), 8)
@@ -82,14 +88,28 @@ def judge(target: TrainTarget, net: DrafterModule, data: Sequences, temperature:
     }  # fmt: skip
     result = made.get(True) or made[False]
     if len(made) == 2:
-        result = {**made[True], "sampled": made[False], "score": round((made[True]["score"] + made[False]["score"]) / 2, 4)}
+        result = {
+            **made[True],
+            "sampled": made[False],
+            "score": round((made[True]["score"] + made[False]["score"]) / 2, 4),
+        }
     return result
 
 
-def load_best(job: TrainJob, target: TrainTarget, net: DrafterModule, aside: Sequences, trainer: Trainer, *, quick: bool, write: bool) -> int:
-    """The weights of the best evaluation, where they are better than the last ones: a run that went on from a drafter is first worse
-    than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones; where only the drafter at the
-    start was judged, they are kept. -> the step whose weights the net has now. Last ones that lose stay in OUT/last."""
+def load_best(
+    job: TrainJob,
+    target: TrainTarget,
+    net: DrafterModule,
+    aside: Sequences,
+    trainer: Trainer,
+    *,
+    quick: bool,
+    write: bool,
+) -> int:
+    """The weights of the best evaluation, where they are better than the last ones: a run that went on from a drafter
+    is first worse than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones;
+    where only the drafter at the start was judged, they are kept. -> the step whose weights the net has now. Last ones
+    that lose stay in OUT/last."""
     path, step = job.out / "best.pt", trainer.progress.step
     if not path.exists() or not (job.settings.patience or job.init):
         return step
@@ -109,11 +129,13 @@ def load_best(job: TrainJob, target: TrainTarget, net: DrafterModule, aside: Seq
 
 
 def finish(
-    job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequences, aside: Sequences, trainer: Trainer, *, quick: bool = False,
+    job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequences, aside: Sequences, trainer: Trainer, *,
+    quick: bool = False,
     write: bool = True,
 ) -> Row:  # fmt: skip
-    """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured.
-    `write`: this process writes the files; the others of a target that is divided only help to run it."""
+    """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used,
+    nothing measured. `write`: this process writes the files; the others of a target that is divided only help to run
+    it."""
     result: Row = {"step": load_best(job, target, net, aside, trainer, quick=quick, write=write)}
     traces: list[Trace] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
@@ -130,9 +152,13 @@ def finish(
             result["clustered"] = scored(last, MAX_DRAFT)
         traces = last.traces(cold, ["all"] * len(cold))
         weights, whole, _ = views(net, target)
-        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, guess_rows(target.model.device))
+        result["second_guess"] = second_guesses(
+            target.model, net, weights, whole.rows, cold, guess_rows(target.model.device)
+        )
         if len(hot):
-            result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8)
+            result["sampled"] = scored(
+                judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8
+            )
     result["draft_step_share"] = round(drafter_size(net.config).step / model_size(target.config).active, 4)
     if not write:
         return result
@@ -158,7 +184,8 @@ def write_drafter(folder: Path, net: DrafterModule, result: Row, traces: list[Tr
 
 
 def export(job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequences, trainer: Trainer) -> None:
-    """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured or drawn for it."""
+    """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured
+    or drawn for it."""
     story = provenance(job, target, data, trainer)
     (job.out / "drafter" / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     save_drafter(job.out / "drafter", net.config, net.export(), story, model_card(net.config, {}, [story]))
@@ -172,9 +199,11 @@ def provenance(job: TrainJob, target: TrainTarget, data: Sequences, trainer: Tra
     source = json.loads((job.out / "prompts.json").read_text())
     settings = trainer.settings
     return {
-        "command": job.command or " ".join(sys.argv), "commit": commit or None, "target": job.target, "target_hash": target.hash,
+        "command": job.command or " ".join(sys.argv), "commit": commit or None, "target": job.target,
+        "target_hash": target.hash,
         "data": source["data"], "data_sha256": source["data_sha256"], "sequences": len(data), "started_from": job.init,
-        "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3), "temperature": job.answering.temperature,
+        "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3),
+        "temperature": job.answering.temperature,
         "torch": torch.__version__, "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else "cpu",
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "steps": trainer.progress.step,
         "seconds": round(trainer.progress.seconds, 1),
@@ -199,7 +228,12 @@ def draw_curve(log: Path, to: Path) -> None:
     for j in range(len(curve[0]["hit"]) if curve else 0):
         right.plot([r["step"] for r in curve], [r["hit"][j] for r in curve], label=f"position {j + 1}")
     if evals:
-        right.plot([r["step"] for r in evals], [r["eval"]["acceptance_by_position"][0] for r in evals], "k.", label="held out, position 1")
+        right.plot(
+            [r["step"] for r in evals],
+            [r["eval"]["acceptance_by_position"][0] for r in evals],
+            "k.",
+            label="held out, position 1",
+        )
     right.set(xlabel="step", ylabel="share of anchors", title="drafted token right, given those before it")
     if curve or evals:
         right.legend()

@@ -1,7 +1,7 @@
 """Will it fit the time? Said before anything long begins, from how fast this machine multiplies and answers.
 
-A drafter learns nothing in a handful of steps, so a budget that allows less than `FEWEST_STEPS` batches and `FEWEST_TOKENS` of
-answers is refused, with the shortest one that would do.
+A drafter learns nothing in a handful of steps, so a budget that allows less than `FEWEST_STEPS` batches and
+`FEWEST_TOKENS` of answers is refused, with the shortest one that would do.
 """
 
 from __future__ import annotations
@@ -29,25 +29,47 @@ class Forecast:
     judge: float  # a held-out token
 
     @staticmethod
-    def of(work: Work, sizes: Sizes, *, vocab: int, head: int, rate: float, answer_rate: float, load: float, accumulate: int) -> Forecast:
-        """`rate`: operations a second of a matrix product; `answer_rate`: tokens a second; head: width of the drafter's head."""
+    def of(
+        work: Work,
+        sizes: Sizes,
+        *,
+        vocab: int,
+        head: int,
+        rate: float,
+        answer_rate: float,
+        load: float,
+        accumulate: int,
+    ) -> Forecast:
+        """`rate`: operations a second of a matrix product; `answer_rate`: tokens a second; head: width of the drafter's
+        head."""
         rate = rate * EFFICIENCY
         step = accumulate * sizes.anchors * work.anchor(sizes.scored or vocab, sizes.keep) / rate
-        return Forecast(load, 1.0 / max(answer_rate, 1e-9), work.target / rate, step, (work.target + 8.0 * vocab * head) / rate)
+        return Forecast(
+            load, 1.0 / max(answer_rate, 1e-9), work.target / rate, step, (work.target + 8.0 * vocab * head) / rate
+        )
 
     def least(self, tokens: int, heldout: int, made: int = 0) -> float:
         """Seconds of the shortest run that is worth it; `tokens` of answers at most, `made` of them already."""
         some = min(tokens, FEWEST_TOKENS)
         finish = min(heldout, some // 5) * self.judge + EXPORT_SECONDS
-        return self.load + max(0, some - made) * self.answer + 2 * some * self.capture + FEWEST_STEPS * self.step + finish
+        return (
+            self.load + max(0, some - made) * self.answer + 2 * some * self.capture + FEWEST_STEPS * self.step + finish
+        )
 
     def whole(self, tokens: int, steps: int, heldout: int) -> float:
         """Seconds of a run of so many steps that answers everything first."""
-        return self.load + tokens * (self.answer + 2 * self.capture) + steps * self.step + heldout * self.judge + EXPORT_SECONDS
+        return (
+            self.load
+            + tokens * (self.answer + 2 * self.capture)
+            + steps * self.step
+            + heldout * self.judge
+            + EXPORT_SECONDS
+        )
 
 
 def check(forecast: Forecast, minutes: float, tokens: int, heldout: int, spent: float, made: int = 0) -> str:
-    """One line about what the time allows; OutriderError where it is too little. `spent` seconds, in which `made` tokens were."""
+    """One line about what the time allows; OutriderError where it is too little. `spent` seconds, in which `made`
+    tokens were."""
     need = spent + forecast.least(tokens, heldout, made)
     least = min(tokens, FEWEST_TOKENS)
     if need > 60 * minutes:

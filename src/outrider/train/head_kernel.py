@@ -62,17 +62,29 @@ def _head_terms(
         p = tl.exp(tl.load(p_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32))
         sign = tl.where(q > p, 1.0, -1.0)
         here = tl.where(lo + cols == label, 1.0, 0.0)
-        grad = soft * (q - p) + reach * q * (sign - cluster_bonus) + hard * (q - here) + passed * (tl.where(z < top, q / rest, 0.0) - here)
+        grad = (
+            soft * (q - p)
+            + reach * q * (sign - cluster_bonus)
+            + hard * (q - here)
+            + passed * (tl.where(z < top, q / rest, 0.0) - here)
+        )
         tl.store(z_row + lo + cols, (weight * grad).to(z_ptr.dtype.element_ty), mask=inside)
 
-    loss = soft * cross + tv * distance + hard * (lse - z_label) - lk * tl.log(floor) + passed * (tl.log(rest) + lse - z_label)
+    loss = (
+        soft * cross
+        + tv * distance
+        + hard * (lse - z_label)
+        - lk * tl.log(floor)
+        + passed * (tl.log(rest) + lse - z_label)
+    )
     tl.store(out_ptr + row * out_stride, weight * loss)
     tl.store(out_ptr + row * out_stride + 1, alpha)
     tl.store(out_ptr + row * out_stride + 2, tl.where(z_label >= top, 1.0, 0.0))
 
 
 def head_terms(z: Tensor, logp: Tensor, best: Tensor, rows: Tensor, weight: Tensor, mix: Tensor, out: Tensor) -> None:
-    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit. mix float32 [A, 5] (rows may share memory)."""
+    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit. mix float32 [A, 5] (rows may share
+    memory)."""
     vocab = z.shape[1]
     block = min(4096, triton.next_power_of_2(vocab))
     _head_terms[(z.shape[0],)](

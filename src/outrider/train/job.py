@@ -40,7 +40,9 @@ class TrainJob:
     answering: Answering = field(default_factory=Answering)
     minutes: float | None = None  # of everything together, over all runs that continue one another
     answer_minutes: float | None = None  # of these, most for answering
-    categories: dict[str, float] = field(default_factory=dict)  # answers that a prompt of a category gets beside others' 1
+    categories: dict[str, float] = field(
+        default_factory=dict
+    )  # answers that a prompt of a category gets beside others' 1
     carry: tuple[Path, ...] = ()  # data of earlier runs to learn from too
     carry_sampled: float = 1.0  # share of their sampled answers that is taken
     limit: int | None = None  # prompts
@@ -60,13 +62,17 @@ class TrainJob:
         style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if self.style == "auto" else self.style
         if style == "gemma":
             if self.hidden is not None and self.hidden > target.hidden:  # its head is the target's, in fewer directions
-                raise OutriderError(f"--hidden {self.hidden} is wider than the target ({target.hidden}): give less, or --style plain")
+                raise OutriderError(
+                    f"--hidden {self.hidden} is wider than the target ({target.hidden}): give less, or --style plain"
+                )
             return design.gemma(
-                target, hidden=self.hidden or min(256, target.hidden), intermediate=self.intermediate, clusters=clusters, cluster_top=top,
+                target, hidden=self.hidden or min(256, target.hidden), intermediate=self.intermediate,
+                clusters=clusters, cluster_top=top,
                 target_hash=target_hash,
             )  # fmt: skip
         reads = self.reads or design.spread_reads(target, min(self.layers, len(target.kv_layers)))
         return design.plain(
-            target, reads=reads, hidden=self.hidden, intermediate=self.intermediate, taps=self.taps, clusters=clusters, cluster_top=top,
+            target, reads=reads, hidden=self.hidden, intermediate=self.intermediate, taps=self.taps, clusters=clusters,
+            cluster_top=top,
             position_offset=self.position_offset, target_hash=target_hash,
         )  # fmt: skip

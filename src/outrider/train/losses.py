@@ -2,17 +2,20 @@
 
 p is the target's distribution at the position, q the drafter's. Per row, weighted:
 
-    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)  +  second · −log q'(argmax p)
+    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)  +  second · −log q'(argmax
+    p)
 
 Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK losses);
-`hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is q without that
-token, so it asks for the right one in the second place. Rows may have mixes of their own: greedy answers and sampled ones
-want different things. The head is the dear part of training a drafter (a vocabulary a row and step), so the logits are made
-in chunks, turned into their own gradient in place, and multiplied back at once: nothing of size [rows, V] outlives its
-chunk. The head itself gets a gradient only if it wants one (a head tied to the target is frozen).
+`hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is q without
+that token, so it asks for the right one in the second place. Rows may have mixes of their own: greedy answers and
+sampled ones want different things. The head is the dear part of training a drafter (a vocabulary a row and step), so
+the logits are made in chunks, turned into their own gradient in place, and multiplied back at once: nothing of size
+[rows, V] outlives its chunk. The head itself gets a gradient only if it wants one (a head tied to the target is
+frozen).
 
-On a CPU even that is too dear for a large vocabulary. There a batch's loss looks at some thousands of tokens (`Scored`): those that
-the target finds likely somewhere in the batch, those that were said, and random ones which stand for all the others.
+On a CPU even that is too dear for a large vocabulary. There a batch's loss looks at some thousands of tokens
+(`Scored`): those that the target finds likely somewhere in the batch, those that were said, and random ones which stand
+for all the others.
 """
 
 from __future__ import annotations
@@ -83,11 +86,14 @@ class Scored:
 
     @staticmethod
     def choose(likely: Tensor, said: Tensor, count: int, vocab: int, seed: tuple[int, ...]) -> Scored:
-        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. What must be there
-        is there even if that makes more than `count`; then the likely ones found most often; the rest is drawn."""
+        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. What must
+        be there is there even if that makes more than `count`; then the likely ones found most often; the rest is
+        drawn."""
         must = torch.cat((likely[:, 0], said)).unique()
         found, often = likely.unique(return_counts=True)
-        wanted = found[often.argsort(descending=True, stable=True)][: max(0, int(count * (1 - RANDOM_SHARE)) - must.numel())]
+        wanted = found[often.argsort(descending=True, stable=True)][
+            : max(0, int(count * (1 - RANDOM_SHARE)) - must.numel())
+        ]
         sure = torch.cat((must, wanted)).unique()
         drawn = np.random.default_rng(seed).choice(vocab, size=max(1, count - sure.numel()), replace=False)
         others = torch.from_numpy(drawn).to(sure.device)
@@ -99,9 +105,9 @@ class Scored:
 
 
 def drawn(weight: Tensor, count: int, luck: float) -> tuple[Tensor, Tensor]:
-    """`count` of the rows with weight [A], each as often as its weight says, and how many rows each of them stands for [count]: over
-    luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the line of summed weights; nothing waits
-    for the device."""
+    """`count` of the rows with weight [A], each as often as its weight says, and how many rows each of them stands for
+    [count]: over luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the line of
+    summed weights; nothing waits for the device."""
     ends = weight.double().cumsum(0)
     marks = (torch.arange(count, device=weight.device, dtype=torch.float64) + luck) * (ends[-1] / count)
     some = torch.searchsorted(ends, marks, right=True).clamp_(max=weight.shape[0] - 1)
@@ -145,13 +151,16 @@ def capped(z: Tensor, cap: float | None) -> Tensor:
 
 
 def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
-    """Float32 logits; on a GPU straight from the bf16 product's accumulators, so that near ties are not rounded into ties."""
+    """Float32 logits; on a GPU straight from the bf16 product's accumulators, so that near ties are not rounded into
+    ties."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16 and isinstance(model.head, Tensor):
         return capped(torch.mm(hidden, model.head.T, out_dtype=torch.float32), model.config.softcap)
     return model.logits(hidden)
 
 
-def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def row_terms(
+    z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The definition. z, logp [A, V]; best, weight [A]; mix [A, 5] the factors of soft, tv, hard, lk, second
     -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
     soft, tv, hard, lk, second = mix.unbind(1)
@@ -163,7 +172,9 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
     sign = torch.where(q > p, 1.0, -1.0)
     pull = 0.5 * q * (sign - (sign * q).sum(-1, keepdim=True))  # d distance / d z
     at = best[:, None]
-    loss = soft * -(p * logq).sum(-1) + tv * distance + hard * -logq.gather(1, at)[:, 0] - lk * alpha.clamp_min(1e-4).log()
+    loss = (
+        soft * -(p * logq).sum(-1) + tv * distance + hard * -logq.gather(1, at)[:, 0] - lk * alpha.clamp_min(1e-4).log()
+    )
     grad = soft[:, None] * (q - p) + (tv + lk / alpha.clamp_min(1e-4))[:, None] * pull
     grad = grad + hard[:, None] * q.scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
     top = z.max(-1).values
@@ -171,7 +182,9 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
     passed = second * ~hit  # the drafter's best is wrong: what is left without it
     rest = (1.0 - (top - z.logsumexp(-1)).exp()).clamp_min(1e-6)
     loss = loss + passed * (rest.log() - logq.gather(1, at)[:, 0])
-    others = torch.where(z < top[:, None], q / rest[:, None], 0.0).scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
+    others = torch.where(z < top[:, None], q / rest[:, None], 0.0).scatter_add(
+        1, at, torch.full_like(at, -1, dtype=q.dtype)
+    )
     grad = grad + passed[:, None] * others
     return weight * loss, alpha, hit.float(), weight[:, None] * grad
 
@@ -179,7 +192,8 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
 class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None
+        ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor,
+        bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         count, vocab = g.shape[0], head.shape[0]
         terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
@@ -211,13 +225,21 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, up: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         back, own = ctx.saved_tensors
-        return back * up.to(back.dtype), None if own is None else (own * up).to(ctx.head_dtype), None, None, None, None, None
+        return (
+            back * up.to(back.dtype),
+            None if own is None else (own * up).to(ctx.head_dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def head_loss(
     g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A]).
-    mix float32 [A, 5]: soft, tv, hard, lk, second."""
+    """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit
+    [A]). mix float32 [A, 5]: soft, tv, hard, lk, second."""
     loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, mix, bias)
     return loss, terms[:, 1], terms[:, 2]

@@ -1,8 +1,9 @@
 """Answering by several processes, each with an engine of its own, all on one device.
 
-A small target leaves a GPU idle while the host schedules the next step; several hosts keep it busy. Process r takes every
-N-th task from r on and appends to OUT/answers-r.jsonl, so a run that is continued with as many processes goes on where each
-of them was; with another number nothing that is done is done again. A process ends by itself when its parent is gone.
+A small target leaves a GPU idle while the host schedules the next step; several hosts keep it busy. Process r takes
+every N-th task from r on and appends to OUT/answers-r.jsonl, so a run that is continued with as many processes goes on
+where each of them was; with another number nothing that is done is done again. A process ends by itself when its parent
+is gone.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop)
     """Until all shares are done, the time is over or somebody asks to stop; what there is by then is in the files."""
     context = multiprocessing.get_context("spawn")  # a device cannot be used on both sides of a fork
     counts = [context.Array("q", 2) for _ in shares]  # answers done, tokens made
-    processes = [context.Process(target=answer_share, args=(s, c, os.getpid())) for s, c in zip(shares, counts, strict=True)]
+    processes = [
+        context.Process(target=answer_share, args=(s, c, os.getpid())) for s, c in zip(shares, counts, strict=True)
+    ]
     began, total = time.perf_counter(), sum(len(s.tasks) for s in shares)
     try:
         for process in processes:
@@ -87,7 +90,9 @@ def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop)
                     process.terminate()  # it writes what it has
         bad = [p.exitcode for p in processes if p.exitcode]
         if bad and not stop.asked:
-            raise OutriderError(f"a process that answered prompts ended with code {bad[0]}: run the command again, or with fewer of them")
+            raise OutriderError(
+                f"a process that answered prompts ended with code {bad[0]}: run the command again, or with fewer of them"
+            )
     finally:
         for process in processes:
             if process.is_alive():
@@ -108,10 +113,13 @@ def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int
 
         try:
             with answering_engine(
-                known.name, known.config, share.device, share.dtype, share.slots, share.longest, processes=share.processes
+                known.name, known.config, share.device, share.dtype, share.slots, share.longest,
+                processes=share.processes
             ) as engine:  # fmt: skip
                 ends = time.perf_counter() + share.ends - time.time()
-                answer_to_file(engine, prompts, share.tasks, share.max_new, share.path, report=report, deadline=ends, stop=stop)
+                answer_to_file(
+                    engine, prompts, share.tasks, share.max_new, share.path, report=report, deadline=ends, stop=stop
+                )
         except OutriderError as error:
             print(error, file=sys.stderr)
             sys.exit(2)

@@ -1,9 +1,9 @@
 """What fits: the sizes of a run chosen by the memory that is free and by how fast the device multiplies.
 
-The dear things are, per anchor, the teacher's distribution and the activations of all unrolled steps, and on a CPU every
-row of the head. So a CPU scores a few thousand tokens a batch instead of the whole vocabulary (losses.py), runs the target once
-a sequence and keeps what it showed where that fits (capture.py), and takes batches that last about two seconds.
-The choices are written to OUT/sizes.json: a run that continues keeps them, whatever is free then.
+The dear things are, per anchor, the teacher's distribution and the activations of all unrolled steps, and on a CPU
+every row of the head. So a CPU scores a few thousand tokens a batch instead of the whole vocabulary (losses.py), runs
+the target once a sequence and keeps what it showed where that fits (capture.py), and takes batches that last about two
+seconds. The choices are written to OUT/sizes.json: a run that continues keeps them, whatever is free then.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Work:
         reads = {n for n in config.reads or ()} or set(target.kv_layers[-2:])
         kv = sum(2 * target.layers[r].attn.kv_heads * target.layers[r].attn.head_dim for r in reads)
         return Work(
-            6.0 * drafter_size(config).body * unroll, (4.0 * unroll + 2.0) * config.head_hidden, 2.0 * model_size(target).active,
+            6.0 * drafter_size(config).body * unroll, (4.0 * unroll + 2.0) * config.head_hidden,
+            2.0 * model_size(target).active,
             float(item * unroll * (layer + 4 * wide)), float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
         )  # fmt: skip
 
@@ -73,7 +74,8 @@ class Work:
 def choose_sizes(
     work: Work, vocab: int, *, cuda: bool, free: int, rate: float, item: int, tokens: int, anchors: int | None = None
 ) -> Sizes:  # fmt: skip
-    """`free` bytes, `rate` operations a second, `tokens` in the data; `anchors`: as asked for, still cut to what fits."""
+    """`free` bytes, `rate` operations a second, `tokens` in the data; `anchors`: as asked for, still cut to what
+    fits."""
     scored = 0 if cuda or vocab <= 2 * CPU_SCORED else CPU_SCORED
     keep = not cuda and work.token_bytes * tokens < KEEP_SHARE * free
     room = SHARE * free - (KEEP_SHARE * free if keep else 0.0) * 0.5

@@ -1,4 +1,5 @@
-"""The card of a trained drafter, README.md: what it is, what it reaches on held-out answers, how it was made, what it cannot do."""
+"""The card of a trained drafter, README.md: what it is, what it reaches on held-out answers, how it was made, what it
+cannot do."""
 
 from __future__ import annotations
 
@@ -15,12 +16,17 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
     """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
     last = runs[-1]
     lines = [
-        "---", "tags: [speculative-decoding, drafter, outrider]", "---", f"# Drafter for {last['target']}", describe(config), "",
+        "---", "tags: [speculative-decoding, drafter, outrider]", "---", f"# Drafter for {last['target']}",
+        describe(config), "",
         f"It fits only the target it was trained for (hash {last['target_hash']}); other quantisations of the same model work with lower",
         "acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.", "",
         "```", f"outrider chat {last['target']} --drafter THIS_FOLDER", "```", "", "## Figures",
     ]  # fmt: skip
-    lines += figures(result) if any(v in result for v in VIEWS) else ["Not measured: the run was stopped before its evaluation."]
+    lines += (
+        figures(result)
+        if any(v in result for v in VIEWS)
+        else ["Not measured: the run was stopped before its evaluation."]
+    )
     lines += ["", "## Training"]
     for number, run in enumerate(runs, 1):
         start = f" It went on from {run['started_from']}." if run.get("started_from") else ""
@@ -30,18 +36,35 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
             f"others at T = {run['temperature']:g}) to the prompts of {run['data']}.{start}"
         ]  # fmt: skip
     lines += ["", "```", *dict.fromkeys(str(run["command"]) for run in runs), "```", ""]
-    lines += ["Everything else: `provenance.json`, `log.jsonl`. `acceptance.json` is what the controller starts from.", "", "## Licence"]
-    lines += ["As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares this to name."]
+    lines += [
+        "Everything else: `provenance.json`, `log.jsonl`. `acceptance.json` is what the controller starts from.",
+        "",
+        "## Licence",
+    ]
+    lines += [
+        "As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares this to name."
+    ]
     lines += ["", "## Limits", "- Measured on held-out prompts like those it was trained on, not on a benchmark."]
-    lines += ["- Sampled text is drafted less well than greedy text, and prompts of another kind less well than these.", ""]
+    lines += [
+        "- Sampled text is drafted less well than greedy text, and prompts of another kind less well than these.",
+        "",
+    ]
     return "\n".join(lines)
 
 
 def describe(config: DrafterConfig) -> str:
     some = config.layers[0]
-    reads = f" that read the K/V cache of the target's layers {', '.join(map(str, config.reads))}" if config.reads else ""
-    taps = f", fed the target's hidden states after layers {', '.join(map(str, config.taps))} too" if config.taps else ""
-    tied = "head tied to the target's embedding" if config.tied_to_target else f"a head of its own ({config.vocab_size} tokens)"
+    reads = (
+        f" that read the K/V cache of the target's layers {', '.join(map(str, config.reads))}" if config.reads else ""
+    )
+    taps = (
+        f", fed the target's hidden states after layers {', '.join(map(str, config.taps))} too" if config.taps else ""
+    )
+    tied = (
+        "head tied to the target's embedding"
+        if config.tied_to_target
+        else f"a head of its own ({config.vocab_size} tokens)"
+    )
     head = f", in {config.clusters} clusters of which {config.cluster_top} are scored a step" if config.clusters else ""
     bits = f" Its layers were trained as {config.weight_bits} bits hold them." if config.weight_bits else ""
     return (

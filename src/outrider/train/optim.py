@@ -47,7 +47,9 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, list(update.unbind(0)), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
 
 
-def make_optimizers(params: dict[str, nn.Parameter], lr: float, weight_decay: float, muon: bool) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    params: dict[str, nn.Parameter], lr: float, weight_decay: float, muon: bool
+) -> list[torch.optim.Optimizer]:
     """By canonical name: matrices of the network to Muon; heads, centroids, norms and scalars to AdamW."""
     matrices = [p for n, p in params.items() if muon and p.ndim == 2 and n not in ("embed", "centroids")]
     chosen = {id(p) for p in matrices}
@@ -61,5 +63,7 @@ def make_optimizers(params: dict[str, nn.Parameter], lr: float, weight_decay: fl
             {"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay},
             {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
         ]
-        made.append(torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused))
+        made.append(
+            torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+        )
     return made

@@ -1,7 +1,8 @@
 """Several processes under `torchrun`: who we are, and the few things that processes must agree on.
 
 The drafter is small, so every process holds all of it and takes its own share of the batches; gradients are averaged.
-Decisions that would differ between processes (clocks, evaluations) are rank 0's. Without torchrun everything is a no-op.
+Decisions that would differ between processes (clocks, evaluations) are rank 0's. Without torchrun everything is a
+no-op.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class TrainGroup:
         if mine.is_cuda:
             dist.all_gather_into_tensor(every, mine)
         else:
-            dist.all_gather(list(every.view(torch.uint8).chunk(self.world)), mine.view(torch.uint8))  # as bytes: gloo knows few types
+            dist.all_gather(
+                list(every.view(torch.uint8).chunk(self.world)), mine.view(torch.uint8)
+            )  # as bytes: gloo knows few types
         return every
 
     def wait(self) -> None:

@@ -1,9 +1,9 @@
 """Recipes: training runs written down, so that one command makes a drafter again.
 
-A recipe is a TOML file of [[phase]] tables. Each is a run of its own under OUT/1-NAME, OUT/2-NAME, ..., the next going on
-from the drafter of the one before and learning from its answers too; OUT/drafter is the last one's, with the story of all.
-Keys of a phase are fields of TrainJob, Answering or TrainSettings; `answer_seed` and `seed` are the two seeds. What the command line
-says by itself holds for all phases; its --minutes is shared out as the recipe's minutes are.
+A recipe is a TOML file of [[phase]] tables. Each is a run of its own under OUT/1-NAME, OUT/2-NAME, ..., the next going
+on from the drafter of the one before and learning from its answers too; OUT/drafter is the last one's, with the story
+of all. Keys of a phase are fields of TrainJob, Answering or TrainSettings; `answer_seed` and `seed` are the two seeds.
+What the command line says by itself holds for all phases; its --minutes is shared out as the recipe's minutes are.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def read_recipe(name: str) -> list[Phase]:
     path = Path(name)
     shipped = resources.files("outrider") / "assets" / "recipes" / f"{name}.toml"
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8") if path.suffix == ".toml" else shipped.read_text(encoding="utf-8"))
+        raw = tomllib.loads(
+            path.read_text(encoding="utf-8") if path.suffix == ".toml" else shipped.read_text(encoding="utf-8")
+        )
     except (OSError, UnicodeDecodeError):
         raise OutriderError(f"--recipe {name}: no such file; shipped recipes: shipped, further") from None
     except tomllib.TOMLDecodeError as error:
@@ -61,7 +63,9 @@ def read_recipe(name: str) -> list[Phase]:
         minutes = table.get("minutes")
         if not isinstance(minutes, int | float) or minutes <= 0:
             raise OutriderError(f"--recipe {name}: phase {number} needs 'minutes', a number above 0")
-        found.append(Phase(str(table.get("name", number)), float(minutes), {k: v for k, v in table.items() if k not in OWN}))
+        found.append(
+            Phase(str(table.get("name", number)), float(minutes), {k: v for k, v in table.items() if k not in OWN})
+        )
     return found
 
 
@@ -92,9 +96,11 @@ def applied(job: TrainJob, phase: Phase, keep: frozenset[str] = frozenset()) -> 
 
 
 def train_recipe(
-    job: TrainJob, phases: list[Phase], say: Say = print, progress: Progress | None = None, keep: frozenset[str] = frozenset()
+    job: TrainJob, phases: list[Phase], say: Say = print, progress: Progress | None = None,
+    keep: frozenset[str] = frozenset()
 ) -> Row:  # fmt: skip
-    """All phases, each where it stopped. `job.minutes` (None: the recipe's own) is shared out among them, unless steps are asked for."""
+    """All phases, each where it stopped. `job.minutes` (None: the recipe's own) is shared out among them, unless steps
+    are asked for."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OutriderError("--recipe runs in one process: give torchrun the options of one phase at a time")
     total = sum(p.minutes for p in phases)
@@ -105,10 +111,15 @@ def train_recipe(
     for number, phase in enumerate(phases, 1):
         scale = 1.0 if job.minutes is None else job.minutes / total
         own = applied(replace(job, init=init, carry=carry), phase, keep)
-        limit = own.answer_minutes if own.answer_minutes is None or "answer_minutes" in keep else own.answer_minutes * scale
+        limit = (
+            own.answer_minutes if own.answer_minutes is None or "answer_minutes" in keep else own.answer_minutes * scale
+        )
         folder = job.out / f"{number}-{phase.name}"
         own = replace(own, out=folder, minutes=None if by_steps else phase.minutes * scale, answer_minutes=limit)
-        say(f"phase {number} of {len(phases)}: {phase.name}" + ("" if own.minutes is None else f", {own.minutes:.3g} minutes"))
+        say(
+            f"phase {number} of {len(phases)}: {phase.name}"
+            + ("" if own.minutes is None else f", {own.minutes:.3g} minutes")
+        )
         result = train(own, say, progress)
         if "stopped" in result:
             publish(job.out, folder, result, stories)

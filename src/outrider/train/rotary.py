@@ -1,7 +1,8 @@
 """Rotary embedding for training, as one kernel forward and one backward.
 
 In plain torch a rotation is eight passes over float32 copies; with six drafter layers, five unrolled steps and thirty
-target layers that is a sixth of a training step. The arithmetic is `ops.reference.rotate`: float32 inside, rounded once.
+target layers that is a sixth of a training step. The arithmetic is `ops.reference.rotate`: float32 inside, rounded
+once.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ LOAD_RATE = 5e7  # weights a second that are surely read and dequantised
 
 
 def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> Row:
-    """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing); "stopped" with the
-    number of the signal when somebody asked it to stop, after everything was saved."""
+    """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing); "stopped"
+    with the number of the signal when somebody asked it to stop, after everything was saved."""
     try:
         job.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,7 +65,9 @@ def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> 
     before = read_json(job.out / "spent.json").get("seconds", 0.0)
     with listening() as stop, process_group(job.device) as group:
         if job.shard_target and group.world == 1:
-            raise OutriderError("--shard-target divides the target over processes: start them with torchrun --nproc-per-node N")
+            raise OutriderError(
+                "--shard-target divides the target over processes: start them with torchrun --nproc-per-node N"
+            )
         budget = Budget(job.minutes, time.perf_counter() - before)
         run = TrainRun(replace(job, device=group.device), budget, stop, group, say, progress)
         try:
@@ -84,7 +86,9 @@ def read_json(path: Path) -> Row:
 class TrainRun:
     """One invocation of the command."""
 
-    def __init__(self, job: TrainJob, budget: Budget, stop: Stop, group: TrainGroup, say: Say, progress: Progress | None):
+    def __init__(
+        self, job: TrainJob, budget: Budget, stop: Stop, group: TrainGroup, say: Say, progress: Progress | None
+    ):
         self.job, self.budget, self.stop, self.group = job, budget, stop, group
         self.say: Say = say if group.first else lambda _: None
         self.counts = (job.out / "spent.json").exists() or job.texts  # a run that was refused has spent nothing
@@ -108,7 +112,9 @@ class TrainRun:
         prompts = self.prompts(known)
         whole = self.data(known, prompts)
         if whole is None:
-            self.say(f"stopped while answering; what there is lies in {job.out / 'answers.jsonl'}: the same command goes on from there")
+            self.say(
+                f"stopped while answering; what there is lies in {job.out / 'answers.jsonl'}: the same command goes on from there"
+            )
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
@@ -127,7 +133,9 @@ class TrainRun:
         most = job.max_prompt + job.answering.max_new if job.texts else job.max_prompt
         most = min(most, known.config.max_context - (0 if job.texts else job.answering.max_new))
         if most < 1:
-            raise OutriderError(f"--max-new {job.answering.max_new} leaves no room for a prompt in {known.config.max_context} positions")
+            raise OutriderError(
+                f"--max-new {job.answering.max_new} leaves no room for a prompt in {known.config.max_context} positions"
+            )
         if self.group.first:
             before = read_json(job.out / "prompts.json") if kept.exists() else {}
             if before:
@@ -135,7 +143,9 @@ class TrainRun:
                 self.same_file("--judge", job.judge, before)
             else:
                 listed, apart = read_prompts(job.data, job.limit), [] if job.judge is None else read_prompts(job.judge)
-                encode([*listed, *apart], known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(kept)
+                encode([*listed, *apart], known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(
+                    kept
+                )
                 source: Row = {"data": job.data.name, "data_sha256": file_hash(job.data)}
                 if job.judge is not None:
                     source |= {"judge": job.judge.name, "judge_sha256": file_hash(job.judge), "lines": len(listed)}
@@ -146,14 +156,20 @@ class TrainRun:
         return prompts
 
     def same_file(self, option: str, path: Path | None, before: Row) -> None:
-        """A run that goes on has its prompts already: refused where another file is given than the one they are from."""
+        """A run that goes on has its prompts already: refused where another file is given than the one they are
+        from."""
         name = option.removeprefix("--")
-        if (path is None) != (name not in before) or (path is not None and path.is_file() and file_hash(path) != before[f"{name}_sha256"]):
+        if (path is None) != (name not in before) or (
+            path is not None and path.is_file() and file_hash(path) != before[f"{name}_sha256"]
+        ):
             was = before.get(name, f"without {option}")
-            raise OutriderError(f"{self.job.out}: this run was begun with other prompts ({was}): give the same {option}, or another --out")
+            raise OutriderError(
+                f"{self.job.out}: this run was begun with other prompts ({was}): give the same {option}, or another --out"
+            )
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
-        """The sequences to learn from: as they were left, or made now. None: it was asked to stop before there were all."""
+        """The sequences to learn from: as they were left, or made now. None: it was asked to stop before there were
+        all."""
         job, kept = self.job, self.job.out / "data.npz"
         if job.texts:
             return prompts
@@ -231,17 +247,20 @@ class TrainRun:
         ends = time.time() + min(self.answer_seconds, 1e9)
         shares = [
             AnswerShare(
-                known.name, job.device, job.dtype, how.slots, longest, job.out / "prompts.npz", mine, how.max_new, path, ends, how.processes
+                known.name, job.device, job.dtype, how.slots, longest, job.out / "prompts.npz", mine, how.max_new,
+                path, ends, how.processes
             )
             for path, mine in shared_out(job.out, tasks, how.processes)
         ]  # fmt: skip
         self.counts = True
         answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
-        self.say(f"answered {made} tokens in {took:.0f} s with {how.processes} processes, {made / max(took, 1e-9):.0f} tok/s")
+        self.say(
+            f"answered {made} tokens in {took:.0f} s with {how.processes} processes, {made / max(took, 1e-9):.0f} tok/s"
+        )
 
     def foresee(self, known: Described, prompts: Sequences, tasks: int, made: int, each: float, load: float) -> None:
-        """Says what the time allows; refuses what it does not. `made` tokens of answers are there, at `each` seconds; loading the
-        engine took `load`."""
+        """Says what the time allows; refuses what it does not. `made` tokens of answers are there, at `each` seconds;
+        loading the engine took `load`."""
         job = self.job
         if job.device.startswith("cuda"):
             return
@@ -256,16 +275,22 @@ class TrainRun:
             self.say(check(forecast, job.minutes, tokens, heldout, self.budget.spent, made))
         else:
             whole = forecast.whole(tokens, job.settings.steps, heldout)
-            self.say(f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at any moment")
+            self.say(
+                f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at any moment"
+            )
 
     def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig, Work, float, Sizes]:
-        """For data of so many tokens: the drafter, what training it costs, how fast this machine multiplies, and the sizes."""
+        """For data of so many tokens: the drafter, what training it costs, how fast this machine multiplies, and the
+        sizes."""
         job, item = self.job, self.job.dtype.itemsize
-        config = job.drafter_config(target, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
+        config = (
+            job.drafter_config(target, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
+        )
         work = Work.of(config, target, job.settings.unroll, item)
         rate = product_rate(job.device, job.dtype, target.hidden)
         sizes = choose_sizes(
-            work, target.vocab_size, cuda=job.device.startswith("cuda"), free=free_bytes(job.device), rate=rate * EFFICIENCY, item=item,
+            work, target.vocab_size, cuda=job.device.startswith("cuda"), free=free_bytes(job.device),
+            rate=rate * EFFICIENCY, item=item,
             tokens=tokens, anchors=job.anchors,
         )  # fmt: skip
         return config, work, rate, sizes
@@ -274,7 +299,9 @@ class TrainRun:
     def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
         job, group = self.job, self.group
         sizes = self.sizes(target, data)
-        settings = replace(job.settings, anchors=sizes.anchors, tokens=4 * sizes.anchors, scored=sizes.scored, keep=sizes.keep)
+        settings = replace(
+            job.settings, anchors=sizes.anchors, tokens=4 * sizes.anchors, scored=sizes.scored, keep=sizes.keep
+        )
         self.progress("starting the drafter", 0, 1, "")
         net = self.start(target, data, settings.anchors)
         if settings.four_bits_from < 1:
@@ -293,7 +320,8 @@ class TrainRun:
         scored = (lambda: finish.judge(target, net, aside, job.answering.temperature)) if len(aside) else None
         log = partial(append_row, log_path) if group.first else None
         trainer = Trainer(
-            target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop, everybody=job.shard_target,
+            target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop,
+            everybody=job.shard_target,
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
             export=lambda: finish.export(job, target, net, data, trainer),
         )  # fmt: skip
@@ -306,7 +334,9 @@ class TrainRun:
         if job.init is not None and not resumed:
             trainer.judge(job.out)  # what it must become better than
         if job.minutes is not None:
-            trainer.settings = replace(settings, minutes=max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60)
+            trainer.settings = replace(
+                settings, minutes=max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
+            )
         trainer.run(job.out)
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
         if not group.first and not job.shard_target:
@@ -317,10 +347,14 @@ class TrainRun:
         if not group.first:
             return {}
         if self.stop.asked:
-            self.say(f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here")
+            self.say(
+                f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here"
+            )
             return {**result, "stopped": self.stop.signal}
         if result["step"] == 0 < trainer.progress.step:
-            self.say(f"no evaluation beat {job.init}, so {job.out / 'drafter'} holds that drafter; {job.out / 'last'} what was learnt")
+            self.say(
+                f"no evaluation beat {job.init}, so {job.out / 'drafter'} holds that drafter; {job.out / 'last'} what was learnt"
+            )
         else:
             self.say(f"drafter written to {job.out / 'drafter'}")
         return result
@@ -352,7 +386,9 @@ class TrainRun:
                 some = data.select(np.random.default_rng(3).permutation(len(data))[:2500])
                 self.say(f"vocabulary clustered anew from {design.cluster_by_use(net, model, some)} states")
             return net
-        net = DrafterModule(job.drafter_config(target.config, target.hash), target.config, settings.seed).to(model.device)
+        net = DrafterModule(job.drafter_config(target.config, target.hash), target.config, settings.seed).to(
+            model.device
+        )
         if (job.out / "checkpoint.pt").exists():
             return net  # its weights come from there
         rows = max(anchors, START_ROWS // 2)  # enough of them to fit the input projection
@@ -361,7 +397,9 @@ class TrainRun:
             design.start_from_target(net, model)
             design.fold_biases(net, model, few)
             fitted = design.fit_inputs(net, model, few)
-            self.say(f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the residual stream there")
+            self.say(
+                f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the residual stream there"
+            )
         if net.config.gemma:
             design.start_gemma(net, model, few[0])
         if net.config.clusters:
@@ -369,8 +407,8 @@ class TrainRun:
         return net
 
     def reserve(self, target: TrainTarget, net: DrafterModule, aside: Sequences) -> tuple[Sequences, float]:
-        """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best evaluation they
-        stay the same: scores of others could not be compared with it."""
+        """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best
+        evaluation they stay the same: scores of others could not be compared with it."""
         if not len(aside):
             return aside, EXPORT_SECONDS
         path = self.job.out / "judged.json"
@@ -378,7 +416,9 @@ class TrainRun:
         if self.job.minutes is None:
             return self.judged(path, aside, kept or len(aside)), EXPORT_SECONDS
         few = 1
-        if self.job.device.startswith("cuda"):  # one answer says nothing of a GPU, and kernels are compiled at the first
+        if self.job.device.startswith(
+            "cuda"
+        ):  # one answer says nothing of a GPU, and kernels are compiled at the first
             few = PROBE_ANSWERS
             finish.judge(target, net, aside.select(np.arange(1)), self.job.answering.temperature)
         usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
@@ -400,14 +440,17 @@ class TrainRun:
 
 
 def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
-    """Places of `count` answers, spread over all, greedy and sampled ones as they are mixed there (a prompt has one of each, side by
-    side: every other answer would be of one kind)."""
+    """Places of `count` answers, spread over all, greedy and sampled ones as they are mixed there (a prompt has one of
+    each, side by side: every other answer would be of one kind)."""
     by_kind = np.argsort(~greedy, kind="stable")
-    return np.sort(by_kind[(np.arange(min(count, len(greedy))) * (len(greedy) / min(count, len(greedy)))).astype(np.int64)])
+    return np.sort(
+        by_kind[(np.arange(min(count, len(greedy))) * (len(greedy) / min(count, len(greedy)))).astype(np.int64)]
+    )
 
 
 def carried(path: Path, job: TrainJob, held: np.ndarray) -> Sequences:
-    """Of an earlier run's data every greedy answer and a share of the sampled ones; of held-out prompts none, they are answered anew."""
+    """Of an earlier run's data every greedy answer and a share of the sampled ones; of held-out prompts none, they are
+    answered anew."""
     data = Sequences.load(path)
     luck = np.random.default_rng((job.settings.seed, 5)).random(len(data))
     return data.select(np.nonzero((data.greedy | (luck < job.carry_sampled)) & ~np.isin(data.index, held))[0])
@@ -425,12 +468,15 @@ def split(data: Sequences, held: np.ndarray) -> tuple[Sequences, Sequences]:
     """Train and held out, by prompt."""
     out = np.isin(data.index, held)
     if out.all():
-        raise OutriderError("every answer belongs to a held-out prompt: more prompts, more time, or a smaller --heldout")
+        raise OutriderError(
+            "every answer belongs to a held-out prompt: more prompts, more time, or a smaller --heldout"
+        )
     return data.select(np.nonzero(~out)[0]), data.select(np.nonzero(out)[0])
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Rows that the checkpoint does not cover will be made again; one that was cut off as its run was killed is dropped."""
+    """Rows that the checkpoint does not cover will be made again; one that was cut off as its run was killed is
+    dropped."""
     if not path.exists():
         return
     rows = []

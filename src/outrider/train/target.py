@@ -1,5 +1,5 @@
-"""The model that a drafter is trained for: `describe` reads its files and tokenizer, `open_target` loads its weights dense, `encode` turns
-prompts into token sequences.
+"""The model that a drafter is trained for: `describe` reads its files and tokenizer, `open_target` loads its weights
+dense, `encode` turns prompts into token sequences.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ def open_target(name: str | Described, device: str, dtype: torch.dtype, group: T
     return TrainTarget(model, config, weight_files.fingerprint(known.files))
 
 
-def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True) -> Sequences:
-    """Prompts through the chat template (or plain texts, cut into pieces) as token sequences; over-long prompts are left out."""
+def encode(
+    prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True
+) -> Sequences:
+    """Prompts through the chat template (or plain texts, cut into pieces) as token sequences; over-long prompts are
+    left out."""
     tokenizer, rows, index = Tokenizer(text), [], []
     template = chat and not texts and tokenizer.has_chat_template
     for i, prompt in enumerate(prompts):

@@ -33,8 +33,8 @@ def answers(
     known: Described, prompts: list[Prompt], *, max_new: int, temperature: float, chat: bool, slots: int | None = None,
     drafter: str = "none", device: str = "cpu", dtype: torch.dtype = torch.float32,
 ) -> Sequences:  # fmt: skip
-    """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without it. Each has its
-    prompt's line as its seed."""
+    """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without
+    it. Each has its prompt's line as its seed."""
     most = max(1, known.config.max_context - max_new)
     encoded = encode(prompts, known.text, known.config.vocab_size, texts=False, max_tokens=most, chat=chat)
     tasks = [Task(i, 0, temperature, int(encoded.index[i])) for i in range(len(encoded))]
@@ -71,15 +71,18 @@ def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> Draft
 
 
 def evaluate_drafter(
-    model: str, drafter: str, prompts: Path, *, limit: int | None = None, max_new: int = 128, temperature: float = 0.0, chat: bool = True,
-    full_head: bool = False, slots: int | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32, say: Say = print,
+    model: str, drafter: str, prompts: Path, *, limit: int | None = None, max_new: int = 128, temperature: float = 0.0,
+    chat: bool = True,
+    full_head: bool = False, slots: int | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32,
+    say: Say = print,
 ) -> Row:  # fmt: skip
     listed = spread(read_prompts(prompts), limit)
     known = describe(model)
     check_fit(drafter, known)
     began = time.perf_counter()
     data = answers(
-        known, listed, max_new=max_new, temperature=temperature, chat=chat, slots=slots, drafter=drafter, device=device, dtype=dtype
+        known, listed, max_new=max_new, temperature=temperature, chat=chat, slots=slots, drafter=drafter,
+        device=device, dtype=dtype
     )  # fmt: skip
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
     target = open_target(known, device, dtype)
@@ -90,18 +93,23 @@ def evaluate_drafter(
     result = summary(found.right, [listed[i].category for i in data.index], MAX_DRAFT)
     if temperature == 0:
         weights, whole, _ = views(net, target)
-        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, data, guess_rows(target.model.device))
+        result["second_guess"] = second_guesses(
+            target.model, net, weights, whole.rows, data, guess_rows(target.model.device)
+        )
     config = replace(net.config, clusters=0) if full_head else net.config
     share = drafter_size(config).step / model_size(target.config).active
     return {**result, "draft_step_share": round(share, 4), "best_k": best_k(result["tokens_per_cycle"], share)}
 
 
 def cluster_drafter(
-    drafter: str, to: Path, *, clusters: int | None = None, top: int | None = None, target: str | None = None, prompts: Path | None = None,
-    limit: int | None = 256, recall: float = 0.99, max_new: int = 96, seed: int = 0, device: str = "cpu", say: Say = print,
+    drafter: str, to: Path, *, clusters: int | None = None, top: int | None = None, target: str | None = None,
+    prompts: Path | None = None,
+    limit: int | None = 256, recall: float = 0.99, max_new: int = 96, seed: int = 0, device: str = "cpu",
+    say: Say = print,
 ) -> Row:  # fmt: skip
     """Balanced k-means of the head's rows. Without a target the centroids are the clusters' means; with a target and
-    prompts they are tuned on the drafter's own states there, and `top` is the cheapest that finds the full head's token."""
+    prompts they are tuned on the drafter's own states there, and `top` is the cheapest that finds the full head's
+    token."""
     if (target is None) != (prompts is None):
         raise OutriderError("--target and --prompts belong together")
     for option, given in (("--clusters", clusters), ("--top", top)):
@@ -114,16 +122,24 @@ def cluster_drafter(
     count = clusters or default_clusters(config.vocab_size)
     opened, data = None, None
     if known is not None and prompts is not None:
-        data = answers(known, spread(read_prompts(prompts), limit), max_new=max_new, temperature=0.0, chat=True, device=device)
+        data = answers(
+            known, spread(read_prompts(prompts), limit), max_new=max_new, temperature=0.0, chat=True, device=device
+        )
         opened = open_target(known, device, torch.float32)
-    rows = as_tensor(opened.model.head).float() if opened is not None and config.tied_to_target else weights["embed"].to(device)
+    rows = (
+        as_tensor(opened.model.head).float()
+        if opened is not None and config.tied_to_target
+        else weights["embed"].to(device)
+    )
     order, means = balanced_kmeans(rows, count, seed=seed)
     say(f"{config.vocab_size} tokens in {count} clusters")
     chosen, curve = top or max(1, count // 64), []
     if opened is not None and data is not None:
         net = load_net(drafter, opened, clustered=False)
         cast, full, _ = views(net, opened)
-        g, choices = states(opened.model, net, cast, full, data)  # where it drafts, and what the full head chooses there
+        g, choices = states(
+            opened.model, net, cast, full, data
+        )  # where it drafts, and what the full head chooses there
         cut = max(1, g.shape[0] * 4 // 5)
         means = fit_centroids(g[:cut], cluster_of(order, count)[choices[:cut]], means, 300, 1e-2, seed=seed)
         curve = recall_curve(g[cut:], choices[cut:], means, order)

@@ -87,7 +87,8 @@ class Trainer:
         self, model: TextModel, net: DrafterModule, data: Sequences, settings: TrainSettings, *,
         evaluate: Callable[[], Row] | None = None,  # must hold "score": larger is better
         log: Callable[[Row], None] | None = None, group: TrainGroup | None = None, stop: Stop | None = None,
-        export: Callable[[], None] | None = None,  # writes the drafter as it is: after each evaluation that is the best so far
+        # writes the drafter as it is: after each evaluation that is the best so far
+        export: Callable[[], None] | None = None,
         progress: Callable[[float, str], None] | None = None,  # share of the run that is done, and a line about it
         everybody: bool = False,  # all processes evaluate, since none has the whole target
     ):  # fmt: skip
@@ -120,11 +121,15 @@ class Trainer:
         scored = Scored()
         if s.scored:
             said = batch.ids[:, batch.first :].reshape(-1)
-            scored = Scored.choose(self.target.likely(batch, seen), said, s.scored, net.config.vocab_size, (s.seed, self.progress.step))
+            scored = Scored.choose(
+                self.target.likely(batch, seen), said, s.scored, net.config.vocab_size, (s.seed, self.progress.step)
+            )
         head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
-        chance = torch.ones(batch.ids[:, batch.first :].numel(), device=self.device)  # that the steps so far were accepted
+        chance = torch.ones(
+            batch.ids[:, batch.first :].numel(), device=self.device
+        )  # that the steps so far were accepted
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
@@ -136,7 +141,9 @@ class Trainer:
                 rows, target, weight = rows[some], target[some], weight[some] * scale
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             line, at = batch.where(rows)
-            part, alpha, hit = head_loss(picked, head, teacher, target, weight, self.mixes[batch.greedy[line]], scored.bias)
+            part, alpha, hit = head_loss(
+                picked, head, teacher, target, weight, self.mixes[batch.greedy[line]], scored.bias
+            )
             total = total + part
             if self.of is not None:
                 label = self.of[batch.ids[line, at + j + 1]]
@@ -156,7 +163,9 @@ class Trainer:
         while True:
             plan = plan_epoch(self.data, s.anchors, s.tokens, s.seed, epoch)
             if len(plan) < self.group.world:
-                raise OutriderError(f"{len(plan)} batches are too few for {self.group.world} processes: smaller --anchors make more")
+                raise OutriderError(
+                    f"{len(plan)} batches are too few for {self.group.world} processes: smaller --anchors make more"
+                )
             while taken + self.group.world <= len(plan):
                 which = plan[taken + self.group.rank]
                 taken += self.group.world
@@ -175,12 +184,15 @@ class Trainer:
 
     def rate(self, passed: float) -> float:
         s, p, done = self.settings, self.progress, self.share(passed)
-        decay = 1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / max(1 - s.hold, 1e-9))
+        decay = (
+            1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / max(1 - s.hold, 1e-9))
+        )
         return min(1.0, (p.step + 1) / max(1, s.warmup)) * decay
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self, out: Path | None = None) -> None:
-        """Until the steps or minutes are done, evaluation says so, or somebody asks to stop. Saves as it goes and at the end."""
+        """Until the steps or minutes are done, evaluation says so, or somebody asks to stop. Saves as it goes and at
+        the end."""
         s, p = self.settings, self.progress
         began = time.perf_counter() - p.seconds
         told = saved = time.perf_counter()
@@ -238,13 +250,19 @@ class Trainer:
         hits, alpha, rows = stats.cpu() * self.group.world
         value, p = float(loss), self.progress
         if not math.isfinite(value):
-            raise OutriderError(f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr")
-        self.tell(self.share(p.seconds), f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}")
+            raise OutriderError(
+                f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr"
+            )
+        self.tell(
+            self.share(p.seconds),
+            f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}",
+        )
         self.log({
             "step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2),
             "steps_per_s": round(len(results) / self.settings.accumulate / max(seconds, 1e-9), 2),
             "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
-            "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)], "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
+            "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)],
+            "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
         })  # fmt: skip
 
     def judge(self, out: Path | None) -> bool:
@@ -269,7 +287,8 @@ class Trainer:
     def save(self, out: Path) -> None:
         if self.group.first:
             write(out / "checkpoint.pt", {
-                "net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.progress),
+                "net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
+                "progress": asdict(self.progress),
             })  # fmt: skip
 
     def resume(self, out: Path) -> bool:
@@ -290,7 +309,9 @@ class Trainer:
                 self.progress.best, self.progress.since_best = best, 0
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             why = "its drafter is built otherwise" if "state_dict" in str(error) else str(error).splitlines()[0]
-            raise OutriderError(f"{path}: does not fit this run ({why}): choose another --out or the same settings") from None
+            raise OutriderError(
+                f"{path}: does not fit this run ({why}): choose another --out or the same settings"
+            ) from None
         return True
 
 

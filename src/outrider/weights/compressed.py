@@ -1,7 +1,8 @@
 """How compressed-tensors checkpoints store quantised matrices: packed integers, plain int8, FP8, NVFP4.
 
-`config_groups` of the checkpoint's `quantization_config` say which modules have which scheme, `ignore` which are dense. The result is a
-`QuantScheme`: a module's name to how its matrix is stored (weights.stored). A scheme that is not known is refused by name.
+`config_groups` of the checkpoint's `quantization_config` say which modules have which scheme, `ignore` which are dense.
+The result is a `QuantScheme`: a module's name to how its matrix is stored (weights.stored). A scheme that is not known
+is refused by name.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ METHOD = "compressed-tensors"
 
 
 def spread(where: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int] | None = None) -> Tensor:
-    """A scale of the whole tensor, of each row, or of blocks of rows and columns, as float32 [N, 1] or [N, K / columns of a block]."""
+    """A scale of the whole tensor, of each row, or of blocks of rows and columns, as float32 [N, 1] or [N, K / columns
+    of a block]."""
     rows, columns = shape[-2], shape[-1]
     if scale.numel() == 1:
         return scale.float().reshape(1, 1).expand(*shape[:-1], 1).contiguous()
     if block is None:
-        return expect(where, "weight_scale", scale.reshape(*shape[:-1], -1), (*shape[:-1], 1), "float32 float16 bfloat16").float()
+        return expect(
+            where, "weight_scale", scale.reshape(*shape[:-1], -1), (*shape[:-1], 1), "float32 float16 bfloat16"
+        ).float()
     down, across = -(-rows // block[0]), -(-columns // block[1])
     expect(where, "weight_scale", scale, (*shape[:-2], down, across), "float32 float16 bfloat16")
     return scale.float().repeat_interleave(block[0], dim=-2)[..., :rows, :].contiguous()
@@ -54,7 +58,9 @@ class PackedIntegers:
         *outer, rows, columns = shape
         if (columns * self.bits) % 32 or (self.group and columns % self.group):
             raise OutriderError(f"{where}: rows of {columns} are no whole words or no whole groups of {self.group}")
-        packed = expect(where, "weight_packed", tensors["weight_packed"], (*outer, rows, columns * self.bits // 32), "int32")
+        packed = expect(
+            where, "weight_packed", tensors["weight_packed"], (*outer, rows, columns * self.bits // 32), "int32"
+        )
         groups = columns // self.group if self.group else 1
         scale = tensors["weight_scale"]
         expect(where, "weight_scale", scale, (*outer, rows, groups), "bfloat16 float16 float32")
@@ -85,7 +91,9 @@ class PlainIntegers:
 
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         q = expect(where, "weight", tensors["weight"], shape, "int8")
-        return Weight(self.format, shape, {"q": q.view(torch.uint8) ^ 128, "scale": spread(where, tensors["weight_scale"], shape)})
+        return Weight(
+            self.format, shape, {"q": q.view(torch.uint8) ^ 128, "scale": spread(where, tensors["weight_scale"], shape)}
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,9 @@ def nvfp4(where: str, shape: tuple[int, ...], q: Tensor, scale: Tensor, factor: 
     *rows, columns = shape
     expect(where, "packed weight", q, (*rows, columns // 2), "uint8")
     expect(where, "weight_scale", scale, (*rows, columns // 16), "float8_e4m3fn")
-    return Weight(NvFp4Format(), shape, {"q": q, "scale": scale, "factor": factor.reshape(1, 1).expand(*rows, 1).contiguous()})
+    return Weight(
+        NvFp4Format(), shape, {"q": q, "scale": scale, "factor": factor.reshape(1, 1).expand(*rows, 1).contiguous()}
+    )
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -177,23 +187,38 @@ def compressed_tensors(settings: Settings) -> QuantScheme:
 
 
 def scheme(layout: str, weights: Settings) -> QuantReader:
-    kind, bits, strategy = str(weights.get("type", "int")), whole(weights, "num_bits", 8, METHOD), str(weights.get("strategy"))
+    kind, bits, strategy = (
+        str(weights.get("type", "int")),
+        whole(weights, "num_bits", 8, METHOD),
+        str(weights.get("strategy")),
+    )
     known = f"quantization_config ({METHOD}): {layout or 'no format'} with {kind}{bits} weights by {strategy} is not supported"
     if layout == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         group = whole(weights, "group_size", None, METHOD) if strategy == "group" else 0
         if group not in (0, 16, 32, 64, 128, 256):
             raise OutriderError(f"{known}: groups of {group}")
-        return PackedIntegers(bits, group, bool(weights.get("symmetric", True)), weights.get("actorder") in ("group", True))
+        return PackedIntegers(
+            bits, group, bool(weights.get("symmetric", True)), weights.get("actorder") in ("group", True)
+        )
     if layout == "nvfp4-pack-quantized" and kind == "float" and bits == 4:
         return PackedFloats()
     if layout in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8:
         if strategy == "block":
             block = weights.get("block_structure")
-            if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
+            if (
+                not isinstance(block, (list, tuple))
+                or len(block) != 2
+                or not all(type(b) is int and b > 0 for b in block)
+            ):
                 raise OutriderError(f"{known}: block_structure {str(block)[:40]}")
             return Floats((block[0], block[1]))
         if strategy in ("tensor", "channel"):
             return Floats()
-    if layout in ("int-quantized", "naive-quantized") and kind == "int" and bits == 8 and strategy in ("tensor", "channel"):
+    if (
+        layout in ("int-quantized", "naive-quantized")
+        and kind == "int"
+        and bits == 8
+        and strategy in ("tensor", "channel")
+    ):
         return PlainIntegers()
     raise OutriderError(known)

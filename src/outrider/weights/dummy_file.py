@@ -1,8 +1,8 @@
 """Checkpoints of full size with random weights, written as a stream: speed and memory without the download.
 
-`write_gguf` makes a file that llama.cpp reads too (where it knows the architecture), with the mix of formats its own quantiser would
-choose; `write_folder` makes a Hugging Face folder in bfloat16. Weights repeat a few megabytes of random blocks of about the usual
-spread, so that logits are finite; text made with them means nothing.
+`write_gguf` makes a file that llama.cpp reads too (where it knows the architecture), with the mix of formats its own
+quantiser would choose; `write_folder` makes a Hugging Face folder in bfloat16. Weights repeat a few megabytes of random
+blocks of about the usual spread, so that logits are finite; text made with them means nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,22 @@ FREQS = "rope_freqs.weight"
 ALIGN, CHUNK, SPREAD, DRAFTER_CONTEXT = 32, 4 << 20, 0.02, 131072
 Written = Value | list[bool] | list[int]  # an entry of GGUF metadata
 CODES = {name: code for code, name in TENSOR_TYPES.items()}
-ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.items()} | {"gemma4_unified": "gemma4", "mistral": "llama"}
+ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.items()} | {
+    "gemma4_unified": "gemma4",
+    "mistral": "llama",
+}
 TO_GGUF = {hf: stem for stem, hf in (*TOP.items(), *LAYER.items())}
 WHOLE_TO_GGUF = {hf: name for name, hf in (*LAYER_WHOLE.items(), *TOP_WHOLE.items(), (FREQS, FREQS))}
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 QWEN = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-6,
             rope_theta=1e6, max_position_embeddings=32768, hidden_act="silu", eos_token_id=1)  # fmt: skip
 SHAPES: dict[str, Foreign] = {  # beside models.known
-    "Qwen/Qwen2.5-0.5B-Instruct": QWEN | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864),
-    "Qwen/Qwen2.5-1.5B-Instruct": QWEN | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960),
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN
+    | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864),
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN
+    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960),
 }
 
 
@@ -59,8 +66,9 @@ def tensors(config: ModelConfig | DrafterConfig, fmt: str) -> list[Tensor]:
 
 
 def kind_of(name: str, shape: tuple[int, ...], role: Role, fmt: str, layers: int, head: str) -> str:
-    """The format of one tensor, as llama.cpp's quantiser mixes them: the head in 6 bits, values and down projections of some
-    layers of a Q4_K_M too; rows that are no whole super-blocks take the format of small blocks that is a little wider."""
+    """The format of one tensor, as llama.cpp's quantiser mixes them: the head in 6 bits, values and down projections of
+    some layers of a Q4_K_M too; rows that are no whole super-blocks take the format of small blocks that is a little
+    wider."""
     if role in ("norm", "vector", "bias", "index") or "router.proj" in name:
         return {"index": "I64"}.get(role, "F32")
     if fmt in ("bf16", "f16"):
@@ -165,7 +173,8 @@ def gguf_name(name: str, arch: str) -> str:
 
 
 def metadata(config: ModelConfig | DrafterConfig, arch: str) -> dict[str, Written]:
-    """Keys in the order written. An int is a u32, a float an f32, a list an array. A drafter uses its target's tokenizer."""
+    """Keys in the order written. An int is a u32, a float an f32, a list an array. A drafter uses its target's
+    tokenizer."""
     first, layers = config.layers[0], config.layers
     keys: dict[str, Written] = {
         "context_length": config.max_context if isinstance(config, ModelConfig) else DRAFTER_CONTEXT,
@@ -188,13 +197,17 @@ def metadata(config: ModelConfig | DrafterConfig, arch: str) -> dict[str, Writte
         if isinstance(config, DrafterConfig):
             keys |= {"embedding_length_out": config.backbone_hidden, "nextn_predict_layers": len(layers)}
         else:
-            keys |= {"embedding_length_per_layer_input": config.ple_dim, "final_logit_softcapping": config.softcap or 0.0}
+            keys |= {
+                "embedding_length_per_layer_input": config.ple_dim,
+                "final_logit_softcapping": config.softcap or 0.0,
+            }
         if isinstance(config, ModelConfig) and config.moe is not None:
             keys |= {"expert_count": config.moe.experts, "expert_used_count": config.moe.top_k,
                      "expert_feed_forward_length": config.moe.intermediate}  # fmt: skip
     else:
         keys |= {
-            "attention.head_count_kv": first.attn.kv_heads, "feed_forward_length": first.intermediate, "rope.freq_base": first.rope.theta,
+            "attention.head_count_kv": first.attn.kv_heads, "feed_forward_length": first.intermediate,
+            "rope.freq_base": first.rope.theta,
         }  # fmt: skip
         if arch != "qwen2":
             keys |= {"attention.key_length": first.attn.head_dim, "attention.value_length": first.attn.head_dim}
@@ -203,7 +216,8 @@ def metadata(config: ModelConfig | DrafterConfig, arch: str) -> dict[str, Writte
             keys |= {"attention.sliding_window": window,
                      "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers]}  # fmt: skip
     head: dict[str, Written] = {
-        "general.architecture": arch, "general.name": "dummy weights", **{f"{arch}.{key}": value for key, value in keys.items()},
+        "general.architecture": arch, "general.name": "dummy weights",
+        **{f"{arch}.{key}": value for key, value in keys.items()},
     }  # fmt: skip
     if isinstance(config, DrafterConfig):
         return head
@@ -220,7 +234,17 @@ def vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
     """A byte-level tokenizer: every text can be encoded; the rest of the vocabulary is filled up."""
     from tokenizers import pre_tokenizers
 
-    tokens = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe"]
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "Ġt",
+        "he",
+        "Ġthe",
+    ]
     if size < len(tokens):
         raise OutriderError(f"a vocabulary of {size} is too small for a byte-level tokenizer ({len(tokens)} tokens)")
     types = [3] * 5 + [1] * (len(tokens) - 5) + [5] * (size - len(tokens))
@@ -252,7 +276,8 @@ def _value(value: Written) -> bytes:
 
 
 def write_gguf(
-    path: Path, config: ModelConfig | DrafterConfig, fmt: str, seed: int = 0, advance: Callable[[int], None] = lambda _: None
+    path: Path, config: ModelConfig | DrafterConfig, fmt: str, seed: int = 0,
+    advance: Callable[[int], None] = lambda _: None
 ) -> int:  # fmt: skip
     """Returns the size of the file."""
     kind = config.model_type.removesuffix("_text").replace("unified_assistant", "assistant")
@@ -268,18 +293,28 @@ def write_gguf(
 
 def gguf_header(keys: dict[str, Written], held: list[Tensor], arch: str) -> bytes:
     """All that comes before the tensors' data, which follow in this order, each from a multiple of ALIGN on."""
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(held), len(keys)) + b"".join(_string(k) + _value(v) for k, v in keys.items())
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, len(held), len(keys))
+        + b"".join(_string(k) + _value(v) for k, v in keys.items())
+    )
     at = 0
     for t in held:
         shape = t.shape[::-1]
-        head += _string(gguf_name(t.name, arch)) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, CODES[t.kind], at)
+        head += _string(gguf_name(t.name, arch)) + struct.pack(
+            f"<I{len(shape)}QIQ", len(shape), *shape, CODES[t.kind], at
+        )
         at += -(-nbytes(t) // ALIGN) * ALIGN
     return head.ljust(-(-len(head) // ALIGN) * ALIGN, b"\0")
 
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------
 def write_folder(
-    path: Path, raw: Foreign, config: ModelConfig | DrafterConfig, seed: int = 0, advance: Callable[[int], None] = lambda _: None
+    path: Path,
+    raw: Foreign,
+    config: ModelConfig | DrafterConfig,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> int:
     """config.json and model.safetensors; a target gets a byte-level tokenizer. Returns the size of the weights."""
     held = [Tensor(t.name, t.shape, t.role, "I64" if t.role == "index" else "BF16") for t in tensors(config, "bf16")]

@@ -88,7 +88,9 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
                 specials[key] = content
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
-        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     both = {**text_part(config), **{k: v for k, v in config.items() if v is not None}}

@@ -1,5 +1,5 @@
-"""FP8 as `quant_method: fp8` writes it: `weight` in e4m3 with `weight_scale_inv` for blocks (a factor, in spite of its name), or
-`weight_scale` for the tensor."""
+"""FP8 as `quant_method: fp8` writes it: `weight` in e4m3 with `weight_scale_inv` for blocks (a factor, in spite of its
+name), or `weight_scale` for the tensor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a GGUF file describes: its metadata as a Hugging Face style config, its tensors under Hugging Face names.
 
 Llama's q and k rows are stored permuted (interleaved rotary pairs); the row order that undoes it is attached to the
-entry. Gemma 3's norms already contain the +1 there. An MTP drafter is a file of its own (llama.cpp's `gemma4-assistant`; files made
-before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`).
+entry. Gemma 3's norms already contain the +1 there. An MTP drafter is a file of its own (llama.cpp's
+`gemma4-assistant`; files made before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ TOP = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
-    "mtp.pre_projection": "pre_projection", "mtp.post_projection": "post_projection", "mtp.centroids": "masked_embedding.centroids",
+    "mtp.pre_projection": "pre_projection", "mtp.post_projection": "post_projection",
+    "mtp.centroids": "masked_embedding.centroids",
     "nextn.pre_projection": "pre_projection", "nextn.post_projection": "post_projection",
     "masked_embd_centroids": "masked_embedding.centroids",
 }  # fmt: skip
 ORDERING = "masked_embedding.token_ordering"
 TOP_WHOLE = {"mtp.token_ordering.weight": ORDERING, "masked_embd_ordering": ORDERING}
 LAYER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
@@ -42,7 +44,8 @@ LAYER = {
     "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
 }  # fmt: skip
 LAYER_WHOLE = {
-    "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
     "ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj",
 }  # fmt: skip
 
@@ -77,7 +80,9 @@ def source(file: GGUF, config: ForeignDict) -> TensorSource:
         if file.arch == "llama" and ".self_attn." in named and named.split(".")[-2] in ("q_proj", "k_proj"):
             heads = config["num_attention_heads" if ".q_proj." in named else "num_key_value_heads"]
             if entry.shape[0] % (2 * heads):
-                raise OutriderError(f"{file.path}: tensor {name} has {entry.shape[0]} rows, which {heads} heads cannot share")
+                raise OutriderError(
+                    f"{file.path}: tensor {name} has {entry.shape[0]} rows, which {heads} heads cannot share"
+                )
             entry = replace(entry, order=unpermute(heads, entry.shape[0]))
         entries[named] = entry
     return TensorSource(str(file.path), entries, file.header, plus_one_done=True)
@@ -99,7 +104,9 @@ class _Meta:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
-            raise OutriderError(f"{self.file.path}: metadata {self.arch}.{key} should be a number, got {str(value)[:40]}")
+            raise OutriderError(
+                f"{self.file.path}: metadata {self.arch}.{key} should be a number, got {str(value)[:40]}"
+            )
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -113,7 +120,9 @@ class _Meta:
         value = self.get(key)
         if isinstance(value, np.ndarray):
             if value.shape != (layers,):
-                raise OutriderError(f"{self.file.path}: metadata {self.arch}.{key} has {value.size} values for {layers} layers")
+                raise OutriderError(
+                    f"{self.file.path}: metadata {self.arch}.{key} has {value.size} values for {layers} layers"
+                )
             return [int(v) for v in value]
         return [self.whole(key)] * layers
 
@@ -128,7 +137,9 @@ def eos_ids(file: GGUF) -> list[int]:
 
 def hf_config(file: GGUF) -> ForeignDict:
     if file.arch not in ARCHITECTURES:
-        raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported; known: {', '.join(ARCHITECTURES)}")
+        raise OutriderError(
+            f"{file.path}: GGUF architecture {file.arch!r} is not supported; known: {', '.join(ARCHITECTURES)}"
+        )
     meta, tensors = _Meta(file), file.tensors
     layers, heads = meta.whole("block_count"), meta.whole("attention.head_count")
     embedding = tensors.get("token_embd.weight")
@@ -177,13 +188,18 @@ def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
     }
     if meta.get("rope.scaling.type") not in (None, "none"):
-        config["rope_scaling"] = {"rope_type": str(meta.get("rope.scaling.type")), "factor": meta.number("rope.scaling.factor")}
+        config["rope_scaling"] = {
+            "rope_type": str(meta.get("rope.scaling.type")),
+            "factor": meta.number("rope.scaling.factor"),
+        }
     if "rope_freqs.weight" in tensors:
         config["rope_scaling"] = _llama3_scaling(meta, config["rope_theta"], head_dim)
     if meta.arch == "gemma3":
         config["sliding_window"] = meta.whole("attention.sliding_window")
         config["rope_local_base_freq"] = meta.number("rope.freq_base_swa", 10000.0)
-        config["query_pre_attn_scalar"] = hidden / heads if layers == 62 else head_dim  # only 27B differs, and no key says so
+        config["query_pre_attn_scalar"] = (
+            hidden / heads if layers == 62 else head_dim
+        )  # only 27B differs, and no key says so
         config["layer_types"] = _layer_types(meta, layers)
     elif meta.get("attention.sliding_window") is not None:
         config |= {"sliding_window": meta.whole("attention.sliding_window"), "use_sliding_window": True}
@@ -193,13 +209,17 @@ def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
 def _layer_types(meta: _Meta, layers: int) -> list[str]:
     pattern = meta.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):
-        return ["sliding_attention" if s else "full_attention" for s in meta.per_layer("attention.sliding_window_pattern", layers)]
+        return [
+            "sliding_attention" if s else "full_attention"
+            for s in meta.per_layer("attention.sliding_window_pattern", layers)
+        ]
     every = meta.whole("attention.sliding_window_pattern", 6) or 1
     return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
 
 
 def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> ForeignDict:
-    """Llama 3.1 files carry the divisors of the frequencies, not the parameters they came from: recover and prove them."""
+    """Llama 3.1 files carry the divisors of the frequencies, not the parameters they came from: recover and prove
+    them."""
     entry = meta.file.tensors["rope_freqs.weight"]
     if entry.kind != "F32" or entry.shape != (head_dim // 2,):
         raise OutriderError(f"{meta.file.path}: rope_freqs.weight should be F32 [{head_dim // 2}]")
@@ -243,7 +263,8 @@ def _gemma4(meta: _Meta, layers: int) -> ForeignDict:
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": meta.number("rope.freq_base_swa", 1e4)},
             "full_attention": {
-                "rope_type": "proportional", "rope_theta": meta.number("rope.freq_base", 1e6), "partial_rotary_factor": 0.25,
+                "rope_type": "proportional", "rope_theta": meta.number("rope.freq_base", 1e6),
+                "partial_rotary_factor": 0.25,
             },
         },
     }  # fmt: skip

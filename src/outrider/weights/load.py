@@ -1,7 +1,8 @@
 """Tensors straight into place: checked against the plan by name, then streamed in slices into fused tensors.
 
-Peak memory is the loaded size plus one slice: file pages are given back as they are copied. Quantised matrices are offered
-to the ops object as they are stored (`Backend.pack_weights`); those it does not multiply are dequantised slice by slice.
+Peak memory is the loaded size plus one slice: file pages are given back as they are copied. Quantised matrices are
+offered to the ops object as they are stored (`Backend.pack_weights`); those it does not multiply are dequantised slice
+by slice.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load_target(
-    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, ops: Backend | None = None,
+    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    ops: Backend | None = None,
     **how: Unpack[LoadOptions],
 ) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:  # fmt: skip
     files = resolved(name, "model", how)
@@ -57,7 +59,8 @@ def load_target(
 
 
 def load_drafter(
-    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, ops: Backend | None = None,
+    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    ops: Backend | None = None,
     **how: Unpack[LoadOptions],
 ) -> tuple[DrafterConfig, dict[str, DeviceWeight]]:  # fmt: skip
     files = resolved(name, "drafter", how)
@@ -65,7 +68,9 @@ def load_drafter(
 
 
 def resolved(name: str | Path | Files, kind: hub.Kind, how: LoadOptions) -> Files:
-    return name if isinstance(name, Files) else hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
+    return (
+        name if isinstance(name, Files) else hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
+    )
 
 
 def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
@@ -73,16 +78,24 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
     try:
         return reader(files.config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-        raise OutriderError(f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})") from None
+        raise OutriderError(
+            f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})"
+        ) from None
 
 
 def load(
-    files: Files, config: C, device: torch.device | str, dtype: torch.dtype, ops: Backend | None, *, quantize: str | None = None,
-    load_format: LoadFormat = "auto", seed: int = 0, tp: TPRank | None = None, keep: Callable[[str, DeviceWeight], DeviceWeight] | None = None,
+    files: Files, config: C, device: torch.device | str, dtype: torch.dtype, ops: Backend | None, *,
+    quantize: str | None = None,
+    load_format: LoadFormat = "auto", seed: int = 0, tp: TPRank | None = None,
+    keep: Callable[[str, DeviceWeight], DeviceWeight] | None = None,
 ) -> tuple[C, dict[str, DeviceWeight]]:  # fmt: skip
     ops = ops or ReferenceOps()
     if quantize is not None and quantize not in ops.capabilities.quantizes:
-        can = f"{ops.name} holds {' and '.join(ops.capabilities.quantizes)}" if ops.capabilities.quantizes else "choose others with --ops"
+        can = (
+            f"{ops.name} holds {' and '.join(ops.capabilities.quantizes)}"
+            if ops.capabilities.quantizes
+            else "choose others with --ops"
+        )
         raise OutriderError(f"the {ops.name} ops cannot hold {quantize} weights: {can}, or leave out --quantize")
     how = recipe(files.config, files.name)
     if load_format == "dummy":
@@ -91,12 +104,18 @@ def load(
     source, plans = open_source(files), tensor_plan(config)
     pieces = check(source, plans, config, how)
     own, cuts = divided(config, tp, lambda name: alignment(pieces[name], quantize is not None))
-    stored = sorted({p.entry.kind for each in pieces.values() for p in each if p.entry is not None and p.entry.kind in BLOCKS})
+    stored = sorted(
+        {p.entry.kind for each in pieces.values() for p in each if p.entry is not None and p.entry.kind in BLOCKS}
+    )
     if quantize is not None and stored and isinstance(config, ModelConfig):
-        raise OutriderError(f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it out")
+        raise OutriderError(
+            f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it out"
+        )
     halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
     weights: dict[str, DeviceWeight] = {}
-    with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
+    with progress(
+        f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)
+    ) as advance:
         for name, plan in plans.items():
             if name in cuts:
                 parts = [shard_of(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
@@ -117,7 +136,8 @@ def load(
 
 
 def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tuple[C, Shards]:
-    """The configuration of one process's part, and what it keeps of each weight. columns(name): where they may be cut."""
+    """The configuration of one process's part, and what it keeps of each weight. columns(name): where they may be
+    cut."""
     if tp is None or tp.world == 1:
         return config, {}
     if isinstance(config, ModelConfig):
@@ -126,7 +146,8 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
 
 
 def check_shares(name: str, world: int) -> None:
-    """An error where the model cannot be divided over so many processes: by its configuration alone, before one of them is started."""
+    """An error where the model cannot be divided over so many processes: by its configuration alone, before one of them
+    is started."""
     config = translate(ModelConfig.from_hf, hub.resolve(name, weights=False))
     for rank in reversed(range(world)):  # the last has the least
         split_target(config, TPRank(rank, world), lambda name: 1)
@@ -137,7 +158,9 @@ def as_tensors(weights: Mapping[str, DeviceWeight]) -> dict[str, Tensor]:
     return {name: as_tensor(weight) for name, weight in weights.items()}
 
 
-def check(source: TensorSource, plans: Mapping[str, TensorPlan], config: Config, how: QuantScheme | None = None) -> dict[str, list[SourceTensor]]:
+def check(
+    source: TensorSource, plans: Mapping[str, TensorPlan], config: Config, how: QuantScheme | None = None
+) -> dict[str, list[SourceTensor]]:
     """The pieces of every plan. Missing, left-over, wrongly shaped or unreadable tensors are errors, by name."""
     used: set[int] = set()
     missing: list[str] = []
@@ -155,9 +178,13 @@ def check(source: TensorSource, plans: Mapping[str, TensorPlan], config: Config,
             if entry is None:
                 continue
             if entry.shape != shape:
-                raise OutriderError(f"{source.where}: tensor {name} has shape {list(entry.shape)}, the config asks for {list(shape)}")
+                raise OutriderError(
+                    f"{source.where}: tensor {name} has shape {list(entry.shape)}, the config asks for {list(shape)}"
+                )
             if entry.kind not in (INTEGERS if plan.role == "index" else (*FLOATS, *BLOCKS)):
-                raise OutriderError(f"{source.where}: tensor {name} is stored as {entry.kind}, which cannot be read as a {plan.role}")
+                raise OutriderError(
+                    f"{source.where}: tensor {name} is stored as {entry.kind}, which cannot be read as a {plan.role}"
+                )
     if missing:
         raise OutriderError(f"{source.where}: {_some(missing)} missing from the checkpoint")
     extra = [name for name, entry in source.entries.items() if id(entry) not in used and not ignored(name, config)]
@@ -171,12 +198,17 @@ def _some(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
 
 
-def packed(plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool) -> DeviceWeight | None:
-    """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`: it is only
-    ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as well."""
+def packed(
+    plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool
+) -> DeviceWeight | None:
+    """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`:
+    it is only ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as
+    well."""
     if plan.role not in ("matrix", "embedding"):
         return None
-    if all(isinstance(p.format, DenseFormat) for p in parts) and not (halves and all(p.format in HALVES for p in parts)):
+    if all(isinstance(p.format, DenseFormat) for p in parts) and not (
+        halves and all(p.format in HALVES for p in parts)
+    ):
         return None
     if plan.role == "embedding" and not ops.capabilities.quantizes_tables:
         return None
@@ -186,7 +218,12 @@ def packed(plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.de
 
 def held(config: Config, name: str, quantize: str | None) -> str | None:
     """A drafter that was trained for it holds its layers in 4 bits where 8 were asked for; its head keeps 8."""
-    if quantize == "int8" and isinstance(config, DrafterConfig) and config.weight_bits == 4 and name not in ("embed", "centroids"):
+    if (
+        quantize == "int8"
+        and isinstance(config, DrafterConfig)
+        and config.weight_bits == 4
+        and name not in ("embed", "centroids")
+    ):
         return "int4"
     return quantize
 
@@ -206,7 +243,9 @@ def kept_dtype(plan: TensorPlan, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if plan.role in ("norm", "vector") else dtype
 
 
-def dense(plan: TensorPlan, parts: list[Weight], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool) -> Tensor:
+def dense(
+    plan: TensorPlan, parts: list[Weight], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool
+) -> Tensor:
     rows = [part.shape[0] for part in parts]
     out = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=kept_dtype(plan, dtype), device=device)
     for piece, part in zip(out.split(rows), parts):
@@ -238,8 +277,8 @@ def dummy_weights(
     how: QuantScheme | None = None,
     cuts: Shards | None = None,
 ) -> dict[str, DeviceWeight]:
-    """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed. Matrices that the
-    checkpoint's recipe quantises are rounded to their formats."""
+    """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed. Matrices that
+    the checkpoint's recipe quantises are rounded to their formats."""
     ops = ops or ReferenceOps()
     weights: dict[str, DeviceWeight] = {}
     generator = torch.Generator(device=device)

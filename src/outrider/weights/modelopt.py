@@ -1,4 +1,5 @@
-"""NVIDIA's modelopt: NVFP4 (`weight` uint8, `weight_scale`, `weight_scale_2`) or FP8 (`weight`, `weight_scale`), by layer if mixed."""
+"""NVIDIA's modelopt: NVFP4 (`weight` uint8, `weight_scale`, `weight_scale_2`) or FP8 (`weight`, `weight_scale`), by
+layer if mixed."""
 
 from __future__ import annotations
 

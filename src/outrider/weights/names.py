@@ -19,7 +19,8 @@ Config = ModelConfig | DrafterConfig
 @dataclass(frozen=True)
 class TensorPlan:
     """One canonical weight. Matrices, embeddings and biases take the load dtype (the first two also a packed form),
-    norms and vectors are float32, an index is int64. `plus_one`: the checkpoint stores w - 1 (Gemma 3's safetensors)."""
+    norms and vectors are float32, an index is int64. `plus_one`: the checkpoint stores w - 1 (Gemma 3's
+    safetensors)."""
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]
@@ -37,10 +38,20 @@ class TensorPlan:
 # What multimodal checkpoints carry beside the text tower: names after `normalise`.
 SKIPPED_PREFIXES = (
     "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
-    "model.multi_modal_projector.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.",
+    "model.multi_modal_projector.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "multi_modal_projector.",
 )  # fmt: skip
-# Buffers that old exports stored, and a checkpoint's factors for K/V in 8 bits: the cache needs none (fp8) or makes its own (int8).
-SKIPPED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_cache_scale", ".v_cache_scale")
+# Buffers that old exports stored, and a checkpoint's factors for K/V in 8 bits: the cache needs none (fp8) or makes its
+# own (int8).
+SKIPPED_SUFFIXES = (
+    ".rotary_emb.inv_freq",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".prob_scale",
+    ".k_cache_scale",
+    ".v_cache_scale",
+)
 SHARED_KV = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -77,19 +88,28 @@ def only_looked_up(config: Config, name: str) -> bool:
 
 
 def roundable(name: str, plan: TensorPlan) -> bool:
-    """A matrix that `--quantize` rounds on a GPU: quantised checkpoints too leave embeddings, heads and routers dense there."""
-    return plan.role in ("matrix", "embedding") and name not in ("embed", "ple_embed", "head") and not name.endswith(".router")
+    """A matrix that `--quantize` rounds on a GPU: quantised checkpoints too leave embeddings, heads and routers dense
+    there."""
+    return (
+        plan.role in ("matrix", "embedding")
+        and name not in ("embed", "ple_embed", "head")
+        and not name.endswith(".router")
+    )
 
 
 def tensor_plan(config: Config) -> dict[str, TensorPlan]:
     return _target(config) if isinstance(config, ModelConfig) else _drafter(config)
 
 
-def _rows(shape: tuple[int, ...], sources: tuple[str, ...], parts: tuple[int, ...], role: Role = "matrix") -> TensorPlan:
+def _rows(
+    shape: tuple[int, ...], sources: tuple[str, ...], parts: tuple[int, ...], role: Role = "matrix"
+) -> TensorPlan:
     return TensorPlan(shape, sources, role, parts=parts if len(sources) > 1 else ())
 
 
-def _attention(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: int, qkv_bias: bool, out_bias: bool) -> None:
+def _attention(
+    plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: int, qkv_bias: bool, out_bias: bool
+) -> None:
     attn, here, there = layer.attn, f"layers.{i}.", f"model.layers.{i}.self_attn."
     which = "q" if not attn.writes else ("qk" if attn.k_eq_v else "qkv")
     parts = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in which)
@@ -103,14 +123,20 @@ def _attention(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: in
 
 def _mlp(plan: dict[str, TensorPlan], i: int, inter: int, hidden: int, bias: bool) -> None:
     here, there = f"layers.{i}.", f"model.layers.{i}.mlp."
-    plan[here + "gate_up"] = _rows((2 * inter, hidden), (there + "gate_proj.weight", there + "up_proj.weight"), (inter, inter))
+    plan[here + "gate_up"] = _rows(
+        (2 * inter, hidden), (there + "gate_proj.weight", there + "up_proj.weight"), (inter, inter)
+    )
     plan[here + "down"] = TensorPlan((hidden, inter), (there + "down_proj.weight",), "matrix")
     if bias:
-        plan[here + "gate_up_bias"] = _rows((2 * inter,), (there + "gate_proj.bias", there + "up_proj.bias"), (inter, inter), "bias")
+        plan[here + "gate_up_bias"] = _rows(
+            (2 * inter,), (there + "gate_proj.bias", there + "up_proj.bias"), (inter, inter), "bias"
+        )
         plan[here + "down_bias"] = TensorPlan((hidden,), (there + "down_proj.bias",), "bias")
 
 
-def _norms(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: int, sandwich: bool, qk_norm: bool, plus_one: bool) -> None:
+def _norms(
+    plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: int, sandwich: bool, qk_norm: bool, plus_one: bool
+) -> None:
     here, there = f"layers.{i}.", f"model.layers.{i}."
 
     def norm(name: str, source: str, size: int = hidden) -> None:
@@ -167,8 +193,12 @@ def _target(config: ModelConfig) -> dict[str, TensorPlan]:
         if config.layer_scalar:
             plan[here + "scalar"] = TensorPlan((1,), (there + "layer_scalar",), "vector")
         if config.ple_dim:
-            plan[here + "ple_gate"] = TensorPlan((config.ple_dim, hidden), (there + "per_layer_input_gate.weight",), "matrix")
-            plan[here + "ple_out"] = TensorPlan((hidden, config.ple_dim), (there + "per_layer_projection.weight",), "matrix")
+            plan[here + "ple_gate"] = TensorPlan(
+                (config.ple_dim, hidden), (there + "per_layer_input_gate.weight",), "matrix"
+            )
+            plan[here + "ple_out"] = TensorPlan(
+                (hidden, config.ple_dim), (there + "per_layer_projection.weight",), "matrix"
+            )
             plan[here + "ple_post_norm"] = TensorPlan((hidden,), (there + "post_per_layer_input_norm.weight",), "norm")
     return plan
 
@@ -185,7 +215,9 @@ def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
         plan["post"] = TensorPlan((wide, hidden), ("post_projection.weight",), "matrix")
     plan["norm"] = TensorPlan((hidden,), ("model.norm.weight",), "norm")
     if config.clusters:
-        plan["centroids"] = TensorPlan((config.clusters, config.head_hidden), ("masked_embedding.centroids.weight",), "matrix")
+        plan["centroids"] = TensorPlan(
+            (config.clusters, config.head_hidden), ("masked_embedding.centroids.weight",), "matrix"
+        )
         plan["token_ordering"] = TensorPlan((vocab,), ("masked_embedding.token_ordering",), "index")
     for i, layer in enumerate(config.layers):
         _attention(plan, i, layer, hidden, qkv_bias=False, out_bias=False)

@@ -1,4 +1,5 @@
-"""How a container keeps a quantised matrix: the seam between a checkpoint's tensors and a `Weight`, and what its readers share."""
+"""How a container keeps a quantised matrix: the seam between a checkpoint's tensors and a `Weight`, and what its
+readers share."""
 
 from __future__ import annotations
 
@@ -43,9 +44,16 @@ class QuantReader(Protocol):
         ...
 
 
-QuantScheme = Callable[[str], QuantReader | None]  # by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
+QuantScheme = Callable[
+    [str], QuantReader | None
+]  # by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
 NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules with a matrix that "Linear" does not mean
-ACTIVATION_SCALES = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")  # weights only: activations stay as they are
+ACTIVATION_SCALES = (
+    "input_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+)  # weights only: activations stay as they are
 
 
 def linear(module: str) -> bool:
@@ -53,8 +61,8 @@ def linear(module: str) -> bool:
 
 
 def matches(module: str, targets: Sequence[str], contained: bool = False) -> bool:
-    """Whether a module is meant by a list of names and `re:` patterns, whatever wraps the text tower in the checkpoint's own names.
-    contained: a plain name is meant wherever it occurs, as AWQ's tools take it."""
+    """Whether a module is meant by a list of names and `re:` patterns, whatever wraps the text tower in the
+    checkpoint's own names. contained: a plain name is meant wherever it occurs, as AWQ's tools take it."""
     names = [module]
     if module.startswith("model."):
         names += [f"model.language_model.{module[6:]}", f"language_model.{module}"]

@@ -1,8 +1,8 @@
 """Which matrices of a checkpoint are quantised: the table of containers.
 
-A configuration's `quantization_config` names a method; the method's row in `METHODS` reads the rest of it into a `QuantScheme`, a
-function from a module's name to how its matrix is stored. A new container is one file and one row here; a GGUF file needs none,
-each of its tensors says what it is.
+A configuration's `quantization_config` names a method; the method's row in `METHODS` reads the rest of it into a
+`QuantScheme`, a function from a module's name to how its matrix is stored. A new container is one file and one row
+here; a GGUF file needs none, each of its tensors says what it is.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def settings_of(config: Settings) -> object:
 
 
 def rounded_activations(config: Settings) -> str | None:
-    """How a checkpoint would have the inputs of its products rounded (`float8 by token`); None: it does not ask for that. It is not done:
-    products are those of the weights alone, and so a little closer to the model that was quantised."""
+    """How a checkpoint would have the inputs of its products rounded (`float8 by token`); None: it does not ask for
+    that. It is not done: products are those of the weights alone, and so a little closer to the model that was
+    quantised."""
     found = settings_of(config)
     if not isinstance(found, dict):
         return None
@@ -62,7 +63,9 @@ def recipe(config: Settings, where: str) -> QuantScheme | None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
     if not isinstance(found, dict) or method not in METHODS:
-        raise OutriderError(f"{where}: weights quantised by {str(method)[:40]!r} are not supported; known: {', '.join(METHODS)}")
+        raise OutriderError(
+            f"{where}: weights quantised by {str(method)[:40]!r} are not supported; known: {', '.join(METHODS)}"
+        )
     try:
         return METHODS[str(method)](found)
     except OutriderError as error:

@@ -60,7 +60,9 @@ def open_folder(folder: Path, config: ForeignDict) -> TensorSource:
         for listed, shard in read_json(folder / INDEX)["weight_map"].items():
             if normalise(listed) not in entries:
                 raise OutriderError(f"tensor {listed} should be in {folder / shard} and is not: fetch the shard again")
-    header = json.dumps({k: v for k, v in config.items() if not k.startswith("_") and k not in VOLATILE}, sort_keys=True)
+    header = json.dumps(
+        {k: v for k, v in config.items() if not k.startswith("_") and k not in VOLATILE}, sort_keys=True
+    )
     return TensorSource(str(folder), entries, header.encode())
 
 

@@ -1,5 +1,5 @@
-"""One process's part of a checkpoint whose model is divided over several: reads of each source tensor the rows or columns that
-`models.split` gives this process, and nothing else.
+"""One process's part of a checkpoint whose model is divided over several: reads of each source tensor the rows or
+columns that `models.split` gives this process, and nothing else.
 
 Rows are a range of the file; columns are stripes of it. Both are views until they are copied into place.
 """
@@ -20,7 +20,8 @@ from .source_tensor import SourceTensor
 
 
 def alignment(pieces: Sequence[SourceTensor], quantize: bool) -> int:
-    """Where the columns of a stored matrix may be cut: multiples of this; 0: nowhere. quantize: it will be rounded in groups of 32."""
+    """Where the columns of a stored matrix may be cut: multiples of this; 0: nowhere. quantize: it will be rounded in
+    groups of 32."""
     found = 32 if quantize else 1
     for piece in pieces:
         if piece.entry is not None:
@@ -39,7 +40,9 @@ def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
     try:
         return shard_weight(piece.weight(where), cut)
     except OutriderError as error:
-        raise OutriderError(f"{where}: tensor {piece.name}: {error}; leave out --tensor-parallel, or take another number") from None
+        raise OutriderError(
+            f"{where}: tensor {piece.name}: {error}; leave out --tensor-parallel, or take another number"
+        ) from None
 
 
 def shard_weight(weight: Weight, cut: Shard) -> Weight:
@@ -53,7 +56,9 @@ def shard_weight(weight: Weight, cut: Shard) -> Weight:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
         tensors[name] = t if units[name].shared else joined.view(t.dtype)
     at = max(0, len(weight.shape) - 2)
-    return Weight(weight.format, (*weight.shape[:at], sum(hi - lo for lo, hi in cut.spans), *weight.shape[at + 1 :]), tensors)
+    return Weight(
+        weight.format, (*weight.shape[:at], sum(hi - lo for lo, hi in cut.spans), *weight.shape[at + 1 :]), tensors
+    )
 
 
 def shard_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Shard]) -> Tensor:

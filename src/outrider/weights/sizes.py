@@ -38,7 +38,8 @@ class Layout:
 
 
 LAYOUTS = {
-    "Q4_0": Layout(4, 32), "Q4_1": Layout(4, 32, True), "Q5_0": Layout(5, 32), "Q5_1": Layout(5, 32, True), "Q8_0": Layout(8, 32),
+    "Q4_0": Layout(4, 32), "Q4_1": Layout(4, 32, True), "Q5_0": Layout(5, 32), "Q5_1": Layout(5, 32, True),
+    "Q8_0": Layout(8, 32),
     "Q4_K": Layout(4, 32, True), "Q5_K": Layout(5, 32, True), "Q6_K": Layout(6, 16),
 }  # fmt: skip
 
@@ -69,7 +70,9 @@ class StoredSize:
 
 
 def item_bytes(config: Mapping[str, object]) -> float:
-    named = [c[key] for c in (config, text_part(config)) for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)]
+    named = [
+        c[key] for c in (config, text_part(config)) for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)
+    ]
     return ITEM.get(str(named[0]), 2.0) if named else 2.0
 
 
@@ -98,7 +101,9 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
             if quantize is not None and roundable(name, plan):
                 if stored is not None or kind in BLOCKS:
-                    raise OutriderError(f"{files.name} is quantised already ({kind}): --quantize rounds dense checkpoints; leave it out")
+                    raise OutriderError(
+                        f"{files.name} is quantised already ({kind}): --quantize rounds dense checkpoints; leave it out"
+                    )
                 whole, made = plan.shape, rounded_to(quantize, plan.shape)  # fused parts are rounded as one
                 layout = None if made is None else layout_of(made)
             if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):

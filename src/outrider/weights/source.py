@@ -19,7 +19,8 @@ from ..ops.formats import BLOCKS
 from ..types import OutriderError
 
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
+    "F8_E5M2": 1,
 }  # fmt: skip
 
 
@@ -39,7 +40,11 @@ class Mapped:
     @property
     def pointer(self) -> str | None:
         """What to do where the file only says which one belongs here, as a repository cloned without Git LFS has it."""
-        return "a Git LFS pointer: `git lfs pull` fetches it" if self.data[:24].tobytes() == b"version https://git-lfs." else None
+        return (
+            "a Git LFS pointer: `git lfs pull` fetches it"
+            if self.data[:24].tobytes() == b"version https://git-lfs."
+            else None
+        )
 
     def release(self, start: int, length: int) -> None:
         """Forget the pages wholly or partly inside; they are read again from the file when touched again."""
@@ -50,7 +55,8 @@ class Mapped:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies. `order`: read its rows (of a vector its elements) so (Llama's GGUF files store q and k permuted)."""
+    """Where a tensor lies. `order`: read its rows (of a vector its elements) so (Llama's GGUF files store q and k
+    permuted)."""
 
     file: Mapped
     kind: str  # a dense type of ITEM_BYTES or a block format of ops.formats.BLOCKS

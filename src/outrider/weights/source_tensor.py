@@ -1,6 +1,7 @@
 """One source tensor of the plan as the checkpoint keeps it: dense rows, or the tensors of a quantised matrix.
 
-`find` looks it up by name, `SourceTensor.weight` reads it. Nothing is read before every piece of a checkpoint has been found.
+`find` looks it up by name, `SourceTensor.weight` reads it. Nothing is read before every piece of a checkpoint has been
+found.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .source import ITEM_BYTES, TensorEntry, TensorSource
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 
@@ -34,13 +36,15 @@ class Matrix:
 
     def weight(self, where: str) -> Weight:
         at = f"{where}: tensor {self.module} ({self.stored.scheme})"
-        return self.stored.read(at, self.shape, {suffix: tensor(entry) for suffix, entry in self.entries.items()}).check(at)
+        return self.stored.read(
+            at, self.shape, {suffix: tensor(entry) for suffix, entry in self.entries.items()}
+        ).check(at)
 
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """What one source of a plan is made of: `entry` (dense, or GGUF blocks), or matrices. Experts that are stored one by one are
-    `matrices` by expert, each with its rows in order; everything else has one."""
+    """What one source of a plan is made of: `entry` (dense, or GGUF blocks), or matrices. Experts that are stored one
+    by one are `matrices` by expert, each with its rows in order; everything else has one."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,7 +75,9 @@ class SourceTensor:
         for group in self.matrices:
             rows = join([m.weight(where) for m in group])
             if rows is None:
-                raise OutriderError(f"{where}: tensor {self.name}: {' and '.join(m.module for m in group)} are not of one format")
+                raise OutriderError(
+                    f"{where}: tensor {self.name}: {' and '.join(m.module for m in group)} are not of one format"
+                )
             made.append(rows)
         return made[0] if made[0].shape == self.shape else stack(made)
 
@@ -111,7 +117,11 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
     stored = recipe(module)
     if stored is None:
         return None
-    there = {s: source.entries[f"{module}.{s}"] for s in (*stored.suffixes, *stored.optional) if f"{module}.{s}" in source.entries}
+    there = {
+        s: source.entries[f"{module}.{s}"]
+        for s in (*stored.suffixes, *stored.optional)
+        if f"{module}.{s}" in source.entries
+    }
     if not there:
         return None
     for suffix in stored.suffixes:
@@ -119,12 +129,15 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
             raise OutriderError(f"{source.where}: tensor {module}.{suffix} is missing: {stored.scheme} needs it")
     for suffix, entry in there.items():
         if entry.kind not in DTYPES:
-            raise OutriderError(f"{source.where}: tensor {module}.{suffix} is stored as {entry.kind}, which {stored.scheme} does not know")
+            raise OutriderError(
+                f"{source.where}: tensor {module}.{suffix} is stored as {entry.kind}, which {stored.scheme} does not know"
+            )
     return Matrix(module, shape, stored, there)
 
 
 def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[int, ...]) -> SourceTensor | None:
-    """Experts one by one: `experts.3.gate_proj` and `experts.3.up_proj` are the rows of `experts.gate_up_proj`'s third."""
+    """Experts one by one: `experts.3.gate_proj` and `experts.3.up_proj` are the rows of `experts.gate_up_proj`'s
+    third."""
     base, _, last = name.rpartition(".")
     count, rows, columns = shape
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, (last,))

@@ -48,7 +48,9 @@ class FakeEngine:
                 tokens = [*tokens[:-1], 99]
             k = 0 if not drafting else request.draft_tokens or 3
             ms = self.ms[k]
-            stats = RequestStats(new_tokens=len(tokens), first_emitted=1, ttft_s=0.01, decode_s=ms * 1e-3 * (len(tokens) - 1), cycles=4)
+            stats = RequestStats(
+                new_tokens=len(tokens), first_emitted=1, ttft_s=0.01, decode_s=ms * 1e-3 * (len(tokens) - 1), cycles=4
+            )
             stats.drafted, stats.accepted = 4 * k, 2 * k
             stats.drafted_by_position = [4] * k + [0] * (16 - k)
             stats.accepted_by_position = [2] * k + [0] * (16 - k)

@@ -1,4 +1,5 @@
-"""The benchmark's own cycle, run eagerly on the CPU: it must emit what plain decoding emits, or its times mean nothing."""
+"""The benchmark's own cycle, run eagerly on the CPU: it must emit what plain decoding emits, or its times mean
+nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from outrider.types import Draft, OutriderError, Verdict
 DENSE = tiny_model("dense")
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 TEXT = dict(
-    vocab_size=200, hidden_size=32, num_hidden_layers=3, layer_types=KINDS, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    global_head_dim=32, intermediate_size=48, sliding_window=8, max_position_embeddings=512, final_logit_softcapping=30.0,
+    vocab_size=200, hidden_size=32, num_hidden_layers=3, layer_types=KINDS, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16,
+    global_head_dim=32, intermediate_size=48, sliding_window=8, max_position_embeddings=512,
+    final_logit_softcapping=30.0,
     num_kv_shared_layers=0, tie_word_embeddings=True,
 )  # fmt: skip
 TARGET = {"model_type": "gemma4", "text_config": TEXT}
@@ -102,7 +105,9 @@ def test_freeing_a_rig_frees_its_weights() -> None:
 def test_synthetic_acceptance_has_the_share_that_was_asked_for(k: int) -> None:
     assumed = Synthetic([chance(PUBLISHED[k], k)] * k, 3, torch.device("cpu"))
     assert assumed.expected == pytest.approx(1 + k * PUBLISHED[k], abs=1e-6)
-    verdict = Verdict(torch.zeros(3, dtype=torch.int64), torch.zeros((3, k + 1), dtype=torch.int64), torch.ones(3, dtype=torch.int64))
+    verdict = Verdict(
+        torch.zeros(3, dtype=torch.int64), torch.zeros((3, k + 1), dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    )
     draft = Draft(torch.zeros((3, k), dtype=torch.int64), torch.full((3,), k))
     counts = torch.stack([assumed(verdict, draft, verdict.counts).counts for _ in range(40)])
     assert (counts.double().mean(0) - assumed.expected).abs().max() < 0.06 * assumed.expected
@@ -139,7 +144,9 @@ def test_the_benchmark_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not any("error" in r for r in records)
     for r in records:
         assert r["ar_ms"] > 0 and set(r["cycles"]) == {4, 8} and r["cycles"][4]["floor_ms"] > r["floor_ms"]
-        assert r["synthetic"][4]["share"] == pytest.approx(0.72, abs=0.12) and r["synthetic"][4]["expected_share"] == pytest.approx(0.72)
+        assert r["synthetic"][4]["share"] == pytest.approx(0.72, abs=0.12) and r["synthetic"][4][
+            "expected_share"
+        ] == pytest.approx(0.72)
         assert ("prefill" in r) == (r["batch"] == 1)
     assert any("synthetic" in line for line in said)
     paths = gpu_table.write(tmp_path, records, "outrider bench-gpu")
@@ -180,7 +187,13 @@ def test_the_command_says_what_it_needs() -> None:
 def test_engine_steps_are_timed_with_their_host() -> None:
     engine = tiny_engine("dense", mtp_drafter(DENSE, "dense"), model=DENSE, graphs=True, max_batch=3)
     found = gpu_engine.of_engine(engine, "E2B", 3, 2, 20)
-    assert found.step_ms > 0 and set(found.host_ms) == {"plan", "launch", "wait", "commit"} and 0.0 <= found.hidden <= 1.0
+    assert (
+        found.step_ms > 0 and set(found.host_ms) == {"plan", "launch", "wait", "commit"} and 0.0 <= found.hidden <= 1.0
+    )
     assert sum(found.host_ms.values()) <= 1.05 * found.step_ms
-    assert not engine.busy and len(gpu_engine.table([found])) == 2 and len({len(r) for r in gpu_engine.table([found])}) == 1
+    assert (
+        not engine.busy
+        and len(gpu_engine.table([found])) == 2
+        and len({len(r) for r in gpu_engine.table([found])}) == 1
+    )
     engine.check()

@@ -65,7 +65,13 @@ def test_a_folder_belongs_to_one_run(tmp_path):
 
 def test_contestants_take_turns(tmp_path):
     chosen, order = settings(), []
-    run(contestants(FakeLLM()), PROMPTS, chosen, Store(tmp_path, chosen, False), lambda c: order.append((c.group, c.repeat, c.contestant)))
+    run(
+        contestants(FakeLLM()),
+        PROMPTS,
+        chosen,
+        Store(tmp_path, chosen, False),
+        lambda c: order.append((c.group, c.repeat, c.contestant)),
+    )
     for i in range(0, len(order), 3):
         assert len({e[:2] for e in order[i : i + 3]}) == 1 and len({e[2] for e in order[i : i + 3]}) == 3
     assert {order[i][2] for i in range(0, len(order), 3)} == {PLAIN, "x/K=4", "x/auto"}  # nobody always comes first
@@ -90,7 +96,11 @@ def test_figures(tmp_path):
     assert rows["x/auto", "all"].speedup == pytest.approx(2.0) and rows["x/auto", "qa"].low == pytest.approx(2.0)
     four = rows["x/K=4", "haiku"]
     assert four.speedup == pytest.approx(1.25) and four.tokens_per_second == pytest.approx(125.0)
-    assert four.acceptance == pytest.approx(0.5) and four.tokens_per_cycle == pytest.approx(3.0) and four.by_position == (0.5,) * 4
+    assert (
+        four.acceptance == pytest.approx(0.5)
+        and four.tokens_per_cycle == pytest.approx(3.0)
+        and four.by_position == (0.5,) * 4
+    )
     assert four.identical == 1.0 and four.ttft_ms == pytest.approx(10.0)
 
 
@@ -107,7 +117,9 @@ def test_intervals_hold_the_truth_and_widen_with_noise():
     for pairs in (narrow, wide):
         middle, low, high = report._interval(pairs)
         assert low <= middle <= high
-    assert report._interval(wide)[2] - report._interval(wide)[1] > 5 * (report._interval(narrow)[2] - report._interval(narrow)[1])
+    assert report._interval(wide)[2] - report._interval(wide)[1] > 5 * (
+        report._interval(narrow)[2] - report._interval(narrow)[1]
+    )
 
 
 def test_report_history_and_table(tmp_path):

@@ -89,7 +89,9 @@ def test_speculation_that_does_not_pay_says_why():
 
 def test_memory():
     need = memory_bytes(setup("31B", context=8192, batch=4))
-    assert need["weights"] == pytest.approx(61.4e9, rel=0.01) and need["total"] == sum(need[k] for k in ("weights", "drafter", "kv"))
+    assert need["weights"] == pytest.approx(61.4e9, rel=0.01) and need["total"] == sum(
+        need[k] for k in ("weights", "drafter", "kv")
+    )
     assert not predict(setup("31B", "rtx4090"), Acceptance.parse("0.72"))["fits"]
     assert predict(setup("31B", "rtx4090", weight_bytes=0.5), Acceptance.parse("0.72"))["fits"]
 
@@ -115,7 +117,9 @@ def run(*args):
 
 
 def test_the_command(tmp_path):
-    found = run("google/gemma-4-31B-it", "--gpu", "h200", "--accept", "0.72", "--json", "--plot", str(tmp_path / "r.svg"))
+    found = run(
+        "google/gemma-4-31B-it", "--gpu", "h200", "--accept", "0.72", "--json", "--plot", str(tmp_path / "r.svg")
+    )
     data = json.loads(found.stdout)
     assert data["best_k"] >= 4 and 3.0 < data["speedup"] < 7.0 and (tmp_path / "r.svg").read_text().startswith("<svg")
     assert "tokens a cycle" in run("google/gemma-4-E2B-it", "--gpu", "rtx4090").stdout
@@ -150,17 +154,49 @@ def test_check_without_a_model_takes_every_line_but_superseded_ones(tmp_path):
 def test_histories_of_bench_can_be_checked(tmp_path):
     path = tmp_path / "h.jsonl"
     rows = [
-        {"model": "m", "category": "all", "contestant": "plain", "ms_per_token": 10.0, "tokens_per_cycle": 1.0, "batch": 1},
-        {"model": "m", "category": "all", "contestant": "x/K=4", "ms_per_token": 5.0, "tokens_per_cycle": 3.0, "batch": 1},
-        {"model": "m", "category": "all", "contestant": "x/auto", "ms_per_token": 4.0, "tokens_per_cycle": 3.0, "batch": 1},
-        {"model": "m", "category": "qa", "contestant": "plain", "ms_per_token": 9.0, "tokens_per_cycle": 1.0, "batch": 1},
+        {
+            "model": "m",
+            "category": "all",
+            "contestant": "plain",
+            "ms_per_token": 10.0,
+            "tokens_per_cycle": 1.0,
+            "batch": 1,
+        },
+        {
+            "model": "m",
+            "category": "all",
+            "contestant": "x/K=4",
+            "ms_per_token": 5.0,
+            "tokens_per_cycle": 3.0,
+            "batch": 1,
+        },
+        {
+            "model": "m",
+            "category": "all",
+            "contestant": "x/auto",
+            "ms_per_token": 4.0,
+            "tokens_per_cycle": 3.0,
+            "batch": 1,
+        },
+        {
+            "model": "m",
+            "category": "qa",
+            "contestant": "plain",
+            "ms_per_token": 9.0,
+            "tokens_per_cycle": 1.0,
+            "batch": 1,
+        },
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert [(r["k"], r["cycle_ms"]) for r in read_measured(path)] == [(0, 10.0), (4, 15.0)]
     path.write_text("{}\n")
     with pytest.raises(OutriderError, match="no measured cycles"):
         read_measured(path)
-    for short in ({"cycle_ms": 10.0, "k": 0}, {"cycle_ms": 10.0, "model": "m"}, {"cycles_ms": {"0": "fast"}, "model": "m"}):
+    for short in (
+        {"cycle_ms": 10.0, "k": 0},
+        {"cycle_ms": 10.0, "model": "m"},
+        {"cycles_ms": {"0": "fast"}, "model": "m"},
+    ):
         path.write_text(json.dumps(short) + "\n")
         with pytest.raises(OutriderError, match="not a measured run"):
             read_measured(path)
@@ -182,14 +218,18 @@ def test_a_machine_fitted_to_two_products_predicts_them():
     assert 0 < flat.rate < 1e3 and flat.bandwidth > 0
 
 
-# ---- trees ---------------------------------------------------------------------------------------------------------------
+# ---- trees
+# ---------------------------------------------------------------------------------------------------------------
 def test_a_tree_without_second_guesses_is_a_line_and_with_them_is_counted_by_hand():
     survive = Acceptance.by_position([0.6, 0.3, 0.15], "").survive
     assert likeliest(survive, 0.0, 3, 3) == (pytest.approx(1 + 0.6 + 0.3 + 0.15), [1, 1, 1])
     # the best two behind the root: 0.6 and 0.4·0.5; behind them, half as likely again; three deep nothing is
     tokens, inner = likeliest(survive, 0.5, 4, 2)
     assert tokens == pytest.approx(1 + 0.6 + 0.3 + 0.2 + 0.15) and inner == [1, 1]
-    assert likeliest(survive, 0.5, 5, 2)[0] == pytest.approx(tokens + 0.1) and likeliest(survive, 0.5, 5, 2)[1] == [1, 2]
+    assert likeliest(survive, 0.5, 5, 2)[0] == pytest.approx(tokens + 0.1) and likeliest(survive, 0.5, 5, 2)[1] == [
+        1,
+        2,
+    ]
 
 
 def test_trees_pay_where_rows_are_cheap_and_never_bring_less_than_a_line():
@@ -203,7 +243,8 @@ def test_trees_pay_where_rows_are_cheap_and_never_bring_less_than_a_line():
 
 
 def test_a_tree_of_15_on_the_h200_within_10_percent():
-    """benchmarks/gpu_trees.py: 31B, 16 rows 5 deep with its draft 1.209 x plain; there a line's steps leave the rivals."""
+    """benchmarks/gpu_trees.py: 31B, 16 rows 5 deep with its draft 1.209 x plain; there a line's steps leave the
+    rivals."""
     made = setup("31B")
     predicted = (verify_seconds(made, 15) + draft_seconds(made, 5)) / verify_seconds(made, 0)
     assert predicted == pytest.approx(1.209, rel=0.1)

@@ -14,7 +14,8 @@ from outrider.types import OutriderError
 
 ACCEPT = model_of.Acceptance.parse("0.72")
 DENSE = model_of.Setup(
-    ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it"]), DrafterConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it-assistant"]),
+    ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it"]),
+    DrafterConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it-assistant"]),
     model_of.machine("a100"), context=4096,
 )  # fmt: skip
 

@@ -17,7 +17,9 @@ def test_both_suites_cover_every_category():
     for suite in ("quick", "full"):
         prompts = load_suite(suite)
         assert {p.category for p in prompts} >= SPEC_BENCH | {"creative", "short", "humaneval", "gsm8k"}
-        assert all(p.text.strip() and p.max_tokens > 0 for p in prompts) and len({p.id for p in prompts}) == len(prompts)
+        assert all(p.text.strip() and p.max_tokens > 0 for p in prompts) and len({p.id for p in prompts}) == len(
+            prompts
+        )
         assert all(p.max_tokens <= 64 for p in prompts if p.category == "short")
     assert len(load_suite("full")) == 480 + 32 + 164 + 200
 
@@ -56,7 +58,13 @@ TEST = "def check(candidate):\n    assert candidate(3) == 6\n"
 
 
 def test_code_is_run():
-    assert passes(PROMPT, "Here:\n```python\ndef twice(x):\n    return int(math.fsum([x, x]))\n```\nDone.", TEST, "twice", seconds=60)
+    assert passes(
+        PROMPT,
+        "Here:\n```python\ndef twice(x):\n    return int(math.fsum([x, x]))\n```\nDone.",
+        TEST,
+        "twice",
+        seconds=60,
+    )
     assert passes(PROMPT, "    return x + x\n", TEST, "twice", seconds=60)
     assert not passes(PROMPT, "```python\ndef twice(x):\n    return x\n```", TEST, "twice")
     assert not passes(PROMPT, "```python\ndef twice(x:\n```", TEST, "twice")
@@ -87,6 +95,8 @@ def test_copies_are_traced():
 
 def test_a_record_with_a_prompt_and_turns_is_asked_its_prompt(tmp_path):
     """It was refused for want of a question_id, by a message that named only fields it had."""
-    (tmp_path / "p.jsonl").write_text('{"id": "a", "category": "c", "prompt": "hello", "turns": ["other"], "max_tokens": 7}\n')
+    (tmp_path / "p.jsonl").write_text(
+        '{"id": "a", "category": "c", "prompt": "hello", "turns": ["other"], "max_tokens": 7}\n'
+    )
     (prompt,) = load_suite(str(tmp_path / "p.jsonl"))
     assert (prompt.id, prompt.category, prompt.text, prompt.max_tokens) == ("a", "c", "hello", 7)

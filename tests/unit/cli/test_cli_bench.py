@@ -24,7 +24,10 @@ app.command()(bench)
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     tiny.write_target("llama", folder / "m")
-    prompts = [{"id": f"p{i}", "category": "echo", "prompt": "one two three one two three one two", "max_tokens": 12} for i in range(2)]
+    prompts = [
+        {"id": f"p{i}", "category": "echo", "prompt": "one two three one two three one two", "max_tokens": 12}
+        for i in range(2)
+    ]
     (folder / "p.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     return str(folder)
 
@@ -38,7 +41,18 @@ def call(model: str, *words: str, ok: bool = True) -> str:
 
 
 def test_figures_report_and_resume(model: str, tmp_path: Path) -> None:
-    words = ("--drafters", "ngram", "--draft-tokens", "0,4,auto", "--repeats", "2", "--batch", "1,2", "--temperature", "0,0.8")
+    words = (
+        "--drafters",
+        "ngram",
+        "--draft-tokens",
+        "0,4,auto",
+        "--repeats",
+        "2",
+        "--batch",
+        "1,2",
+        "--temperature",
+        "0,0.8",
+    )
     words += ("--out", str(tmp_path / "r"), "--history", str(tmp_path / "h"))
     data = json.loads(call(model, *words, "--json"))
     rows = {(r["contestant"], r["temperature"], r["batch"]): r for r in data["rows"] if r["category"] == "all"}
@@ -46,7 +60,9 @@ def test_figures_report_and_resume(model: str, tmp_path: Path) -> None:
     assert all(r["identical"] == 1.0 and r["ms_per_token"] > 0 for r in rows.values())
     assert rows["ngram/K=4", 0.0, 1]["tokens_per_cycle"] >= 1.0 and rows["plain", 0.0, 1]["acceptance"] is None
     cells = (tmp_path / "r" / "cells.jsonl").read_text()
-    assert (tmp_path / "r" / "report.html").read_text().count("<svg") >= 4 and len(list((tmp_path / "h").iterdir())) == 1
+    assert (tmp_path / "r" / "report.html").read_text().count("<svg") >= 4 and len(
+        list((tmp_path / "h").iterdir())
+    ) == 1
     with pytest.raises(OutriderError, match="--resume"):
         call(model, *words)
     kept = cells.splitlines(keepends=True)
@@ -57,7 +73,19 @@ def test_figures_report_and_resume(model: str, tmp_path: Path) -> None:
 
 
 def test_trees_beside_lines(model: str, tmp_path: Path) -> None:
-    words = ("--drafters", "ngram", "--draft-tokens", "0,4", "--tree", "off,9", "--repeats", "1", "--out", str(tmp_path / "r"), "--json")
+    words = (
+        "--drafters",
+        "ngram",
+        "--draft-tokens",
+        "0,4",
+        "--tree",
+        "off,9",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path / "r"),
+        "--json",
+    )
     rows = json.loads(call(model, *words))["rows"]
     assert {r["contestant"] for r in rows} == {"plain", "ngram/K=4 tree=off", "ngram/K=4 tree=9"} and all(
         r["identical"] == 1.0 for r in rows
@@ -79,7 +107,10 @@ def test_another_text_fails_with_json_too(model: str, tmp_path: Path, monkeypatc
 def test_a_run_goes_on_in_its_own_settings_only(model: str, tmp_path: Path) -> None:
     words = ("--drafters", "ngram", "--draft-tokens", "0", "--repeats", "1", "--out", str(tmp_path / "r"))
     call(model, *words)
-    for other, told in (("--max-tokens", "4"), "max_tokens: None, now 4"), (("--dtype", "bfloat16"), "dtype: None, now 'bfloat16'"):
+    for other, told in (
+        (("--max-tokens", "4"), "max_tokens: None, now 4"),
+        (("--dtype", "bfloat16"), "dtype: None, now 'bfloat16'"),
+    ):
         with pytest.raises(OutriderError, match=f"was run with another {told}"):
             call(model, *words, *other, "--resume")
 
@@ -123,10 +154,22 @@ def test_traces_of_a_drafter_are_of_lines(tmp_path: Path, monkeypatch: pytest.Mo
     tell = Controller.observe
     monkeypatch.setattr(Controller, "observe", lambda self, *what: (told.append(what), tell(self, *what))[1])
     path = tmp_path / "t.jsonl"
-    call(str(tmp_path), "--drafters", str(tmp_path / "d"), "--temperature", "1", "--tree", "9", "--record-traces", str(path))
+    call(
+        str(tmp_path),
+        "--drafters",
+        str(tmp_path / "d"),
+        "--temperature",
+        "1",
+        "--tree",
+        "9",
+        "--record-traces",
+        str(path),
+    )
     [trace] = read_traces(path)
     drafted = {drafted: tree for _, drafter, drafted, _, _, tree in told if drafter == "mtp"}
-    assert trace.drafter == "mtp" and len(trace.runs) == 6 and drafted == dict.fromkeys(range(1, 6))  # as far as the answer goes; no trees
+    assert (
+        trace.drafter == "mtp" and len(trace.runs) == 6 and drafted == dict.fromkeys(range(1, 6))
+    )  # as far as the answer goes; no trees
 
 
 def test_a_file_without_traces(model: str, tmp_path: Path) -> None:

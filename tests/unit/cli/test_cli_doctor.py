@@ -49,7 +49,9 @@ def test_no_compiler_is_bad_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else real(name, *rest)
+    )
     code, found = findings()
     assert code == 0 and found["extra serve"]["state"] == "note" and "uvicorn" in found["extra serve"]["found"]
     assert "pip install 'outrider[serve]'" in call("doctor", "--no-build").stdout  # the brackets are no markup

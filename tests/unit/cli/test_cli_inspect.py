@@ -41,7 +41,9 @@ def test_json_from_a_config_alone(tmp_path: Path) -> None:
 
 def test_a_drafter_of_another_target_and_why() -> None:
     data = json.loads(call("google/gemma-4-31B-it", "--drafter", "google/gemma-4-E2B-it-assistant", "--json"))
-    assert data["drafter"]["fits"] is False and "1536" in data["drafter"]["reason"] and "5376" in data["drafter"]["reason"]
+    assert (
+        data["drafter"]["fits"] is False and "1536" in data["drafter"]["reason"] and "5376" in data["drafter"]["reason"]
+    )
     assert "does not fit" in call("google/gemma-4-31B-it", "--drafter", "google/gemma-4-E2B-it-assistant")
 
 
@@ -77,7 +79,8 @@ def test_unknown_model_type(tmp_path: Path) -> None:
 
 
 def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
-    """Both perplexities, and how far the logits are apart: four bits must cost more than eight, and eight nearly nothing."""
+    """Both perplexities, and how far the logits are apart: four bits must cost more than eight, and eight nearly
+    nothing."""
     folder = tiny.write_target("llama", tmp_path / "t")  # 32 columns: one block
     found = {mode: json.loads(call(str(folder), "--quantize", mode, "--json"))["rounding"] for mode in ("int8", "int4")}
     assert 0 < found["int8"]["logit_error"] < 0.05 < found["int4"]["logit_error"] < 0.5
@@ -89,14 +92,19 @@ def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_dense_checkpoint_that_a_gpu_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether 31B rounded to four bits fits could only be guessed by --bits, which counts embeddings in four bits too."""
-    asked = {mode: json.loads(call("google/gemma-4-31B-it", "--gpu", "rtx4090", "--quantize", mode, "--json")) for mode in ("int4", "fp8")}
+    """Whether 31B rounded to four bits fits could only be guessed by --bits, which counts embeddings in four bits
+    too."""
+    asked = {
+        mode: json.loads(call("google/gemma-4-31B-it", "--gpu", "rtx4090", "--quantize", mode, "--json"))
+        for mode in ("int4", "fp8")
+    }
     stored = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--json"))
     assert asked["int4"]["gpu"] == stored["gpu"] and not asked["fp8"]["gpu"]["fits"] and "rounding" not in asked["int4"]
     monkeypatch.setattr(base, "SMALL", 0)
     folder = tiny.write_target("llama", tmp_path / "t")
     found = {
-        mode: json.loads(call(str(folder), "--gpu", "h100", "--quantize", mode, "--quality", "--json")) for mode in ("int8", "fp8", "int4")
+        mode: json.loads(call(str(folder), "--gpu", "h100", "--quantize", mode, "--quality", "--json"))
+        for mode in ("int8", "fp8", "int4")
     }
     errors = [found[mode]["rounding"]["logit_error"] for mode in found]
     assert 0 < errors[0] < errors[1] < errors[2] < 0.5
@@ -110,12 +118,17 @@ def test_a_quantised_config_is_counted_as_it_is_stored() -> None:
     assert data["formats"]["int4 g32"] > 16e9 and data["formats"]["dense"] < 3e9
     assert data["gpu"]["fits"] and data["gpu"]["context"] >= 32768
     eight = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--kv-dtype", "fp8", "--json"))
-    assert eight["kv_bytes_per_token"] * 2 == data["kv_bytes_per_token"] and eight["gpu"]["context"] > 2 * data["gpu"]["context"]
+    assert (
+        eight["kv_bytes_per_token"] * 2 == data["kv_bytes_per_token"]
+        and eight["gpu"]["context"] > 2 * data["gpu"]["context"]
+    )
     assert not dense["gpu"]["fits"] and dense["gpu"]["context"] == 0
 
 
 def test_an_unknown_card_is_refused() -> None:
-    with pytest.raises(OutriderError, match=r"unknown machine 'rtx4080' \(did you mean rtx4090\?\); known: b200, .*cpu-2-cores$"):
+    with pytest.raises(
+        OutriderError, match=r"unknown machine 'rtx4080' \(did you mean rtx4090\?\); known: b200, .*cpu-2-cores$"
+    ):
         call("google/gemma-4-31B-it", "--gpu", "rtx4080")
     assert machine("RTX 4090") is machine("rtx-4090") is machine("rtx4090")
 
@@ -140,7 +153,9 @@ def test_a_quantised_folder_is_counted_by_its_recipe(tmp_path: Path) -> None:
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, None),
     ],
 )
-def test_activations_that_a_checkpoint_would_round_are_named(settings: object, said: str | None, tmp_path: Path) -> None:
+def test_activations_that_a_checkpoint_would_round_are_named(
+    settings: object, said: str | None, tmp_path: Path
+) -> None:
     """Products are of the weights alone: that is told, not passed over."""
     tiny._config("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

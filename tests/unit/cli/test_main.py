@@ -44,7 +44,10 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["cluster", "d", "--out", "o", "--clusters", "0"], "--clusters must be at least 1, got 0"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--lr", "nan"], "--lr must be above 0, got nan"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["train", "--target", "m", "--data", "d", "--out", "o", "--temperature", "-1"], "--temperature must be in [0, 100], got -1"),
+        (
+            ["train", "--target", "m", "--data", "d", "--out", "o", "--temperature", "-1"],
+            "--temperature must be in [0, 100], got -1",
+        ),
     ],
 )
 def test_one_line_and_exit_code_2(
@@ -52,7 +55,13 @@ def test_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "FILE").write_text('{"prompt": "hello"}\n')
     (tmp_path / "EMPTY").mkdir()
-    config = {"model_type": "llama", "num_hidden_layers": 0, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 0,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
     (tmp_path / "EMPTY" / "config.json").write_text(json.dumps(config | {"vocab_size": 99, "rms_norm_eps": 1e-6}))
     monkeypatch.chdir(tmp_path)
     code, err = called(monkeypatch, capsys, *[f"./{w}" if w == "EMPTY" else w for w in words])
@@ -60,7 +69,9 @@ def test_one_line_and_exit_code_2(
     assert code == 2 and len(lines) == 1 and told in lines[0] and "Traceback" not in err, err
 
 
-def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_processes_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A command in one process does without it; one that is divided over several says what is wrong."""
     monkeypatch.setenv("WORLD_SIZE", "x")
     monkeypatch.setattr("sys.argv", ["outrider", "--version"])
@@ -72,7 +83,9 @@ def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, cap
     assert (code, err) == (2, "outrider: RANK in the environment must be a whole number, got 'y'\n")
 
 
-def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_and_with_questions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert called(monkeypatch, capsys, "--version") == (0, "")
     assert called(monkeypatch, capsys, "generate", "--help") == (0, "")
     assert called(monkeypatch, capsys, "generate", "-h") == called(monkeypatch, capsys, "-h") == (0, "")
@@ -81,7 +94,9 @@ def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("gpus", ["2", "3"])
-def test_any_number_of_gpus_is_predicted_or_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
+def test_any_number_of_gpus_is_predicted_or_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str
+) -> None:
     code, err = called(monkeypatch, capsys, "predict", MODEL, "--tensor-parallel", gpus, "--accept", "0.7")
     assert code in (0, 2) and len(err.splitlines()) == (1 if code else 0), err
 
@@ -93,7 +108,10 @@ def outrider(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
 
 def test_input_and_output_that_are_no_text_or_closed() -> None:
     done = outrider("generate", "m", "-", input=b"\xff\xfe")
-    assert (done.returncode, done.stderr) == (2, b"outrider: standard input is not UTF-8: invalid start byte at byte 0\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        b"outrider: standard input is not UTF-8: invalid start byte at byte 0\n",
+    )
     done = outrider("generate", "m", "-", preexec_fn=lambda: os.close(0))
     assert (done.returncode, done.stderr) == (2, b"outrider: standard input is closed: nothing can be read from it\n")
     done = outrider("inspect", MODEL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})

@@ -26,7 +26,10 @@ def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"replicas": "8..2"}, 'replicas: "8..2" is not allowed; it must be a number such as 2, or bounds such as 2..8'),
+        (
+            {"replicas": "8..2"},
+            'replicas: "8..2" is not allowed; it must be a number such as 2, or bounds such as 2..8',
+        ),
         ({"replicas": 0}, "replicas: 0 "),
         ({"replicas": True}, "replicas: true "),
         ({"replicas": "2.."}, "replicas: "),
@@ -52,7 +55,9 @@ def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None
 def test_a_mistake_is_one_line(fields: dict[str, object], told: str) -> None:
     with pytest.raises(OutriderError) as caught:
         ClusterConfig.of({"model": "smollm2", **fields}, "cluster.yaml: ")
-    assert told in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("cluster.yaml: ")
+    assert (
+        told in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("cluster.yaml: ")
+    )
 
 
 def test_what_it_says_of_itself_reads_back() -> None:
@@ -60,11 +65,20 @@ def test_what_it_says_of_itself_reads_back() -> None:
     assert ClusterConfig.of(config.fields()) == config and config.fields()["replicas"] == "2..8"
     assert {*RULES} == {*OPTIONS, *(f.name for f in fields(ClusterConfig) if f.name != "load")}
     placed = config.placed(0)
-    assert (placed.gpus_per_replica, placed.max_concurrent, placed.load.threads, placed.target_queue) == (0.0, 4, 1, 4.0)
+    assert (placed.gpus_per_replica, placed.max_concurrent, placed.load.threads, placed.target_queue) == (
+        0.0,
+        4,
+        1,
+        4.0,
+    )
     assert ClusterConfig.of({"model": "m"}).placed(2).max_concurrent == 254  # as `outrider serve` on a GPU
     assert ClusterConfig.of({"model": "m", "device": "cpu"}).placed(2).gpus_per_replica == 0
     divided = ClusterConfig.of({"model": "m", "tensor_parallel": 2, "cpus_per_replica": 4})
-    assert (divided.placed(0).load.threads, divided.placed(0).gpus_per_replica, divided.placed(4).gpus_per_replica) == (2, 0.0, 2.0)
+    assert (divided.placed(0).load.threads, divided.placed(0).gpus_per_replica, divided.placed(4).gpus_per_replica) == (
+        2,
+        0.0,
+        2.0,
+    )
     with pytest.raises(OutriderError, match="a GPU a process"):
         ClusterConfig.of({"model": "m", "tensor_parallel": 2, "gpus_per_replica": 1}).placed(4)
     with pytest.raises(OutriderError, match="the cluster has 0 GPUs"):
@@ -82,7 +96,9 @@ def test_trees_as_yaml_reads_them(tmp_path: Path, said: str, tree: int | None) -
 def test_arguments_of_an_application_are_texts(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("model: smollm2\nwait: 7\n")
-    config = ClusterConfig.from_args({"config": str(file), "replicas": "2", "gpu_memory": "0.5", "max_concurrent": "4", "name": "7"})
+    config = ClusterConfig.from_args(
+        {"config": str(file), "replicas": "2", "gpu_memory": "0.5", "max_concurrent": "4", "name": "7"}
+    )
     assert (config.model, config.wait, str(config.replicas), config.load.engine.gpu_memory, config.max_concurrent, config.name) == (
         "smollm2", 7.0, "2", 0.5, 4, "7",
     )  # fmt: skip
@@ -109,7 +125,12 @@ def test_files_and_the_command(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("model: smollm2\nreplicas: 2..8\nrouting: least-loaded\n")
     shown = CliRunner().invoke(app(), ["deploy", str(file), "--replicas", "3", "--set", "wait=5", "--check"])
-    assert shown.exit_code == 0 and shown.stdout.splitlines() == ["model: smollm2", "replicas: '3'", "routing: least-loaded", "wait: 5.0"]
+    assert shown.exit_code == 0 and shown.stdout.splitlines() == [
+        "model: smollm2",
+        "replicas: '3'",
+        "routing: least-loaded",
+        "wait: 5.0",
+    ]
     for text, told in (("model: [", "is not YAML"), ("- 1", "must hold fields"), ("replicas: 2", "model is missing")):
         file.write_text(text)
         with pytest.raises(OutriderError, match=told) as caught:

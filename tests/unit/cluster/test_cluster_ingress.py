@@ -36,7 +36,11 @@ class Pair:
     async def up(self, hold: int | None = None, **settings: Any) -> AsyncIterator[Ingress]:
         tok = tokenizer()
         self.replicas = [
-            Replica(n, ServedModel(FakeEngine(tok, hold=hold), tok, VOCAB, 2048, ""), ServerSettings(model_name="fake", host="0.0.0.0"))
+            Replica(
+                n,
+                ServedModel(FakeEngine(tok, hold=hold), tok, VOCAB, 2048, ""),
+                ServerSettings(model_name="fake", host="0.0.0.0"),
+            )
             for n in "ab"
         ]
         for replica in self.replicas:
@@ -95,15 +99,27 @@ async def ask(
             gone.set()
 
     named = [
-        (k.replace("_", "-").encode(), v.encode()) for k, v in {"host": "127.0.0.1", "content_type": "application/json", **headers}.items()
+        (k.replace("_", "-").encode(), v.encode())
+        for k, v in {"host": "127.0.0.1", "content_type": "application/json", **headers}.items()
     ]
-    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": named, "client": ("10.0.0.1", 1)}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": named,
+        "client": ("10.0.0.1", 1),
+    }
     await asyncio.wait_for(ingress(scope, receiving(raw, gone), send), PATIENCE)
     if not sent:
         return 0, {}, b""
     seen = [k.decode() for k, _ in sent[0]["headers"]]
     assert len(seen) == len(set(seen)), f"a header twice: {seen}"
-    return sent[0]["status"], {k.decode(): v.decode() for k, v in sent[0]["headers"]}, b"".join(m.get("body", b"") for m in sent[1:])
+    return (
+        sent[0]["status"],
+        {k.decode(): v.decode() for k, v in sent[0]["headers"]},
+        b"".join(m.get("body", b"") for m in sent[1:]),
+    )
 
 
 def text_of(body: bytes) -> str:
@@ -207,7 +223,9 @@ def test_keys_and_sizes_are_checked_at_the_door() -> None:
     async def run() -> None:
         pair = Pair()
         async with pair.up(api_keys=("secret",), max_body=2048) as ingress:
-            assert (await ask(ingress, CHAT))[0] == 401 and (await ask(ingress, path="/metrics", method="GET"))[0] == 401
+            assert (await ask(ingress, CHAT))[0] == 401 and (await ask(ingress, path="/metrics", method="GET"))[
+                0
+            ] == 401
             assert (await ask(ingress, path="/health", method="GET"))[0] == 200
             assert (await ask(ingress, {"x": "y" * 4096}, authorization="Bearer secret"))[0] == 413 and not pair.sent
             assert (await ask(ingress, CHAT, authorization="Bearer secret"))[0] == 200
@@ -225,7 +243,10 @@ def test_metrics_are_each_replicas_and_their_sum() -> None:
             rows = dict(line.rsplit(" ", 1) for line in page.decode().splitlines() if not line.startswith("#"))
             each = [float(rows[f'outrider_replica_new_tokens_total{{replica="{r}"}}']) for r in "ab"]
             assert min(each) > 0 and float(rows["outrider_new_tokens_total"]) == sum(each)
-            assert float(rows['outrider_request_seconds_bucket{le="+Inf"}']) == 3 and rows["outrider_cluster_replicas_ready"] == "2.0"
+            assert (
+                float(rows['outrider_request_seconds_bucket{le="+Inf"}']) == 3
+                and rows["outrider_cluster_replicas_ready"] == "2.0"
+            )
             assert float(rows['outrider_http_requests_total{route="chat",status="200"}']) == 3
             pair.there = 1  # one is gone; what it had counted stays
             _, _, page = await ask(ingress, path="/metrics", method="GET")

@@ -16,7 +16,10 @@ from outrider.types import OutriderError
 
 
 def written(folder: Path, count: int) -> Path:
-    lines = [{"custom_id": f"r{i}", "url": "/v1/completions", "body": {"model": "m", "prompt": f"p{i}"}} for i in range(count)]
+    lines = [
+        {"custom_id": f"r{i}", "url": "/v1/completions", "body": {"model": "m", "prompt": f"p{i}"}}
+        for i in range(count)
+    ]
     rows = [json.dumps(line) for line in lines]
     rows[3:3] = ["not json", rows[0]]  # a line that is none, and a custom_id for the second time
     source = folder / "in.jsonl"
@@ -44,7 +47,9 @@ class Flaky:
 def run(source: Path, out: Path, pool: WorkerPool) -> tuple[BatchProgress, list[Json]]:
     progress = keep_books(source, out, salt_of("m", 0), pool.rows, lambda _: None)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert sorted(r["id"] for r in rows) == sorted(line.id for line in read_lines(source, salt_of("m", 0)))  # each line once
+    assert sorted(r["id"] for r in rows) == sorted(
+        line.id for line in read_lines(source, salt_of("m", 0))
+    )  # each line once
     return progress, rows
 
 

@@ -18,7 +18,9 @@ def test_keys_are_those_of_the_beginning() -> None:
     assert prefix_keys(body(long, model="a", max_tokens=3)) == prefix_keys(
         body(long, model="bb", max_tokens=400)
     )  # what stands before is no prompt
-    assert not prefix_keys(body("short")) and not prefix_keys(b"") and not prefix_keys(b'{"model": "' + b"x" * 999 + b'"}')
+    assert (
+        not prefix_keys(body("short")) and not prefix_keys(b"") and not prefix_keys(b'{"model": "' + b"x" * 999 + b'"}')
+    )
     assert len(prefix_keys(b'{"prompt": "' + b"x" * 10 * BLOCK)) == 10
 
 

@@ -23,9 +23,11 @@ KEY = CostKey("machine", "model", "version")
 
 def engine_with(kind: str) -> Engine:
     model = tiny_model("dense")
-    drafter = {"ngram": lambda: None, "mtp": lambda: mtp_drafter(model, "dense"), "draft": lambda: DraftModel(tiny_model("llama", 3))}[
-        kind
-    ]()
+    drafter = {
+        "ngram": lambda: None,
+        "mtp": lambda: mtp_drafter(model, "dense"),
+        "draft": lambda: DraftModel(tiny_model("llama", 3)),
+    }[kind]()
     return tiny_engine("dense", drafter, model=model, k=None)
 
 
@@ -47,7 +49,9 @@ def test_the_second_start_takes_the_stored_table(kind: str, tmp_path: Path, monk
 module_agrees = module.agrees
 
 
-def test_a_host_cycle_without_a_drafter_is_checked_on_the_second_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_cycle_without_a_drafter_is_checked_on_the_second_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One call a cycle and nothing but n-grams: the check once had a single cell and took the logarithm of zero."""
     monkeypatch.setattr(module, "BUDGET_S", 0.1)
     shape = {**VARIANTS["llama"], "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 64}

@@ -46,7 +46,13 @@ class Told(Controller):
         return [DraftPlan(self.name, min(6, v.drafter_available.get(self.name, 0)), self.stop, self.drop) for v in seqs]
 
     def observe(
-        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None, tree: object = None
+        self,
+        id: str,
+        drafter: str | None,
+        drafted: int,
+        accepted: int,
+        confidence: Sequence[float] | None = None,
+        tree: object = None,
     ) -> None:
         self.observed.append((drafted, accepted, confidence))
 
@@ -95,7 +101,9 @@ def test_rows_are_cut_to_what_was_drafted(params: dict[str, Any]) -> None:
     drafted = [k for k, _, _ in controller.observed]
     assert engine.metrics.drafted == sum(drafted) and 0 < engine.metrics.accepted < engine.metrics.drafted
     assert sum(rows) == sum(drafted) + len(drafted), "one row a verified token and one more a sequence"
-    assert min(drafted) == 0 and max(drafted) > 3 and any(k % 1 for k in controller.widths), "ragged, and the mean is told"
+    assert min(drafted) == 0 and max(drafted) > 3 and any(k % 1 for k in controller.widths), (
+        "ragged, and the mean is told"
+    )
     assert all(sure is None or len(sure) >= k for k, _, sure in controller.observed)
 
 
@@ -126,7 +134,8 @@ class Beside(Told):
 
 
 def test_beside_a_longer_copy_nothing_is_said_of_tokens_that_were_not_drafted() -> None:
-    """The row of confidences is as long as the longest draft of the step; what lies behind a shorter one is no token left out."""
+    """The row of confidences is as long as the longest draft of the step; what lies behind a shorter one is no token
+    left out."""
     asked = [request("a", [3, 5] * 6), request("b", PROMPT)]
     want = run(tiny_engine(model=MODEL, names=()), asked)
     controller = Beside("knows")
@@ -156,4 +165,6 @@ def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, A
         assert all(0.0 <= p <= 1.0 for _, sure in told for p in sure)
         mean.append(sum(k for k, _ in told) / len(told))
     assert all(text == texts[0] for text in texts)
-    assert mean[0] > mean[1] > mean[2] and mean[3:] == [1.0, 0.0], "off; each token rated below 1; the last is kept by stop alone"
+    assert mean[0] > mean[1] > mean[2] and mean[3:] == [1.0, 0.0], (
+        "off; each token rated below 1; the last is kept by stop alone"
+    )

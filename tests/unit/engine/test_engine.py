@@ -95,7 +95,9 @@ def test_stop_ids_cut_inside_an_accepted_draft(engine: Engine) -> None:
     for k in (0, 1, 4, 16):
         got = run(engine, [request("b", PROMPT, k=k, max_tokens=30, stop_token_ids=(stop,))])["b"]
         assert got == text[: first + 1]
-        later = run(engine, [request("c", PROMPT, k=k, max_tokens=30, stop_token_ids=(stop,), min_tokens=first + 2)])["c"]
+        later = run(engine, [request("c", PROMPT, k=k, max_tokens=30, stop_token_ids=(stop,), min_tokens=first + 2)])[
+            "c"
+        ]
         assert len(later) > first + 1 and stop not in later[: first + 1]
 
 
@@ -227,7 +229,8 @@ def test_the_youngest_is_preempted() -> None:
 
 
 def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
-    """Chunks of several sequences in one pass, smaller ones beside those that decode: the tokens are those of each alone."""
+    """Chunks of several sequences in one pass, smaller ones beside those that decode: the tokens are those of each
+    alone."""
     ops = CpuOps(threads=1)
     config = ModelConfig.from_hf(SHAPES["sliding"])
     model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
@@ -240,7 +243,10 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
     engine = engine_of()
     whole = engine.runner.run
     engine.runner.run = lambda scheduled: (rows.append([item.count for item in scheduled]), whole(scheduled))[1]  # type: ignore[method-assign]
-    jobs = [request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12) for i, n in enumerate((5, 9, 70, 3, 33, 130))]
+    jobs = [
+        request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12)
+        for i, n in enumerate((5, 9, 70, 3, 33, 130))
+    ]
     got = run(engine, jobs)
     assert rows[0] == [4, 8, 64, 2] and max(map(sum, rows[1:])) == 16 and len(rows) < 20, rows
     assert sum(map(sum, rows)) == sum(len(r.prompt) - 1 for r in jobs)
@@ -281,13 +287,16 @@ def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
         return out
 
     assert budgets((0, 20, 32, 35, 36, 39), pack=2048) == [2048, 2048, 2048, 1024, 640, 640]
-    assert budgets((0, 1, 20, 39), pack=2048, alone=8192) == [8192, 2048, 2048, 640], "larger passes hold up nobody who decodes"
+    assert budgets((0, 1, 20, 39), pack=2048, alone=8192) == [8192, 2048, 2048, 640], (
+        "larger passes hold up nobody who decodes"
+    )
     assert budgets((2,), paused=38, pack=2048, alone=8192) == [640], "who is paused waits for no prompt"
     assert budgets((0, 39)) == [640, 640]
 
 
 def test_a_paused_request_goes_on_where_it_was() -> None:
-    """It takes no step while it is paused, an engine of paused ones is not busy, and the tokens are those of one never paused."""
+    """It takes no step while it is paused, an engine of paused ones is not busy, and the tokens are those of one never
+    paused."""
     requests = [request(f"r{i}", [3 + i, 5, 7, 5, 7], temperature=0.8, seed=i) for i in range(3)]
     want = run(tiny_engine(), requests)
     engine, got = tiny_engine(), {r.id: list[int]() for r in requests}
@@ -315,7 +324,9 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
 
 def test_beside_streams_prompts_come_in_small_pieces() -> None:
     scheduler = Scheduler(CountingCache(4, 10_000), 4, 512, 16, 1 << 30, True, beside=16)
-    stream, long, short = (Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10))
+    stream, long, short = (
+        Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10)
+    )
     for seq in (stream, long, short):
         scheduler.add(seq)
     choose = lambda ready: [NO_DRAFT] * len(ready)  # noqa: E731
@@ -334,9 +345,12 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
 
 
 def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
-    """Six of one client's come together: a step has as many rows of prompts as with one, and all of them are done in the end."""
+    """Six of one client's come together: a step has as many rows of prompts as with one, and all of them are done in
+    the end."""
     scheduler = Scheduler(CountingCache(8, 10_000), 8, 512, 16, 1 << 30, True, beside=16)
-    stream, *many = (Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6))
+    stream, *many = (
+        Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6)
+    )
     scheduler.add(stream)
     choose = lambda ready: [NO_DRAFT] * len(ready)  # noqa: E731
     scheduler.plan(choose)

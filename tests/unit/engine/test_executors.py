@@ -1,4 +1,5 @@
-"""Three ways to run the same step: whichever executor runs them, requests get the tokens that the eager one gives each alone."""
+"""Three ways to run the same step: whichever executor runs them, requests get the tokens that the eager one gives each
+alone."""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ def engine_of(shape: str, kind: str) -> Engine:
 @pytest.mark.parametrize("kind", ["eager", "host", "graphs"])
 def test_every_executor_gives_the_tokens_of_each_request_alone(kind: str, shape: str) -> None:
     asked: list[dict[str, Any]] = [
-        {}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.1, "top_k": 7, "seed": 2}, {"repetition_penalty": 1.2}, {"logprobs": 2},
+        {}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.1, "top_k": 7, "seed": 2}, {"repetition_penalty": 1.2},
+        {"logprobs": 2},
         {"temperature": 0.6, "seed": 5, "min_tokens": 6, "stop_token_ids": (9, 11)},
     ]  # fmt: skip
     ks, drafters = (3, None, 5, 0, 2, 16), ("mtp", True, "ngram", True, True, True)
-    jobs = [request(str(i), PROMPT[i:] + [20 + i], k=ks[i], drafter=drafters[i], **params) for i, params in enumerate(asked)]
+    jobs = [
+        request(str(i), PROMPT[i:] + [20 + i], k=ks[i], drafter=drafters[i], **params) for i, params in enumerate(asked)
+    ]
     got = run(engine_of(shape, kind), jobs)
     for job in jobs:
         alone = run(engine_of(shape, "eager"), [Request(job.id, job.prompt, job.params, 0, False)])
@@ -63,8 +67,10 @@ def test_who_runs_a_step_is_decided_in_one_place() -> None:
 
     executors = engine_of("llama", "host").executors
     for params, name in (
-        ({}, "host"), ({"temperature": 1.0}, "host"), ({"top_p": 0.5}, "host"), ({"temperature": 1.0, "top_p": 0.5}, "eager"),
-        ({"logprobs": 0}, "host"), ({"logprobs": 20, "temperature": 1.0}, "host"), ({"frequency_penalty": 0.1}, "eager"),
+        ({}, "host"), ({"temperature": 1.0}, "host"), ({"top_p": 0.5}, "host"),
+        ({"temperature": 1.0, "top_p": 0.5}, "eager"),
+        ({"logprobs": 0}, "host"), ({"logprobs": 20, "temperature": 1.0}, "host"),
+        ({"frequency_penalty": 0.1}, "eager"),
     ):  # fmt: skip
         assert pick(executors, batch(**params)).name == name, params
     with_graphs = engine_of("llama", "graphs").executors

@@ -1,5 +1,5 @@
-"""Masks that advance along a draft. Catches: a draft followed past where it leaves the grammar, a matcher left advanced after
-masks(), an end token refused or anything else allowed when the text is complete."""
+"""Masks that advance along a draft. Catches: a draft followed past where it leaves the grammar, a matcher left advanced
+after masks(), an end token refused or anything else allowed when the text is complete."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_a_failure_ends_the_text_and_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"not": {}}, {"type": "strin"}, {"$ref": "#"}, {"$ref": "http://x/y"}, {"type": "string", "pattern": "(?=a)"}]
+    "schema",
+    [{"not": {}}, {"type": "strin"}, {"$ref": "#"}, {"$ref": "http://x/y"}, {"type": "string", "pattern": "(?=a)"}],
 )
 def test_schemas_that_cannot_be_enforced_are_refused(schema: dict[str, object]) -> None:
     with pytest.raises(OutriderError, match="can't be compiled"):
@@ -88,7 +89,8 @@ def test_regex() -> None:
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), width=st.integers(0, 5))
 def test_masked_choice_with_drafts_is_masked_choice_without(seed: int, width: int) -> None:
-    """Whatever is drafted, choosing under the masks gives the text that choosing one token at a time gives, and it is valid."""
+    """Whatever is drafted, choosing under the masks gives the text that choosing one token at a time gives, and it is
+    valid."""
     rng = np.random.default_rng(seed)
     prefer = rng.permutation(VOCAB)
 
@@ -154,4 +156,6 @@ def test_a_draft_that_breaks_the_parser_costs_the_draft_only() -> None:
     assert matcher.failed is None and (rows[2:] == -1).all()  # the draft ends before the token behind which it fails
     assert matcher._inner.taken == [3, 4]
     matcher.advance([7])
-    assert masks(matcher, [])[0][0].nonzero()[0].tolist() == [1] and "too complex" in str(matcher.failed)  # there plain decoding fails too
+    assert masks(matcher, [])[0][0].nonzero()[0].tolist() == [1] and "too complex" in str(
+        matcher.failed
+    )  # there plain decoding fails too

@@ -38,11 +38,17 @@ def test_a_step_runs_in_a_graph_that_does_all_of_it() -> None:
     for less in (dict(batch=4), dict(context=512)):
         assert not covers(replace(PLAIN, **less), PLAIN)
     assert not covers(PLAIN, replace(PLAIN, choosing="sampled"))
-    assert covers(replace(DRAFTED, k=6), DRAFTED) and not covers(DRAFTED, replace(DRAFTED, k=6)) and not covers(DRAFTED, replace(DRAFTED, k=0))
+    assert (
+        covers(replace(DRAFTED, k=6), DRAFTED)
+        and not covers(DRAFTED, replace(DRAFTED, k=6))
+        and not covers(DRAFTED, replace(DRAFTED, k=0))
+    )
     assert not covers(replace(DRAFTED, k=6, nodes=7), replace(DRAFTED, nodes=7)), "how deep a tree is makes it another"
     for other in (dict(source="host"), dict(asks=SamplingFeatures(logprobs=5)), dict(nodes=7), dict(part="draft")):
         assert not covers(replace(DRAFTED, **other), DRAFTED) and not covers(DRAFTED, replace(DRAFTED, **other))
-    there = [replace(PLAIN, batch=b, choosing=c, context=n) for b in (8, 16) for c in ("greedy", "sort") for n in (512, 2048)]
+    there = [
+        replace(PLAIN, batch=b, choosing=c, context=n) for b in (8, 16) for c in ("greedy", "sort") for n in (512, 2048)
+    ]
     assert cheapest_covering(there, replace(PLAIN, batch=5)) == replace(PLAIN, context=2048)
     assert cheapest_covering(there, replace(PLAIN, choosing="sampled")) == replace(PLAIN, context=2048, choosing="sort")
     assert cheapest_covering(there, replace(PLAIN, batch=24)) is None
@@ -56,14 +62,16 @@ def test_what_is_captured_beside_requests_has_room_to_spare() -> None:
 
 
 def test_trees_are_captured_as_they_are() -> None:
-    """Attention keeps sums of every row of a tree by pieces of the context: with room to spare it could take all memory."""
+    """Attention keeps sums of every row of a tree by pieces of the context: with room to spare it could take all
+    memory."""
     tree = replace(DRAFTED, batch=3, context=65536, nodes=8)
     assert padded(tree, 256, 1 << 18, 2048) == tree
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_graph_of_more_drafts_has_room_for_their_keys(model: Any, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """A line of one draft ran in a graph of four just before the graph's context ended, and K/V of the others went past its table."""
+    """A line of one draft ran in a graph of four just before the graph's context ended, and K/V of the others went past
+    its table."""
     monkeypatch.setattr(graph_dispatch, "NEAR", 512)
     engine, executor = served(model, max_batch=2, max_context=1024)
     executor.prepare()
@@ -94,7 +102,8 @@ def test_a_server_is_ready_for_every_number_of_sequences() -> None:
 
 
 def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first requests of a server joined one by one, and each new number of sequences was captured while they waited."""
+    """The first requests of a server joined one by one, and each new number of sequences was captured while they
+    waited."""
     engine, executor = served(model, max_batch=12)
     said = executor.prepare()
     before = set(executor._graphs)
@@ -126,7 +135,9 @@ def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch
     executor.prepare()
     jobs = [request(str(i), [3 + i], k=0, max_tokens=9) for i in range(18)]
     got = run(engine, jobs)
-    assert {key.batch for key in executor._graphs if key.batch not in graph_dispatch.BATCHES} == {24, 48}, "48 is all that there can be"
+    assert {key.batch for key in executor._graphs if key.batch not in graph_dispatch.BATCHES} == {24, 48}, (
+        "48 is all that there can be"
+    )
     assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs[:3])
     ready, executor._instead = executor.ready, {}
     executor._graphs = {key: made for key, made in executor._graphs.items() if key.batch != 24}
@@ -180,7 +191,8 @@ def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytes
 
 
 def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of them could not capture, it ran the step launched while the others captured: they waited for one another for ever."""
+    """Where one of them could not capture, it ran the step launched while the others captured: they waited for one
+    another for ever."""
 
     class Pretended:
         type = "cuda"

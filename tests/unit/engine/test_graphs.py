@@ -1,7 +1,7 @@
 """Cycles that are launched before the last one was read: the captured function itself, run eagerly on the CPU.
 
-The same engine code drives CUDA graphs; here a replay is a call. Texts must be those of the eager engine, whoever joins,
-leaves, is pre-empted or stops in between.
+The same engine code drives CUDA graphs; here a replay is a call. Texts must be those of the eager engine, whoever
+joins, leaves, is pre-empted or stops in between.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def test_the_same_text_at_every_k(variant: str, params: dict[str, Any]) -> None:
 
 
 def test_cycles_overlap_and_the_last_one_is_dropped() -> None:
-    """A step returns what the launch before it did. A stop token is seen one cycle late; what came after it is not emitted."""
+    """A step returns what the launch before it did. A stop token is seen one cycle late; what came after it is not
+    emitted."""
     engine = engines("dense")
     want = alone("dense", request("a", PROMPT, max_tokens=30))
     stop = want[9]
@@ -131,7 +132,9 @@ class Thirds:
         return np.packbits(self.masks(drafts)[0], axis=1, bitorder="little").view(np.int32)
 
     def advance(self, tokens: Any) -> None:
-        assert all(self.allows(t, self.taken + i) for i, t in enumerate(tokens)), "a token outside the grammar was emitted"
+        assert all(self.allows(t, self.taken + i) for i, t in enumerate(tokens)), (
+            "a token outside the grammar was emitted"
+        )
         self.taken += len(tokens)
 
 
@@ -162,16 +165,24 @@ one = st.tuples(
 
 @settings(max_examples=25)
 @given(
-    st.sampled_from(sorted(MODELS)), st.lists(one, min_size=1, max_size=8), st.integers(2, 8), st.booleans(), st.booleans(), st.booleans()
+    st.sampled_from(sorted(MODELS)),
+    st.lists(one, min_size=1, max_size=8),
+    st.integers(2, 8),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bool, reuse: bool, served: bool) -> None:
-    """Requests join, leave, are aborted and pre-empted while cycles are in flight. In a server steps run in graphs with room to spare."""
+    """Requests join, leave, are aborted and pre-empted while cycles are in flight. In a server steps run in graphs with
+    room to spare."""
     engine = engines(variant, True, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse)
     if served:
         graphs_of(engine).prepare()
     eager = engine.executors[-1]
     eager.launch = lambda batch: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
-    waiting = [(at, gone, request(str(i), prompt, k=k, drafter=d, **p)) for i, (prompt, p, k, d, at, gone) in enumerate(jobs)]
+    waiting = [
+        (at, gone, request(str(i), prompt, k=k, drafter=d, **p)) for i, (prompt, p, k, d, at, gone) in enumerate(jobs)
+    ]
     got: dict[str, list[int]] = {r.id: [] for _, _, r in waiting}
     ended: dict[str, str] = {}
     for step in range(2000):
@@ -187,7 +198,9 @@ def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bo
             got[event.id] += event.tokens
             asked = next(r.params.logprobs for _, _, r in waiting if r.id == event.id)
             if event.tokens and asked is not None:
-                assert event.logprobs is not None and all(t in row for t, row in zip(event.tokens, event.logprobs, strict=True))
+                assert event.logprobs is not None and all(
+                    t in row for t, row in zip(event.tokens, event.logprobs, strict=True)
+                )
                 assert all(asked <= len(row) <= asked + 1 for row in event.logprobs)
             if event.finish_reason:
                 ended[event.id] = event.finish_reason
@@ -221,7 +234,10 @@ def test_logprobs_of_a_graph_are_those_of_the_eager_cycle(k: int) -> None:
         engine.submit(request("a", PROMPT, k=k, logprobs=3, temperature=0.8, seed=4))
         return [row for _ in iter(lambda: engine.busy, False) for e in engine.step() for row in e.logprobs or ()]
 
-    ours, want = rows(engines("dense")), rows(tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense"), model=MODELS["dense"]))
+    ours, want = (
+        rows(engines("dense")),
+        rows(tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense"), model=MODELS["dense"])),
+    )
     assert len(ours) == 24 and [list(r) for r in ours] == [list(r) for r in want]
     assert all(abs(a[t] - b[t]) < 1e-4 for a, b in zip(ours, want) for t in a)
 
@@ -231,11 +247,18 @@ def test_what_a_batch_asks_for() -> None:
     assert not plain.processed and not plain.temperature_only and SamplingFeatures.of([plain], 1) == NO_FEATURES
     for n, likely in ((0, 0), (3, 5), (20, 20)):
         told = SamplingParams(logprobs=n)
-        assert told.processed and told.temperature_only and SamplingFeatures.of([plain, told], 1) == SamplingFeatures(logprobs=likely)
+        assert (
+            told.processed
+            and told.temperature_only
+            and SamplingFeatures.of([plain, told], 1) == SamplingFeatures(logprobs=likely)
+        )
     for p, want in (
-        (SamplingParams(repetition_penalty=1.1), SamplingFeatures(penalties=True)), (SamplingParams(presence_penalty=0.1), SamplingFeatures(penalties=True)),
-        (SamplingParams(frequency_penalty=0.1), SamplingFeatures(penalties=True)), (SamplingParams(logit_bias={1: 1.0, 2: 1.0, 3: 0.5}), SamplingFeatures(bias=4)),
-        (SamplingParams(bad_words=((1,), (1, 2, 3))), SamplingFeatures(words=2, reach=2)), (SamplingParams(min_tokens=1), SamplingFeatures(stops=1)),
+        (SamplingParams(repetition_penalty=1.1), SamplingFeatures(penalties=True)),
+        (SamplingParams(presence_penalty=0.1), SamplingFeatures(penalties=True)),
+        (SamplingParams(frequency_penalty=0.1), SamplingFeatures(penalties=True)),
+        (SamplingParams(logit_bias={1: 1.0, 2: 1.0, 3: 0.5}), SamplingFeatures(bias=4)),
+        (SamplingParams(bad_words=((1,), (1, 2, 3))), SamplingFeatures(words=2, reach=2)),
+        (SamplingParams(min_tokens=1), SamplingFeatures(stops=1)),
         (SamplingParams(grammar=Thirds()), SamplingFeatures(grammar=True)),
     ):  # fmt: skip
         assert p.processed and not p.temperature_only and SamplingFeatures.of([plain, p], 1) == want
@@ -252,7 +275,9 @@ def test_how_candidates_are_found() -> None:
     assert choosing_of([SamplingParams(**sampled, top_k=5000)]) == "sort"
 
 
-def test_a_failing_capture_leaves_the_eager_cycle(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_capture_leaves_the_eager_cycle(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engines("dense")
     calls = 0
 
@@ -275,7 +300,10 @@ def test_a_special_graph_that_cannot_be_captured_does_not_end_the_others() -> No
     """Steps with it are eager, back and forth with the graphs of the others; the texts are the same."""
     engine = engines("dense")
     executor = graphs_of(engine)
-    jobs = [request("a", PROMPT, k=2, max_tokens=30), request("b", PROMPT[3:], k=2, max_tokens=9, repetition_penalty=1.3)]
+    jobs = [
+        request("a", PROMPT, k=2, max_tokens=30),
+        request("b", PROMPT[3:], k=2, max_tokens=9, repetition_penalty=1.3),
+    ]
     jobs.append(request("c", PROMPT[5:], k=0, max_tokens=6, frequency_penalty=0.5))
     ready = executor.ready
 

@@ -29,19 +29,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 32, "eos_token_id": 1,
     },
     "sliding": {
-        "model_type": "gemma3_text", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 3,
+        "model_type": "gemma3_text", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 32, "sliding_window": 24,
+        "sliding_window_pattern": 3,
         "eos_token_id": 1,
     },
 }  # fmt: skip
-SHAPES["ties"] = {**SHAPES["llama"], "vocab_size": 90}  # a vocabulary of no whole number of vectors, every token's logit there twice
+SHAPES["ties"] = {
+    **SHAPES["llama"],
+    "vocab_size": 90,
+}  # a vocabulary of no whole number of vectors, every token's logit there twice
 SHAPES["capped"] = {**SHAPES["ties"], "vocab_size": 2006}
 SHAPES["few"] = {**SHAPES["llama"], "vocab_size": 8}
 SHAPES["few sliding"] = {**SHAPES["sliding"], "vocab_size": 8}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 
 
-def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0, ops: CpuOps | None = None) -> tuple[Engine, Engine]:
+def engines(
+    shape: str, taps: tuple[int, ...] = (), clusters: int = 0, ops: CpuOps | None = None
+) -> tuple[Engine, Engine]:
     """The same model and drafter; the second without the one call."""
     ops = ops or CpuOps(threads=2)
     config = ModelConfig.from_hf(SHAPES[shape])
@@ -52,13 +59,17 @@ def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0, ops: CpuO
     if shape == "capped":
         config, weights["head"] = replace(config, softcap=5.0), weights["head"] * 20.0
     model = ops.compile(TextModel(config, weights, ops))
-    own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps, clusters=clusters, cluster_top=3 if clusters else 0)
+    own = design.plain(
+        config, reads=(0, 2), intermediate=64, taps=taps, clusters=clusters, cluster_top=3 if clusters else 0
+    )
     drafter = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
     made = []
     for _ in range(2):
         controller = Controller(CostTable(), ("mtp", "ngram"))
-        made.append(Engine(model, None, settings, SpecConfig(None), MTPDrafter(drafter, model), controller, torch.float16))
+        made.append(
+            Engine(model, None, settings, SpecConfig(None), MTPDrafter(drafter, model), controller, torch.float16)
+        )
     assert [e.name for e in made[0].executors] == ["host", "eager"]
     made[1].executors = made[1].executors[1:]
     return made[0], made[1]
@@ -89,7 +100,8 @@ def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], pa
 
 @pytest.mark.parametrize("shape", ["llama", "ties", "few sliding"])
 def test_logprobs_in_one_call(shape: str) -> None:
-    """Beside others who want none, drafted for by lines, trees and copies: the bits of the single operations and of plain decoding."""
+    """Beside others who want none, drafted for by lines, trees and copies: the bits of the single operations and of
+    plain decoding."""
     one, many = engines(shape)
     prompt = [token % SHAPES[shape]["vocab_size"] for token in PROMPT]
     asked = [
@@ -127,7 +139,10 @@ def test_what_the_call_cannot_do_goes_the_other_way() -> None:
     ran = []
     host_run = cycle_of(one).run
     cycle_of(one).run = lambda *args: (ran.append(len(args[0])), host_run(*args))[1]
-    special = [request("p", PROMPT, k=2, repetition_penalty=1.3), request("l", PROMPT, k=2, logprobs=1, temperature=0.7, top_k=5)]
+    special = [
+        request("p", PROMPT, k=2, repetition_penalty=1.3),
+        request("l", PROMPT, k=2, logprobs=1, temperature=0.7, top_k=5),
+    ]
     assert run(one, special) == run(many, special) and not ran
     mixed = [request("x", PROMPT, k=2), request("y", PROMPT[3:], k=2, top_p=0.8, temperature=1.0, max_tokens=6)]
     assert run(one, mixed) == run(many, mixed) and set(ran) == {1}, "one call once the other request has ended"
@@ -141,11 +156,12 @@ def test_a_damaged_drafter_s_ids_never_reach_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "taps", "params"), [("llama", (), {}), ("few", (0, 1), {}), ("few sliding", (), {"temperature": 1.3, "seed": 7})]
+    ("shape", "taps", "params"),
+    [("llama", (), {}), ("few", (0, 1), {}), ("few sliding", (), {"temperature": 1.3, "seed": 7})],
 )
 def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, Any]) -> None:
-    """Trees beside lines and copies: the tokens of plain decoding, and of the single operations. With few tokens to choose from even a
-    random drafter's branches are taken, so paths are moved into place and read again."""
+    """Trees beside lines and copies: the tokens of plain decoding, and of the single operations. With few tokens to
+    choose from even a random drafter's branches are taken, so paths are moved into place and read again."""
     one, many = engines(shape, taps, clusters=8 if shape == "llama" else 0)
     prompt = [token % SHAPES[shape]["vocab_size"] for token in PROMPT]
     params = {**params, "max_tokens": 30}
@@ -158,10 +174,15 @@ def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, 
     for job, nodes in zip(asked, (9, 0, 16, 5)):
         job.tree = nodes
     got = run(one, asked)
-    plain = [request(job.id, job.prompt, drafter=False, **{**params, "max_tokens": job.params.max_tokens}) for job in asked]
+    plain = [
+        request(job.id, job.prompt, drafter=False, **{**params, "max_tokens": job.params.max_tokens}) for job in asked
+    ]
     assert got == run(many, plain)
     assert run(many, asked) == got and many.metrics.trees > 0
     assert one.metrics.trees > 0 and (one.metrics.branched > 0 or not shape.startswith("few"))
     settings, controller = replace(one.config, graphs=True), Controller(CostTable(), ("mtp", "ngram"))
     captured = Engine(one.model, None, settings, SpecConfig(None), one.drafter, controller, torch.float16)
-    assert run(captured, [job for job in asked if job.id in "ac"]) == {"a": got["a"], "c": got["c"]} and captured.metrics.trees > 0
+    assert (
+        run(captured, [job for job in asked if job.id in "ac"]) == {"a": got["a"], "c": got["c"]}
+        and captured.metrics.trees > 0
+    )

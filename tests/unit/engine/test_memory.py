@@ -51,8 +51,9 @@ def test_more_than_the_memory_is_refused_in_one_line() -> None:
 
 
 def test_a_gpu_is_divided_between_windows_and_whole_contexts() -> None:
-    """31B on an H200, 90 % of its 139.8 GiB: 61.4 GB of weights, a drafter and the driver, what steps and captured passes need. It held
-    4,096 positions for all users together, and 38 sequences of 8k when 69 GB were taken for granted here."""
+    """31B on an H200, 90 % of its 139.8 GiB: 61.4 GB of weights, a drafter and the driver, what steps and captured
+    passes need. It held 4,096 positions for all users together, and 38 sequences of 8k when 69 GB were taken for
+    granted here."""
     large = ModelConfig.from_hf(dict(BUILTIN_CONFIGS["google/gemma-4-31B-it"]))
     left = int(0.9 * 139.8 * 2**30 - 61.4e9 - 1.6e9) - work_bytes(large.vocab_size, 2048) - captured_bytes(large, 256)
     got = plan_kv_memory(EngineConfig(), large, torch.bfloat16, 0, batch=254, budget=left)
@@ -79,7 +80,9 @@ def test_free_memory_is_known_here() -> None:
     [("memory.max", "memory.current", "memory.stat", "file"),
      ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache")],
 )  # fmt: skip
-def test_the_limit_of_a_container_counts_and_files_in_memory_do_not(tmp_path: Path, limit: str, used: str, stat: str, file: str) -> None:
+def test_the_limit_of_a_container_counts_and_files_in_memory_do_not(
+    tmp_path: Path, limit: str, used: str, stat: str, file: str
+) -> None:
     assert container_bytes(tmp_path) == UNKNOWN
     (tmp_path / limit).parent.mkdir(exist_ok=True)
     for name, text in ((limit, "4000000"), (used, "3000000\n"), (stat, f"anon 1000000\n{file} 2000000\n")):
@@ -96,20 +99,30 @@ def test_a_long_prompt_runs_by_default_and_too_long_a_one_says_what_to_do() -> N
     engine.validate(request("a", [2] * 10_000))
     with pytest.raises(OutriderError, match=r"prompt has 20000 tokens; the context holds 16384: shorten it$"):
         engine.validate(request("a", [2] * 20_000))
-    with pytest.raises(OutriderError, match=r"context holds 512: shorten it or raise --max-context \(the model knows up to 16384\)"):
+    with pytest.raises(
+        OutriderError, match=r"context holds 512: shorten it or raise --max-context \(the model knows up to 16384\)"
+    ):
         tiny_engine().validate(request("a", [2] * 600))
 
 
 def test_small_models_take_more_prompts_at_once() -> None:
     """A pass of a large one would hold running streams up for longer than a quarter of a second."""
-    rows = {size: max_batched_prefill(ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]), 8192) for size in ("E2B", "12B", "26B-A4B", "31B")}
+    rows = {
+        size: max_batched_prefill(ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]), 8192)
+        for size in ("E2B", "12B", "26B-A4B", "31B")
+    }
     assert rows == {"E2B": 8192, "12B": 4096, "26B-A4B": 8192, "31B": 2048}
-    assert max_batched_prefill(ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it"]), 0) == 0, "where prompts run one by one they still do"
+    assert max_batched_prefill(ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it"]), 0) == 0, (
+        "where prompts run one by one they still do"
+    )
     beside = {
-        size: prefill_with_decodes(ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]), 512, 1.5e12, 1024) for size in ("E2B", "E4B", "31B")
+        size: prefill_with_decodes(ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]), 512, 1.5e12, 1024)
+        for size in ("E2B", "E4B", "31B")
     }
     assert beside == {"E2B": 1024, "E4B": 512, "31B": 512}
-    assert prefill_with_decodes(ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-E2B-it"]), 16, 0.0, 512) == 16, "a CPU says how many, whatever the model"
+    assert prefill_with_decodes(ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-E2B-it"]), 16, 0.0, 512) == 16, (
+        "a CPU says how many, whatever the model"
+    )
     large = ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it"])
     rows = {gib: prefill_idle(large, 2048, 8192, gib << 30) for gib in (0, 2, 4, 14)}
     assert rows == {0: 2048, 2: 2048, 4: 4096, 14: 8192}, "a card with little room to spare takes no larger passes"

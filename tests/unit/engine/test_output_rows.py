@@ -38,7 +38,8 @@ def same_cache(a: PagedKV, b: PagedKV) -> bool:
 
 
 shapes = st.tuples(
-    st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 15), st.integers(0, 9), st.sampled_from([(), (0, 2), (1, 2)])
+    st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 15), st.integers(0, 9),
+    st.sampled_from([(), (0, 2), (1, 2)])
 )  # fmt: skip
 
 
@@ -49,10 +50,13 @@ def only(out: Pass, wanted: OutputRows) -> Pass:
 def both(
     model: Any, narrowing: Any, counts: list[int], ends: int, before: int, taps: tuple[int, ...], page: int
 ) -> None:  # fmt: skip
-    """Whatever is wanted of `narrowing`: hidden states, taps and the whole cache are bitwise those of a pass of `model` in which all is."""
+    """Whatever is wanted of `narrowing`: hidden states, taps and the whole cache are bitwise those of a pass of `model`
+    in which all is."""
     seqs = [b for b in range(len(counts)) if ends >> b & 1]
     caches = [build_kv(model.config, len(counts), 64, page) for _ in range(2)]
-    ids = torch.randint(0, 64, (len(counts) * before + sum(counts),), generator=torch.Generator().manual_seed(sum(counts)))
+    ids = torch.randint(
+        0, 64, (len(counts) * before + sum(counts),), generator=torch.Generator().manual_seed(sum(counts))
+    )
     got = []
     for cache, runs in zip(caches, (model, narrowing)):
         if before:
@@ -75,7 +79,8 @@ def test_wanted_rows_have_the_bits_of_all_rows(name: str, shape: Any) -> None:
 @pytest.mark.parametrize("quantize", ["int4", None])
 @pytest.mark.parametrize("name", ["gemma4_edge", "gemma4_moe", "llama", "gemma3"])
 def test_wanted_rows_in_one_call(name: str, quantize: str | None) -> None:
-    """The same of a whole pass in one call of the library, with few rows (each member's own work) and many, against single operations."""
+    """The same of a whole pass in one call of the library, with few rows (each member's own work) and many, against
+    single operations."""
     config = ModelConfig.from_hf(COMPILED[name])
     model = TextModel(config, dummy_weights(config, "cpu", torch.float32, OPS, quantize, seed=3), OPS)
     compiled = OPS.compile(model)
@@ -90,7 +95,8 @@ def test_wanted_rows_in_one_call(name: str, quantize: str | None) -> None:
         both(model, compiled, counts, ends, before, taps, 16)
 
 
-# ---- the engine ------------------------------------------------------------------------------------------------------------------
+# ---- the engine
+# ------------------------------------------------------------------------------------------------------------------
 class Counting:
     """A model that counts the rows of every matrix product, and may be told that everybody's output is wanted."""
 
@@ -122,9 +128,13 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def jobs(engine: Engine, settings: dict[str, Any]) -> dict[str, list[int]]:
-    """Chunks, sequences that join while others decode, a beginning that two share, and (with little room) pre-emption."""
+    """Chunks, sequences that join while others decode, a beginning that two share, and (with little room)
+    pre-emption."""
     shared = prompts(1, 40)[0]
-    asked = [request(str(i), p, k=i % 4, max_tokens=12, **settings) for i, p in enumerate([*prompts(4, 33), shared, [*shared, 5, 9, 3]])]
+    asked = [
+        request(str(i), p, k=i % 4, max_tokens=12, **settings)
+        for i, p in enumerate([*prompts(4, 33), shared, [*shared, 5, 9, 3]])
+    ]
     return run_joining(engine, [(i if i < 5 else 12, r) for i, r in enumerate(asked)])
 
 
@@ -137,7 +147,9 @@ def test_the_engine_says_the_same(room: dict[str, Any], verify: str) -> None:
         engine = tiny_engine("edge", mtp_drafter(counting.model, "edge"), model=counting.model, verify=verify, **room)
         told.append(jobs(engine, {"temperature": 0.8, "seed": 3}))
         work.append(counting.rows)
-        metrics.append((engine.metrics.drafted, engine.metrics.accepted, engine.metrics.preemptions, engine.metrics.cached_tokens))
+        metrics.append(
+            (engine.metrics.drafted, engine.metrics.accepted, engine.metrics.preemptions, engine.metrics.cached_tokens)
+        )
         assert (engine.metrics.preemptions > 0) == bool(room) and (engine.metrics.cached_tokens > 0 or room)
         assert 0 in counting.wanted and any(n > 0 for n in counting.wanted)
     assert told[0] == told[1]
@@ -146,8 +158,12 @@ def test_the_engine_says_the_same(room: dict[str, Any], verify: str) -> None:
 
 
 def test_prompts_go_as_far_as_their_kv() -> None:
-    """Of an edge model, whose last two of four layers write no K/V: a prompt of 64 + 1 tokens in chunks of 16, plainly and drafted."""
-    per_layer = {"edge": 6, "llama": 4}  # products of a layer: qkv, out, gate_up, down; gate and out of its per-layer embedding
+    """Of an edge model, whose last two of four layers write no K/V: a prompt of 64 + 1 tokens in chunks of 16, plainly
+    and drafted."""
+    per_layer = {
+        "edge": 6,
+        "llama": 4,
+    }  # products of a layer: qkv, out, gate_up, down; gate and out of its per-layer embedding
     for name, drafted in (("edge", False), ("edge", True), ("llama", False)):
         counting = Counting(name, False)
         drafter = mtp_drafter(counting.model, name) if drafted else None
@@ -159,27 +175,39 @@ def test_prompts_go_as_far_as_their_kv() -> None:
             wanted = counting.wanted[-1]
             blocks = counting.model.blocks
             last = counting.model.last_write
-            through = per_layer[name] * last * 16 + 16 + (16 if name == "edge" else 0)  # and qkv of the last; the per-layer projection
+            through = (
+                per_layer[name] * last * 16 + 16 + (16 if name == "edge" else 0)
+            )  # and qkv of the last; the per-layer projection
             after = wanted * (per_layer[name] * (len(blocks) - last) - 1)
             assert counting.rows == through + after, (name, drafted, wanted)
         assert counting.wanted == [0, 0, 0, int(drafted)]
 
 
 def test_who_does_not_draft_wants_nothing() -> None:
-    """Requests that ask for plain decoding, and draft models, which start from tokens: nobody reads a prompt's hidden states."""
+    """Requests that ask for plain decoding, and draft models, which start from tokens: nobody reads a prompt's hidden
+    states."""
     counting = Counting("edge", False)
     engine = tiny_engine("edge", mtp_drafter(counting.model, "edge"), model=counting.model)
-    run(engine, [request("a", prompts(1, 20)[0], drafter=False, max_tokens=2), request("b", prompts(1, 20)[0], k=0, max_tokens=2)])
+    run(
+        engine,
+        [
+            request("a", prompts(1, 20)[0], drafter=False, max_tokens=2),
+            request("b", prompts(1, 20)[0], k=0, max_tokens=2),
+        ],
+    )
     assert {n for n in counting.wanted if n >= 0} == {0}
     target, small = Counting("llama", False), Counting("llama", False)
     engine = tiny_engine("llama", DraftModel(small.model), names=(), model=target.model)
-    assert run(engine, [request("a", prompts(1, 40)[0])]) == run(tiny_engine("llama"), [request("a", prompts(1, 40)[0], drafter=False)])
+    assert run(engine, [request("a", prompts(1, 40)[0])]) == run(
+        tiny_engine("llama"), [request("a", prompts(1, 40)[0], drafter=False)]
+    )
     assert {n for n in target.wanted if n >= 0} == {0} and 1 in small.wanted and engine.metrics.accepted > 0
 
 
 @pytest.mark.parametrize("room", [{}, {"kv_tokens": 176}], ids=["roomy", "crowded"])
 def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
-    """An edge model compiled for the CPU, whose drafter reads streams from before and after the last layer that writes K/V."""
+    """An edge model compiled for the CPU, whose drafter reads streams from before and after the last layer that writes
+    K/V."""
     config = ModelConfig.from_hf(COMPILED["gemma4_edge"] | {"eos_token_id": 1})
     model = OPS.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, OPS, None, seed=3), OPS))
     own = design.plain(config, reads=(0, 1), intermediate=64, taps=(0, 3))
@@ -188,7 +216,9 @@ def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
     told, metrics = [], []
     for whole in (True, False):
 
-        def ran(ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None, whole: bool = whole) -> Pass:
+        def ran(
+            ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None, whole: bool = whole
+        ) -> Pass:
             if not whole or wanted is None:
                 return forward(ids, kv, taps, wanted)
             return only(forward(ids, kv, taps), wanted)

@@ -1,4 +1,5 @@
-"""PrefillGraphs over prompts as they are captured, run as functions on the CPU: the bits of passes that nothing was added to."""
+"""PrefillGraphs over prompts as they are captured, run as functions on the CPU: the bits of passes that nothing was
+added to."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def captured(engine: Engine) -> prefill_graphs.PrefillGraphs:
 
 
 @pytest.mark.parametrize("variant", ["edge", "moe", "llama"])
-def test_a_captured_pass_leaves_the_bits_of_any_other(variant: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_pass_leaves_the_bits_of_any_other(
+    variant: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefill_graphs, "NEAR", 32)  # so that both bounds are met
     rng, left = random.Random(1), []
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
@@ -65,13 +68,18 @@ def test_a_captured_pass_leaves_the_bits_of_any_other(variant: str, models: dict
         left.append(seen)
         if graphs:
             keys = captured(engine)._graphs
-            assert {key.context for key in keys} == {32, captured(engine).furthest} and len({key.rows for key in keys}) > 1
+            assert {key.context for key in keys} == {32, captured(engine).furthest} and len(
+                {key.rows for key in keys}
+            ) > 1
     assert all(torch.equal(a, b) for a, b in zip(*left)) and len(left[0]) == len(left[1])
 
 
 def test_texts_are_the_same_through_captured_passes(models: dict[str, Any]) -> None:
     jobs = [request(str(i), [(7 * i + j) % VOCAB for j in range(n)], k=2, max_tokens=8) for i, n in enumerate(LENGTHS)]
-    texts = [run(tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=g), jobs) for g in (False, True)]
+    texts = [
+        run(tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=g), jobs)
+        for g in (False, True)
+    ]
     assert texts[0] == texts[1]
 
 
@@ -124,7 +132,9 @@ def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
     passed.prepare()
     assert passed.most == 640 and {key.rows for key in passed._graphs} == {64, 128, 256, 512}
     said = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
-    assert len(said) == len([n for n in LIKELY if n > 512]) and "and so on" not in caplog.text, "a line for each number of rows"
+    assert len(said) == len([n for n in LIKELY if n > 512]) and "and so on" not in caplog.text, (
+        "a line for each number of rows"
+    )
     before = len(tried)
     assert not any(passed.ready(key) for key in passed._refused) and len(tried) == before, "and is not tried again"
     smallest = PrefillKey(ROWS[0], 8, 512, False)
@@ -135,7 +145,9 @@ def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
 def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
     can = Capabilities(independent_rows=8192, prompts_independent=True)
     sizes = ("E2B", "E4B", "12B", "26B-A4B", "31B")
-    most = {size: max_prefill_rows(ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]), can) for size in sizes}
+    most = {
+        size: max_prefill_rows(ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]), can) for size in sizes
+    }
     assert most == {"E2B": 2048, "E4B": 2048, "12B": 640, "26B-A4B": 2048, "31B": 256}
     keys = warmup_keys(most["E2B"], 32768, (False,))
     assert len(keys) == 12 and [key.rows for key in keys] == sorted((key.rows for key in keys), reverse=True)

@@ -103,7 +103,8 @@ def test_a_step_that_fails_fails_for_everybody_and_the_next_is_whole(llm: LLM) -
 
 
 def test_who_comes_is_let_in_between_two_steps_of_another(llm: LLM) -> None:
-    """A step after the newcomer has asked waits until it is in, however quickly the other one's steps follow each other."""
+    """A step after the newcomer has asked waits until it is in, however quickly the other one's steps follow each
+    other."""
     asked, step, submit, steps = threading.Event(), llm.engine.step, llm.engine.submit, list[str]()
     newcomer = llm.stream(PROMPTS[1], PARAMS)
 
@@ -139,14 +140,17 @@ def test_one_request_that_cannot_run_begins_none(llm: LLM) -> None:
 
 def test_prompts_as_they_come() -> None:
     ids = [1, 2, 3]
-    assert each_prompt("a") == ["a"] and each_prompt(ids) == [ids] and each_prompt(["a", ids]) == ["a", ids] and each_prompt([]) == []
+    assert (
+        each_prompt("a") == ["a"]
+        and each_prompt(ids) == [ids]
+        and each_prompt(["a", ids]) == ["a", ids]
+        and each_prompt([]) == []
+    )
     assert each_prompt(text for text in "ab") == ["a", "b"]
-    assert [len(each_prompt(array)) for array in (np.array(ids), torch.tensor(ids), np.array([ids, ids]), torch.tensor([ids, ids]))] == [
-        1,
-        1,
-        2,
-        2,
-    ]  # type: ignore[arg-type]
+    assert [
+        len(each_prompt(array))
+        for array in (np.array(ids), torch.tensor(ids), np.array([ids, ids]), torch.tensor([ids, ids]))
+    ] == [1, 1, 2, 2]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +161,13 @@ def test_prompts_as_they_come() -> None:
         ([{"role": "user", "content": "x"}], {}, "conversations: LLM.chat"),
         ([1, 2.5], {}, "a prompt is a text or a list of token ids"),
         ([1], {"params": {"max_tokens": 4}}, "params must be SamplingParams, got {'max_tokens': 4}"),
-        ([1], {"params": SamplingParams(max_tokens="4")}, "max_tokens must be a whole number, got '4'"),  # type: ignore[arg-type]
+        ([1], {"params": SamplingParams(max_tokens="4")}, "max_tokens must be a whole number, got '4'"),
+        # type: ignore[arg-type]
         ([1], {"params": SamplingParams(seed=None)}, "seed must be a whole number, got None"),  # type: ignore[arg-type]
-        ([1], {"params": SamplingParams(temperature="1")}, "temperature must be a number, got '1'"),  # type: ignore[arg-type]
-        ([1], {"params": SamplingParams(logit_bias={"1": 2})}, "a token id is a whole number, got '1'"),  # type: ignore[dict-item]
+        ([1], {"params": SamplingParams(temperature="1")}, "temperature must be a number, got '1'"),
+        # type: ignore[arg-type]
+        ([1], {"params": SamplingParams(logit_bias={"1": 2})}, "a token id is a whole number, got '1'"),
+        # type: ignore[dict-item]
         ([1], {"drafter": "mpt"}, "drafter must be True, False or one of mtp, ngram"),
         ([1], {"draft_tokens": 2.5}, "draft_tokens must be a number in 0..16 or 'auto', got 2.5"),
     ],

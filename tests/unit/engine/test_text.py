@@ -16,7 +16,15 @@ from outrider.engine.text import LONG, Detokenizer, Tokenizer
 from outrider.types import OutriderError
 from outrider.weights import hub, text_files
 
-TEXTS = ("Hello, world", "  two  spaces\n\ttab", "日本語 naïve 👩‍👩‍👧", "", " ", "<|im_start|>user\nhi<|im_end|>", "\x00\x7f")
+TEXTS = (
+    "Hello, world",
+    "  two  spaces\n\ttab",
+    "日本語 naïve 👩‍👩‍👧",
+    "",
+    " ",
+    "<|im_start|>user\nhi<|im_end|>",
+    "\x00\x7f",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,9 @@ def scored() -> Tokenizer:
     vocab = {t: i for i, t in enumerate(["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "▁a", "b"])}
     backend = Backend(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     backend.add_special_tokens([AddedToken("<s>", special=True)])
     return Tokenizer(TextFiles("scored", lambda: backend, bos_id=1, add_bos=True))
 
@@ -52,8 +62,12 @@ def test_ids_and_text_as_transformers_has_them(folder: Path, tokenizer: Tokenize
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
         assert tokenizer.decode(ids, keep_special=True) == text
     messages = [{"role": "user", "content": 'a < b & "c"'}]
-    assert tokenizer.render(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.prompt(messages, add_generation_prompt=False).ids == theirs.apply_chat_template(messages, return_dict=False)
+    assert tokenizer.render(messages) == theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.prompt(messages, add_generation_prompt=False).ids == theirs.apply_chat_template(
+        messages, return_dict=False
+    )
     assert tokenizer.eos_ids == (tiny.EOS,) and tokenizer.vocab_size == 262
 
 
@@ -139,9 +153,15 @@ def template(tokenizer: Tokenizer, text: str) -> Tokenizer:
 
 
 def test_template_helpers(tokenizer: Tokenizer) -> None:
-    made = template(tokenizer, "{{ strftime_now('%Y')|length }} {{ tools|tojson }} {{ eos_token }}{% generation %}x{% endgeneration %}")
+    made = template(
+        tokenizer,
+        "{{ strftime_now('%Y')|length }} {{ tools|tojson }} {{ eos_token }}{% generation %}x{% endgeneration %}",
+    )
     assert made.render([], tools=[{"a": "<é>"}]) == '4 [{"a": "<é>"}] <eos>x'
-    loop = template(tokenizer, "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ extra }}")
+    loop = template(
+        tokenizer,
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ extra }}",
+    )
     assert loop.render([{"content": "1"}, {"content": "2"}], extra="!") == "1!"
 
 

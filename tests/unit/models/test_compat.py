@@ -60,7 +60,9 @@ def test_every_reason() -> None:
     assert "head size" in str(fits(with_layer(3, head_dim=256), t))
     assert "K/V heads" in str(fits(with_layer(3, kv_heads=2), t))
     assert "window 64, target layer 13 has 512" in str(fits(with_layer(0, window=64), t))
-    assert "rope" in str(fits(replace(d, layers=tuple(replace(x, rope=replace(x.rope, theta=5.0)) for x in d.layers)), t))
+    assert "rope" in str(
+        fits(replace(d, layers=tuple(replace(x, rope=replace(x.rope, theta=5.0)) for x in d.layers)), t)
+    )
     only_sliding = replace(t, layers=tuple(x for x in t.layers if x.kind == "sliding"))
     assert "no full layer" in str(fits(d, only_sliding))
 
@@ -69,13 +71,25 @@ def test_every_reason() -> None:
     ("target", "drafter", "trained_for", "warned"),
     [
         ("google/gemma-4-12B-it-qat-w4a16-ct", "google/gemma-4-12B-it-qat-q4_0-unquantized-assistant", None, None),
-        ("google/gemma-4-12B-it-qat-w4a16-ct", "google/gemma-4-12B-it-assistant", None, "the target is quantisation-aware"),
-        ("/models/gemma-4-12B-it.gguf", "/models/gemma-4-12B-it_QAT-assistant.gguf", None, "the drafter is quantisation-aware"),
+        (
+            "google/gemma-4-12B-it-qat-w4a16-ct",
+            "google/gemma-4-12B-it-assistant",
+            None,
+            "the target is quantisation-aware",
+        ),
+        (
+            "/models/gemma-4-12B-it.gguf",
+            "/models/gemma-4-12B-it_QAT-assistant.gguf",
+            None,
+            "the drafter is quantisation-aware",
+        ),
         ("/models/gemma-4-12B-it-qat", "/models/gemma-4-12B-it-qat/assistant", None, None),
         ("smollm2", "smollm2", "abc", None),
         ("smollm2.Q8_0.gguf", "smollm2", "abd", "trained for other weights"),
     ],
 )
-def test_a_drafter_of_other_weights_is_warned_of(target: str, drafter: str, trained_for: str | None, warned: str | None) -> None:
+def test_a_drafter_of_other_weights_is_warned_of(
+    target: str, drafter: str, trained_for: str | None, warned: str | None
+) -> None:
     said = other_weights(target, drafter, trained_for, "abc")
     assert said is None if warned is None else said is not None and said.startswith(warned)

@@ -74,7 +74,9 @@ def test_clusters_must_divide_the_vocabulary() -> None:
 
 def test_both_spellings_of_the_full_layers_shape_agree() -> None:
     old = ModelConfig.from_hf(gemma4(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True))
-    new = ModelConfig.from_hf(gemma4(per_layer_config={"5": {"head_dim": 32, "num_key_value_heads": 1}}, attention_k_eq_v=True))
+    new = ModelConfig.from_hf(
+        gemma4(per_layer_config={"5": {"head_dim": 32, "num_key_value_heads": 1}}, attention_k_eq_v=True)
+    )
     assert old == new
     full = new.layers[5].attn
     assert (full.head_dim, full.kv_heads, full.k_eq_v, full.window) == (32, 1, True, None)
@@ -95,15 +97,24 @@ def test_shared_layers_read_the_last_owner_of_their_kind() -> None:
 
 
 def test_the_outer_config_decides_about_stop_tokens_and_the_head() -> None:
-    raw = {"model_type": "gemma4", "text_config": gemma4(eos_token_id=1), "eos_token_id": [1, 106], "tie_word_embeddings": False}
+    raw = {
+        "model_type": "gemma4",
+        "text_config": gemma4(eos_token_id=1),
+        "eos_token_id": [1, 106],
+        "tie_word_embeddings": False,
+    }
     config = ModelConfig.from_hf(raw)
     assert config.eos_ids == (1, 106) and not config.tied
 
 
 def test_sliding_windows_of_the_llama_family() -> None:
     body = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=96)
-    assert [x.attn.window for x in ModelConfig.from_hf({"model_type": "mistral", "sliding_window": 8, **body}).layers] == [8, 8, 8]
-    assert [x.attn.window for x in ModelConfig.from_hf({"model_type": "mistral", "sliding_window": None, **body}).layers] == [None] * 3
+    assert [
+        x.attn.window for x in ModelConfig.from_hf({"model_type": "mistral", "sliding_window": 8, **body}).layers
+    ] == [8, 8, 8]
+    assert [
+        x.attn.window for x in ModelConfig.from_hf({"model_type": "mistral", "sliding_window": None, **body}).layers
+    ] == [None] * 3
     qwen = {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 2, **body}
     assert [x.attn.window for x in ModelConfig.from_hf(qwen).layers] == [None] * 3
     assert [x.attn.window for x in ModelConfig.from_hf(qwen | {"use_sliding_window": True}).layers] == [None, None, 8]
@@ -111,7 +122,10 @@ def test_sliding_windows_of_the_llama_family() -> None:
 
 @pytest.mark.parametrize("name", tiny.TARGETS)
 def test_a_saved_config_survives_the_file(name: str, tmp_path: Path) -> None:
-    """What transformers writes to config.json reads the same as its own dict: keys that turn into strings, dropped defaults."""
+    """What transformers writes to config.json reads the same as its own dict: keys that turn into strings, dropped
+    defaults."""
     theirs = tiny._config(name)
     theirs.save_pretrained(tmp_path)
-    assert ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text())) == ModelConfig.from_hf(theirs.to_dict())
+    assert ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text())) == ModelConfig.from_hf(
+        theirs.to_dict()
+    )

@@ -58,7 +58,11 @@ def test_transformers_builds_the_same_number_of_parameters(name: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(auto if helper else auto.get_text_config())
     theirs = sum(p.numel() for p in model.parameters())
     scalars = sum(b.numel() for n, b in model.named_buffers() if n.endswith("layer_scalar"))
-    ours = drafter_size(DrafterConfig.from_hf(BUILTIN_CONFIGS[name])).total if helper else model_size(ModelConfig.from_hf(BUILTIN_CONFIGS[name])).total
+    ours = (
+        drafter_size(DrafterConfig.from_hf(BUILTIN_CONFIGS[name])).total
+        if helper
+        else model_size(ModelConfig.from_hf(BUILTIN_CONFIGS[name])).total
+    )
     assert ours == theirs + scalars
     if helper:
         assert ours == planned(DrafterConfig.from_hf(BUILTIN_CONFIGS[name]))

@@ -1,4 +1,5 @@
-"""How a model is divided: every head, column and token is somebody's, and the parts put together are the whole, whatever the format."""
+"""How a model is divided: every head, column and token is somebody's, and the parts put together are the whole,
+whatever the format."""
 
 from __future__ import annotations
 
@@ -21,12 +22,15 @@ from outrider.weights.shard import shard_tensor
 
 WIDE = {**LLAMA, "hidden_size": 64, "head_dim": 32, "intermediate_size": 512, "vocab_size": 320}
 SMOLLM2 = {
-    **LLAMA, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30, "intermediate_size": 1536,
+    **LLAMA, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30,
+    "intermediate_size": 1536,
     "vocab_size": 49152, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "parts", "alignment"), [(9, 2, 1), (48, 4, 1), (1536, 4, 256), (70, 4, 1), (96, 3, 32)])
+@pytest.mark.parametrize(
+    ("size", "parts", "alignment"), [(9, 2, 1), (48, 4, 1), (1536, 4, 256), (70, 4, 1), (96, 3, 32)]
+)
 def test_pieces_are_a_partition_on_the_grain(size: int, parts: int, alignment: int) -> None:
     spans = [piece(size, i, parts, alignment) for i in range(parts)]
     assert spans[0][0] == 0 and spans[-1][1] == size
@@ -51,10 +55,14 @@ def held(config: ModelConfig, tp: TPRank) -> float:
     """What a process holds of the weights that are divided."""
     plans, (_, cuts) = tensor_plan(config), split_target(config, tp, lambda _: 1)
     whole = {name: torch.empty(plans[name].shape, device="meta") for name in cuts if name in plans}
-    return sum(shard_tensor(w, plans[n], cuts[n]).numel() for n, w in whole.items()) / sum(w.numel() for w in whole.values())
+    return sum(shard_tensor(w, plans[n], cuts[n]).numel() for n, w in whole.items()) / sum(
+        w.numel() for w in whole.values()
+    )
 
 
-@pytest.mark.parametrize("name", ["smollm2", *(f"google/gemma-4-{size}-it" for size in ("E2B", "E4B", "12B", "26B-A4B", "31B"))])
+@pytest.mark.parametrize(
+    "name", ["smollm2", *(f"google/gemma-4-{size}-it" for size in ("E2B", "E4B", "12B", "26B-A4B", "31B"))]
+)
 def test_nobody_holds_much_more_than_its_share(name: str) -> None:
     config = ModelConfig.from_hf(SMOLLM2 if name == "smollm2" else BUILTIN_CONFIGS[name])
     for world in (2, 4, 8):
@@ -96,7 +104,9 @@ def test_the_parts_of_a_file_are_the_whole(name: str, tmp_path: Path) -> None:
         assert len(tensors) == 2, key
         if key not in cuts:
             assert all(torch.equal(p, weight) for p in tensors), key
-        elif key.endswith(("gate_up", "gate_up_bias", "down", "out", "embed", "head")) or not key.endswith(("qkv", "qkv_bias")):
+        elif key.endswith(("gate_up", "gate_up_bias", "down", "out", "embed", "head")) or not key.endswith(
+            ("qkv", "qkv_bias")
+        ):
             assert torch.equal(together(cuts, key, tensors, plans[key].sources), weight), key
         else:  # q is divided, K/V heads may be kept by both
             i = int(key.split(".")[1])
@@ -117,6 +127,13 @@ def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"the drafter's layer 0 has 4 heads"):
         split_drafter(DrafterConfig.from_hf(assistant(GEMMA4, False)), TPRank(0, 8))
     thin = {**WIDE, "head_dim": 16}  # a head is half a block
-    write_gguf(tmp_path / "thin.gguf", ModelConfig.from_hf({**thin, "num_attention_heads": 2, "num_key_value_heads": 2}), "q4_0")
-    with pytest.raises(OutriderError, match=r"o_proj.weight: a weight in Q4_0 cannot be cut at columns 0 to 16: only at multiples of 32"):
+    write_gguf(
+        tmp_path / "thin.gguf",
+        ModelConfig.from_hf({**thin, "num_attention_heads": 2, "num_key_value_heads": 2}),
+        "q4_0",
+    )
+    with pytest.raises(
+        OutriderError,
+        match=r"o_proj.weight: a weight in Q4_0 cannot be cut at columns 0 to 16: only at multiples of 32",
+    ):
         load_target(tmp_path / "thin.gguf", tp=TPRank(0, 2))

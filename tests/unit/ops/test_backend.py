@@ -56,7 +56,9 @@ def test_prompts_of_the_cpu_do_not_hang_on_where_they_are_cut(shape: str) -> Non
     backend = CpuOps(threads=2)
     assert backend.capabilities.prompts_independent
     config = ModelConfig.from_hf(SHAPES[shape])
-    model = backend.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, backend, None, seed=3), backend))
+    model = backend.compile(
+        TextModel(config, dummy_weights(config, "cpu", torch.float32, backend, None, seed=3), backend)
+    )
     rng = random.Random(4)
     ids = torch.tensor([rng.randrange(config.vocab_size) for _ in range(300)])
     store = KVStore(config, CacheSpec(4, 320, 16, 320, 1280), torch.float16, "cpu")

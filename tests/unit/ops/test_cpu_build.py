@@ -48,7 +48,9 @@ def test_a_change_to_any_source_is_another_library(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("damaged", [b"", b"no library at all" * 99], ids=["empty", "other"])
-def test_a_library_that_was_damaged_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: bytes) -> None:
+def test_a_library_that_was_damaged_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: bytes
+) -> None:
     """A disk that was full or a copy that was cut off; before, every later start was many times slower."""
     sound, built = build.shared_object("generic"), list[str]()
 
@@ -65,7 +67,9 @@ def test_a_library_that_was_damaged_is_built_again(monkeypatch: pytest.MonkeyPat
     assert lib.load("generic").or_sizes(0) > 0 and kept.read_bytes() == sound.read_bytes() and built == ["generic"]
 
 
-def test_a_library_that_may_not_be_run_from_its_place_is_not_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_may_not_be_run_from_its_place_is_not_built_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A cache on a disk mounted noexec: the same error again, after half a minute."""
     kept = tmp_path / "kernels.so"
     kept.write_bytes(b"")
@@ -80,7 +84,9 @@ def test_a_library_that_may_not_be_run_from_its_place_is_not_built_again(monkeyp
     assert kept.exists()
 
 
-def test_what_another_user_keeps_and_nobody_may_read_is_kept_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_another_user_keeps_and_nobody_may_read_is_kept_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A home folder that is not this user's, as in a container run under another number."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build.os, "access", lambda *_: False)
@@ -144,11 +150,16 @@ def test_a_read_only_cache_with_kernels_in_it_is_used(monkeypatch: pytest.Monkey
 
 def test_a_full_disk_is_said_as_such_and_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    included, full = "echo 'In file included from kernels.c:1:' >&2", "echo 'fatal error: x: No space left on device' >&2"
+    included, full = (
+        "echo 'In file included from kernels.c:1:' >&2",
+        "echo 'fatal error: x: No space left on device' >&2",
+    )
     fake_compiler(tmp_path, monkeypatch, f"echo x >> {tmp_path}/count; {included}; {full}; exit 1")
     with pytest.raises(build.BuildError, match=r"disk of .*kernels is full: .*OUTRIDER_CACHE"):
         build.shared_object()
-    assert len((tmp_path / "count").read_text().split()) == len(build.UNITS)  # side by side, and no lesser level is tried
+    assert len((tmp_path / "count").read_text().split()) == len(
+        build.UNITS
+    )  # side by side, and no lesser level is tried
     fake_compiler(tmp_path, monkeypatch, f"{included}; echo 'vec.h:3: error: what is this' >&2; exit 1")
     with pytest.raises(build.BuildError, match=r"failed: vec.h:3: error: what is this"):
         build.shared_object()
@@ -157,7 +168,10 @@ def test_a_full_disk_is_said_as_such_and_tried_once(monkeypatch: pytest.MonkeyPa
 def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("cpu", "cpu:generic").lib.or_isa() == 0  # type: ignore[attr-defined]
     monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma", "f16c"})
-    for name, says in (("cpu:avx512", "cannot run avx512; it can run avx2, generic"), ("cpu:sse9", "unknown level 'sse9'")):
+    for name, says in (
+        ("cpu:avx512", "cannot run avx512; it can run avx2, generic"),
+        ("cpu:sse9", "unknown level 'sse9'"),
+    ):
         with pytest.raises(OutriderError, match=says):
             choose("cpu", name)
     with pytest.raises(OutriderError, match="unknown ops 'triton:avx2'"):
@@ -193,7 +207,10 @@ def test_racing_starts_build_one_library(tmp_path: Path) -> None:
     env = {**os.environ, "OUTRIDER_CACHE": str(tmp_path / "cache"), "CC": str(fake)}
     code = "import sys; sys.modules['torch'] = None\nimport importlib.util as u\ns = u.spec_from_file_location('b', sys.argv[1])\n"
     code += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.shared_object())"
-    runs = [subprocess.Popen([sys.executable, "-c", code, build.__file__], env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, build.__file__], env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     paths = {run.communicate()[0].strip() for run in runs}
     assert all(run.returncode == 0 for run in runs) and len(paths) == 1
     assert [str(p) for p in (tmp_path / "cache/kernels").iterdir()] == list(paths)
@@ -249,7 +266,9 @@ def test_many_python_threads_share_one_team() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_a_compile_is_told_on_a_terminal_and_only_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_is_told_on_a_terminal_and_only_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with build.told("Compiling"):
         pass
     assert capsys.readouterr().err == ""

@@ -1,4 +1,5 @@
-"""`ops/cuda/wna16_gemv.cu` on a CPU (tests/cuda): its numbers, its rows alone and in company, and what is found in it when it is broken."""
+"""`ops/cuda/wna16_gemv.cu` on a CPU (tests/cuda): its numbers, its rows alone and in company, and what is found in it
+when it is broken."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Case:
 
 CASES = {
     "several units a warp, a block without any": Case(128, 512, 2, 9, 1),
-    "a short last span, a last chunk that is not whole": Case(192, 5 * 256 - 48, 2, 4, 2, half=True, has_zero_point=True, codes=Codes.UINT4),
+    "a short last span, a last chunk that is not whole": Case(
+        192, 5 * 256 - 48, 2, 4, 2, half=True, has_zero_point=True, codes=Codes.UINT4
+    ),
     "gelu, pairs of planes": Case(256, 768, 2, 3, 3, per=2, has_zero_point=True, extras=GELU),
     "silu, fours of planes": Case(128, 512, 1, 2, 4, per=4, half=True, extras=SILU),
     "a factor for a chunk": Case(144, 3 * 256, 3, 2, 2, per=8, has_zero_point=True),
@@ -72,7 +75,9 @@ def dequantised(w: QuantWeight) -> Tensor:
     tiles, chunks = w.words.shape[:2]
     by_pair = w.words.view(tiles, chunks, ROWS, PLANE // 2, 2)
     q = torch.stack([torch.stack([by_pair >> (4 * p + 16 * h) & 15 for h in range(2)], -1) for p in range(4)], -1)
-    q = q.permute(0, 2, 1, 4, 6, 3, 5).reshape(tiles * ROWS, chunks * 256)  # half of the planes, plane in it, pair, column of the pair
+    q = q.permute(0, 2, 1, 4, 6, 3, 5).reshape(
+        tiles * ROWS, chunks * 256
+    )  # half of the planes, plane in it, pair, column of the pair
 
     def by_column(words: Tensor) -> Tensor:
         groups = PLANES // w.per
@@ -87,16 +92,29 @@ def dequantised(w: QuantWeight) -> Tensor:
 class Rig:
     """The product of a case, planned as on a GPU, launched on the emulator."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, case: Case, seed: int = 0, folder: Path = FOLDER, weight: QuantWeight | None = None):
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        case: Case,
+        seed: int = 0,
+        folder: Path = FOLDER,
+        weight: QuantWeight | None = None,
+    ):
         self.case, self.memory = case, Memory()
         bare = weight or made(case)
         held = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
         self.weight = replace(bare, **held)
         patch.setattr(
-            nvrtc_kernels, "Kernel", lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed)
+            nvrtc_kernels,
+            "Kernel",
+            lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed),
         )
         patch.setattr(wna16_gemv, "units_of", lambda w: WorkUnits(case.n // 16, w.chunks, case.span))
-        patch.setattr(wna16_gemv, "choose_block", lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)))
+        patch.setattr(
+            wna16_gemv,
+            "choose_block",
+            lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)),
+        )
         self.few = WNA16Gemv(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
         self.few.sms = case.blocks
         self.few.source = folder / SOURCE.name
@@ -119,9 +137,9 @@ def drawn(case: Case, rows: int = 8) -> Tensor:
 
 
 def of(case: Case, w: QuantWeight, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition in float64, and how far a kernel may be from it: K roundings of float32, each at most 2^-24 of the sum of all
-    magnitudes, then the roundings to bfloat16 that the definition names, 2^-8 of a number each as either side of a tie may be taken.
-    Neither activation is steeper than 1.13; a power of 2 and a quotient add 2^-20."""
+    """The definition in float64, and how far a kernel may be from it: K roundings of float32, each at most 2^-24 of the
+    sum of all magnitudes, then the roundings to bfloat16 that the definition names, 2^-8 of a number each as either
+    side of a tie may be taken. Neither activation is steeper than 1.13; a power of 2 and a quotient add 2^-20."""
     d = dequantised(w)
     y, far = x.double() @ d.T, case.k * 2**-24 * (x.double().abs() @ dequantised_magnitude(w).T)
     far = far + 2**-8 * y.abs()
@@ -129,7 +147,11 @@ def of(case: Case, w: QuantWeight, x: Tensor) -> tuple[Tensor, Tensor]:
         return y, far
     gate, up = y.chunk(2, 1)
     far_gate, far_up = far.chunk(2, 1)
-    act = torch.nn.functional.gelu(gate, approximate="tanh") if case.extras.act == "gelu_tanh" else torch.nn.functional.silu(gate)
+    act = (
+        torch.nn.functional.gelu(gate, approximate="tanh")
+        if case.extras.act == "gelu_tanh"
+        else torch.nn.functional.silu(gate)
+    )
     far_act = 1.13 * far_gate + 2**-8 * act.abs() + 2**-20
     return act * up, far_act * (up.abs() + far_up) + act.abs() * far_up + 2**-8 * (act * up).abs()
 
@@ -142,7 +164,9 @@ def dequantised_magnitude(w: QuantWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_of_the_definition_and_rows_that_do_not_know_of_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_the_definition_and_rows_that_do_not_know_of_each_other(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]
     rig, x = Rig(monkeypatch, case), drawn(case)
     together = rig.product(x)
@@ -156,7 +180,14 @@ def test_numbers_of_the_definition_and_rows_that_do_not_know_of_each_other(name:
 
 FORMATS = {
     f.name: lambda n, k, f=f: f.quantise(torch.randn((n, k), generator=torch.Generator().manual_seed(n + k)))
-    for f in (IntegerFormat(4, 0), IntegerFormat(8, 0), IntegerFormat(8, 32), Float8Format(), Float8Format(128), NvFp4Format())
+    for f in (
+        IntegerFormat(4, 0),
+        IntegerFormat(8, 0),
+        IntegerFormat(8, 32),
+        Float8Format(),
+        Float8Format(128),
+        NvFp4Format(),
+    )
 } | {kind: lambda n, k, kind=kind: part(kind, n, k).weight for kind in ("Q4_K", "Q5_0", "Q5_K", "Q6_K")}
 
 
@@ -191,10 +222,25 @@ def test_rows_of_x_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BROKEN = {
-    "x before the kernel ahead has written it": ("wna16_gemv.cu", "    pdl_wait();\n", "", "has waited for the kernel ahead"),
+    "x before the kernel ahead has written it": (
+        "wna16_gemv.cu",
+        "    pdl_wait();\n",
+        "",
+        "has waited for the kernel ahead",
+    ),
     "no wait": ("units.cuh", "        wait_copies();\n", "", "still on its way"),
-    "factors before the lanes that fetched them": ("units.cuh", "        __syncwarp();  // factors", "//", "shared memory, which"),
-    "x before other warps have laid it": ("wna16_gemv.cu", "    __syncthreads();\n", "", r"shared memory, which thread \d+ wrote"),
+    "factors before the lanes that fetched them": (
+        "units.cuh",
+        "        __syncwarp();  // factors",
+        "//",
+        "shared memory, which",
+    ),
+    "x before other warps have laid it": (
+        "wna16_gemv.cu",
+        "    __syncthreads();\n",
+        "",
+        r"shared memory, which thread \d+ wrote",
+    ),
     "counted before other lanes have stored": (
         "units.cuh",
         "    __syncwarp();\n    int done",

@@ -1,4 +1,5 @@
-"""The emulator of kernels in CUDA C++ (tests/cuda): each thing that it finds, and each instruction that no kernel's test is about."""
+"""The emulator of kernels in CUDA C++ (tests/cuda): each thing that it finds, and each instruction that no kernel's
+test is about."""
 
 from __future__ import annotations
 
@@ -71,9 +72,11 @@ FAULTS = """
 """
 TREE_DEPTH = "__device__ __noinline__ int deep(int n) { volatile int v = n; return n ? deep(n - 1) + v : 0; }\n"
 FOUND = [
-    "behind the end of buffer 0 of 40 bytes", "behind the end of buffer 0 of 40 bytes", "writes 4 bytes ahead of buffer 0 of 40 bytes",
+    "behind the end of buffer 0 of 40 bytes", "behind the end of buffer 0 of 40 bytes",
+    "writes 4 bytes ahead of buffer 0 of 40 bytes",
     "not aligned", "not aligned", "byte 1024 of 1024", "byte -8 of 1024", "still on its way",
-    "all wait for ever: in block 0, warp 0, 31 of 32", "have left|leaves", "flag that nobody sets", "block 0, thread 0: stops the launch",
+    "all wait for ever: in block 0, warp 0, 31 of 32", "have left|leaves", "flag that nobody sets",
+    "block 0, thread 0: stops the launch",
     "__shfl_sync where others wait at __syncwarp", "bytes of variables", "across the end", "in no buffer",
     "reads or writes 1960 bytes behind the end of buffer 0",
 ]  # fmt: skip

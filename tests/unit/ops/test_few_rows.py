@@ -1,5 +1,5 @@
-"""Few tokens times quantised weights in CUDA C++: what is dealt out to whom, what the kernel takes, and what happens where there is none.
-The numbers themselves need a GPU: tests/parity/test_triton_quant.py."""
+"""Few tokens times quantised weights in CUDA C++: what is dealt out to whom, what the kernel takes, and what happens
+where there is none. The numbers themselves need a GPU: tests/parity/test_triton_quant.py."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ from outrider.weights.names import tensor_plan
 ROOM = 226 << 10
 BLOCK_KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
 CHUNKS = {
-    "int4": WeightChunk(256, 8, 2304, False), "Q4_K": WeightChunk(256, 8, 2560, True), "fp8": WeightChunk(128, 0, 2048, False),
-    "int8 g32": WeightChunk(128, 4, 2176, False), "Q6_K": WeightChunk(128, 8, 1792, False), "nvfp4": WeightChunk(128, 8, 1280, False),
+    "int4": WeightChunk(256, 8, 2304, False), "Q4_K": WeightChunk(256, 8, 2560, True),
+    "fp8": WeightChunk(128, 0, 2048, False),
+    "int8 g32": WeightChunk(128, 4, 2176, False), "Q6_K": WeightChunk(128, 8, 1792, False),
+    "nvfp4": WeightChunk(128, 8, 1280, False),
 }  # fmt: skip
 
 
@@ -55,16 +57,30 @@ def held(weight: Weight) -> QuantWeight:
 
 def block(kind: str, n: int = 128, k: int = 512) -> QuantWeight:
     columns, nbytes = BLOCKS[kind]
-    return held(Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)}))
+    return held(
+        Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)})
+    )
 
 
 def every_code() -> dict[str, QuantWeight]:
     values = torch.randn(128, 512, generator=torch.Generator().manual_seed(0))
-    formats = [IntegerFormat(4, 32), IntegerFormat(4, 128), IntegerFormat(8, 0), IntegerFormat(8, 128), Float8Format(), Float8Format(128), NvFp4Format()]
-    return {f.name: held(f.quantise(values)) for f in formats} | {kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS}
+    formats = [
+        IntegerFormat(4, 32),
+        IntegerFormat(4, 128),
+        IntegerFormat(8, 0),
+        IntegerFormat(8, 128),
+        Float8Format(),
+        Float8Format(128),
+        NvFp4Format(),
+    ]
+    return {f.name: held(f.quantise(values)) for f in formats} | {
+        kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS
+    }
 
 
-@pytest.mark.parametrize(("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)]
+)
 @pytest.mark.parametrize("blocks", [132, 5, 1])
 def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, chunks: int, span: int, blocks: int) -> None:
     units = WorkUnits(tiles, chunks, span)
@@ -93,7 +109,9 @@ def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
         if "assistant" in name:
             continue
         for n, k in {
-            plan.shape for plan in tensor_plan(ModelConfig.from_hf(raw)).values() if plan.role == "matrix" and len(plan.shape) == 2
+            plan.shape
+            for plan in tensor_plan(ModelConfig.from_hf(raw)).values()
+            if plan.role == "matrix" and len(plan.shape) == 2
         }:
             if n % 64 or k % 256:
                 continue
@@ -107,7 +125,9 @@ def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
 def test_what_does_not_fit_has_fewer_warps_or_goes_to_triton() -> None:
     int4 = CHUNKS["int4"]
     wide = WorkUnits(16, 128, 128)
-    assert choose_block(wide, int4, 1, 132, ROOM) is not None and choose_block(wide, int4, 8, 132, ROOM) is None  # that goes to Triton
+    assert (
+        choose_block(wide, int4, 1, 132, ROOM) is not None and choose_block(wide, int4, 8, 132, ROOM) is None
+    )  # that goes to Triton
     assert choose_block(WorkUnits(4096, 32, 32), int4, 8, 132, ROOM) == (16, 16 * 2 * 2304 + 8 * (32 * 512 + 64))
 
 
@@ -135,7 +155,11 @@ def test_where_the_halves_of_a_tile_begin() -> None:
     for gated, lines in ((False, 8), (True, w.chunks * 64)):
         at = weights_of(w, gated)
         assert (at.words, at.above, at.scales) == (w.words.data_ptr(), w.high.data_ptr(), w.scale.data_ptr())
-        assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (64 * lines, 32 * lines, 16 * lines)
+        assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (
+            64 * lines,
+            32 * lines,
+            16 * lines,
+        )
         assert at.lifts is None and at.factors is None
     w = held(Float8Format().quantise(torch.randn(128, 512, generator=torch.Generator().manual_seed(0))))
     for gated, rows in ((False, 8), (True, 64)):
@@ -156,7 +180,9 @@ def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog:
     assert WNA16Gemv.of(torch.device("cuda", 0), seen) is None and not caplog.records  # no bits were compared there
 
 
-def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_fails_leaves_it_to_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 

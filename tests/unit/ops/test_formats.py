@@ -13,7 +13,18 @@ from tests.unit.ops.ternary import Ternary, ternary
 from tests.unit.ops.test_cpu_packing import part
 
 from outrider.engine.engine import Engine  # noqa: F401  the engine must not need to know of a format
-from outrider.ops.formats import BLOCKS, DenseFormat, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, dense, join, stack
+from outrider.ops.formats import (
+    BLOCKS,
+    DenseFormat,
+    Float8Format,
+    GGUFBlockFormat,
+    IntegerFormat,
+    NvFp4Format,
+    Weight,
+    dense,
+    join,
+    stack,
+)
 from outrider.ops.formats.blocks import blocks_of
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
@@ -80,7 +91,9 @@ def test_a_new_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytes
     save_file(meant, folder / "model.safetensors")
     _, want, _ = load_target(folder)
     save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "ternary", "ignore": [left_out]}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "ternary", "ignore": [left_out]}})
+    )
     _, got, _ = load_target(folder, ops=ReferenceOps())
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     _, dummy, _ = load_target(folder, load_format="dummy")
@@ -101,8 +114,12 @@ def test_grouped_integers_are_blocks_for_the_cpu(bits: int, group: int, has_zero
         zero = torch.randint(0, 16, made.tensors["scale"].shape).to(torch.uint8)
         made = Weight(IntegerFormat(bits, group, True), made.shape, {**made.tensors, "zero": zero})
     blocks = blocks_of(made)
-    assert blocks is not None and blocks.check("w").format == GGUFBlockFormat("Q4_1" if has_zero_point else "Q4_0" if bits == 4 else "Q8_0")
-    torch.testing.assert_close(blocks.dense(), made.dense(), rtol=2e-3 if has_zero_point else 0, atol=2e-3 if has_zero_point else 0)
+    assert blocks is not None and blocks.check("w").format == GGUFBlockFormat(
+        "Q4_1" if has_zero_point else "Q4_0" if bits == 4 else "Q8_0"
+    )
+    torch.testing.assert_close(
+        blocks.dense(), made.dense(), rtol=2e-3 if has_zero_point else 0, atol=2e-3 if has_zero_point else 0
+    )
 
 
 def test_what_has_no_block_form_stays() -> None:

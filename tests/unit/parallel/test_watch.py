@@ -26,7 +26,9 @@ class Still(Watch):
 
 def lost(children: Sequence[subprocess.Popen[bytes]]) -> str | None:
     there = Still(TPRank(0, 2), "", 0, children)
-    thread = threading.Thread(target=there.lost, args=("Connection reset by peer\nat line 3",))  # the main thread would stay in it
+    thread = threading.Thread(
+        target=there.lost, args=("Connection reset by peer\nat line 3",)
+    )  # the main thread would stay in it
     thread.start()
     thread.join()
     return there.gone
@@ -36,7 +38,10 @@ def test_a_failed_exchange_names_the_process_that_ended() -> None:
     child = subprocess.Popen(["sh", "-c", "exit 7"])
     child.wait()
     gone = lost([child])
-    assert gone == f"process 1 of --tensor-parallel 2 (pid {child.pid}) ended with exit code 7: the run cannot go on without it"
+    assert (
+        gone
+        == f"process 1 of --tensor-parallel 2 (pid {child.pid}) ended with exit code 7: the run cannot go on without it"
+    )
 
 
 def test_where_nobody_ended_it_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:

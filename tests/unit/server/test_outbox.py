@@ -1,4 +1,5 @@
-"""What the engine says on its way to the streams: in order, nothing lost, and bundled only where many streams are open."""
+"""What the engine says on its way to the streams: in order, nothing lost, and bundled only where many streams are
+open."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_nothing_is_lost_or_out_of_order_where_many_are_open(logprobs: bool) -> 
         assert [t for e in items for t in e.tokens] == list(range(50))
         assert "".join(t for e in items for t in e.texts) == "".join(f" {i}" for i in range(50))
         assert all(len(e.kinds) == len(e.tokens) == len(e.texts) for e in items)
-        assert [entry for e in items for entry in e.logprobs or ()] == ([{i: -1.0} for i in range(50)] if logprobs else [])
+        assert [entry for e in items for entry in e.logprobs or ()] == (
+            [{i: -1.0} for i in range(50)] if logprobs else []
+        )
         assert [e.finish_reason for e in items] == [None] * (len(items) - 1) + ["length"]
 
 

@@ -22,11 +22,15 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 def runner(engine: FakeEngine | None = None, seed: int = 0) -> BatchRunner:
     engine = engine or FakeEngine(TOK)
-    return BatchRunner(ServedModel(engine, TOK, VOCAB, engine.max_context), ServerSettings("fake", max_concurrent=4), seed)
+    return BatchRunner(
+        ServedModel(engine, TOK, VOCAB, engine.max_context), ServerSettings("fake", max_concurrent=4), seed
+    )
 
 
 def row(id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
-    what: dict[str, Any] = {"prompt": "Say it"} if url == TEXT else {"messages": [{"role": "user", "content": "Say it"}]}
+    what: dict[str, Any] = (
+        {"prompt": "Say it"} if url == TEXT else {"messages": [{"role": "user", "content": "Say it"}]}
+    )
     return {"custom_id": id, "method": "POST", "url": url, "body": {"model": "fake", "max_tokens": 40, **what, **body}}
 
 
@@ -60,7 +64,13 @@ def test_bad_lines_get_a_result_and_the_others_run(tmp_path: Path) -> None:
         "invalid_body": {**row("y"), "body": 3},
         "duplicate_custom_id": row("good", TEXT),
     }
-    refused = [row("f", flavour=1), row("s", stream=True), row("w", model="other"), row("l", max_tokens=0), row("t", temperature=9)]
+    refused = [
+        row("f", flavour=1),
+        row("s", stream=True),
+        row("w", model="other"),
+        row("l", max_tokens=0),
+        row("t", temperature=9),
+    ]
     source = write(tmp_path / "in.jsonl", row("good"), *bad.values(), *refused, row("also good"))
     progress = runner().run(source, tmp_path / "out.jsonl")
     out = read(tmp_path / "out.jsonl")
@@ -70,7 +80,9 @@ def test_bad_lines_get_a_result_and_the_others_run(tmp_path: Path) -> None:
     assert {id: r["status_code"] for id, r in by_id.items()} == {
         "good": 200, "also good": 200, "f": 400, "s": 400, "w": 404, "l": 400, "t": 400
     }  # fmt: skip
-    assert by_id["f"]["body"]["error"]["code"] == "unknown_field" and "flavour" in by_id["f"]["body"]["error"]["message"]
+    assert (
+        by_id["f"]["body"]["error"]["code"] == "unknown_field" and "flavour" in by_id["f"]["body"]["error"]["message"]
+    )
 
 
 def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> None:
@@ -108,7 +120,12 @@ def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
     with Results(out), pytest.raises(OutriderError, match="another run"):
         runner().run(source, out)
-    for notes in ("my notes\n", '{"settings": 1}', '{"id": "x"}', '{"id": []}\n'):  # some have no line end, as a result that was cut off
+    for notes in (
+        "my notes\n",
+        '{"settings": 1}',
+        '{"id": "x"}',
+        '{"id": []}\n',
+    ):  # some have no line end, as a result that was cut off
         out.write_text(notes)
         with pytest.raises(OutriderError, match="line 1: not a result"):
             runner().run(source, out)
@@ -127,7 +144,9 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OutriderError, match=r"cannot write .*out.jsonl: No space left on device; the same command goes on"):
+    with pytest.raises(
+        OutriderError, match=r"cannot write .*out.jsonl: No space left on device; the same command goes on"
+    ):
         runner().run(source, out)
 
 

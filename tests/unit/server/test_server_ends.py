@@ -1,4 +1,5 @@
-"""Ends of what the server runs beside itself: the engine's thread, the clerk, the nursery and its trials; and what ends the server."""
+"""Ends of what the server runs beside itself: the engine's thread, the clerk, the nursery and its trials; and what ends
+the server."""
 
 from __future__ import annotations
 
@@ -54,12 +55,15 @@ def test_an_engine_that_was_stopped_says_so_to_those_who_call_it() -> None:
 
 @pytest.mark.parametrize(("fails", "last"), [(0, b"[DONE]"), (1, b'"error"')])
 def test_who_has_read_the_end_of_a_stream_finds_its_place_free(fails: int, last: bytes) -> None:
-    """On a server of one place the next question of the same client was refused where it came before the stream had been put away."""
+    """On a server of one place the next question of the same client was refused where it came before the stream had
+    been put away."""
 
     async def work() -> None:
         engine = FakeEngine(TOK)
         engine.fail_steps = fails
-        app = create_app(ServedModel(engine, TOK, VOCAB, 2048), ServerSettings("fake", port=0, max_concurrent=1, max_queued=0))
+        app = create_app(
+            ServedModel(engine, TOK, VOCAB, 2048), ServerSettings("fake", port=0, max_concurrent=1, max_queued=0)
+        )
         held: list[int] = []
 
         async def send(message: Message) -> None:
@@ -68,7 +72,13 @@ def test_who_has_read_the_end_of_a_stream_finds_its_place_free(fails: int, last:
 
         body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
         headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "headers": headers,
+        }
         async with app.router.lifespan_context(app), asyncio.timeout(PATIENCE):
             await app(scope, receiving(body, asyncio.Event()), send)
         assert held == [0]
@@ -77,9 +87,12 @@ def test_who_has_read_the_end_of_a_stream_finds_its_place_free(fails: int, last:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(EngineError("the server is shutting down"), 503), (OutriderError("no room"), 429), (ValueError("a prompt"), 500)]
+    ("error", "status"),
+    [(EngineError("the server is shutting down"), 503), (OutriderError("no room"), 429), (ValueError("a prompt"), 500)],
 )
-def test_a_text_that_is_read_fails_with_a_status(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_text_that_is_read_fails_with_a_status(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     released: list[str] = []
 
     async def acquire(client: str, priority: int) -> None: ...
@@ -88,7 +101,9 @@ def test_a_text_that_is_read_fails_with_a_status(error: Exception, status: int, 
         raise error
 
     turns = SimpleNamespace(acquire=acquire, release=released.append)
-    model: Any = SimpleNamespace(turns=turns, runner=SimpleNamespace(call=call, later=lambda function: released.append("work")))
+    model: Any = SimpleNamespace(
+        turns=turns, runner=SimpleNamespace(call=call, later=lambda function: released.append("work"))
+    )
     with pytest.raises(ApiError) as told:
         asyncio.run(run_scoring(model, SimpleNamespace(), "me"))  # type: ignore[arg-type]
     assert told.value.status == status and released == ["me", "work"]
@@ -148,7 +163,9 @@ def test_the_part_at_fault_is_the_last_one_begun(said: bytes, where: str, monkey
     process = subprocess.Popen(["true"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     compiler: Any = None
-    child = grammar_sandbox.SandboxChild("1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, 0.0, said, failed="too large")
+    child = grammar_sandbox.SandboxChild(
+        "1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, 0.0, said, failed="too large"
+    )
     grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0)._ended(child, os.dup(process.stdout.fileno()))
     process.stdout.close()
     process.wait()
@@ -156,8 +173,8 @@ def test_the_part_at_fault_is_the_last_one_begun(said: bytes, where: str, monkey
 
 
 def test_a_trial_that_is_late_does_not_end_the_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to wake for but its end; to wait for that must not be an error. (The process died of it, and took the trials of
-    all clients with it, and the next one was started while everybody waited.)"""
+    """Nothing is left to wake for but its end; to wait for that must not be an error. (The process died of it, and took
+    the trials of all clients with it, and the next one was started while everybody waited.)"""
     out: list[dict[str, object]] = []
     monkeypatch.setattr(grammar_sandbox, "_say", out.append)
     wait = select.select
@@ -169,7 +186,9 @@ def test_a_trial_that_is_late_does_not_end_the_nursery(monkeypatch: pytest.Monke
     compiler: Any = None
     ours = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0)
     pipe = os.dup(process.stdout.fileno())
-    ours.children[pipe] = grammar_sandbox.SandboxChild("1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, math.inf)
+    ours.children[pipe] = grammar_sandbox.SandboxChild(
+        "1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, math.inf
+    )
     try:
         while ours.children:
             assert not ours.wait()
@@ -185,7 +204,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("terminal", "file", "reloads"), [(True, False, False), (True, True, True), (False, False, True)])
+@pytest.mark.parametrize(
+    ("terminal", "file", "reloads"), [(True, False, False), (True, True, True), (False, False, True)]
+)
 def test_a_terminal_that_is_closed_ends_the_server(
     terminal: bool, file: bool, reloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +237,10 @@ def test_answers_do_not_wait_for_their_readers_acknowledgement() -> None:
     """On a socket that is not named as TCP asyncio leaves Nagle's algorithm on: every answer took 40 ms longer."""
     tok = tokenizer()
     server = HttpServer(ServedModel(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings(model_name="fake"))
-    with server.running([listen("127.0.0.1", 0)]) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as made:
+    with (
+        server.running([listen("127.0.0.1", 0)]) as url,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as made,
+    ):
         made.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert made.recv(100).startswith(b"HTTP/1.1 200")
         (connection,) = server.connections.open

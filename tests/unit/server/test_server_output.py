@@ -1,4 +1,5 @@
-"""Thoughts and tool calls, case by case (the cutting of the text is tested in tests/property/test_output_chunking.py)."""
+"""Thoughts and tool calls, case by case (the cutting of the text is tested in
+tests/property/test_output_chunking.py)."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ GEMMA = {
     ),
     "no arguments": ("call:f{}", {}),
     "blanks": ('call: f { a : 1 , b : <|"|>x<|"|> }', {"a": 1, "b": "x"}),
-    "python's words and bare strings": ("call:f{a:None,b:True,c:Paris,d:007}", {"a": None, "b": True, "c": "Paris", "d": "007"}),
+    "python's words and bare strings": (
+        "call:f{a:None,b:True,c:Paris,d:007}",
+        {"a": None, "b": True, "c": "Paris", "d": "007"},
+    ),
     "quoted keys and JSON strings": ('call:f{<|"|>a<|"|>:1,"b":"x\\n\\"y"}', {"a": 1, "b": 'x\n"y'}),
     "braces left open": ("call:f{a:[1,2", {"a": [1, 2]}),
     "a closing tag inside a string": ('call:f{a:<|"|><tool_call|><|"|>}', {"a": "<tool_call|>"}),
@@ -73,7 +77,13 @@ def test_gemma_arguments_become_json(name: str) -> None:
 
 def test_gemma_calls_among_text() -> None:
     text = "Let me look.\n<|tool_call>call:f{a:1}<tool_call|>\n<|tool_call>call:g{}<tool_call|>"
-    assert run(GemmaCalls(), text) == [("content", "Let me look."), ("call", "f"), ("args", '{"a":1}'), ("call", "g"), ("args", "{}")]
+    assert run(GemmaCalls(), text) == [
+        ("content", "Let me look."),
+        ("call", "f"),
+        ("args", '{"a":1}'),
+        ("call", "g"),
+        ("args", "{}"),
+    ]
 
 
 JSON = {
@@ -110,7 +120,10 @@ def test_an_empty_list_means_no_call() -> None:
 
 
 def test_a_call_cut_by_the_limit_stays_cut() -> None:
-    assert run(JsonCalls(), '<tool_call>{"name": "f", "arguments": {"a": "b', complete=False)[-1] == ("args", '{"a": "b')
+    assert run(JsonCalls(), '<tool_call>{"name": "f", "arguments": {"a": "b', complete=False)[-1] == (
+        "args",
+        '{"a": "b',
+    )
     assert calls(JsonCalls(), '<tool_call>{"name": "f", "arguments": {"a": ["b') == [("f", {"a": ["b"]})]
 
 
@@ -121,7 +134,10 @@ def test_thoughts_then_calls() -> None:
 
 
 def test_parts_join() -> None:
-    assert join([OutputPart("args", "a"), OutputPart("args", "b"), OutputPart("args", "c", 1)]) == [OutputPart("args", "ab"), OutputPart("args", "c", 1)]
+    assert join([OutputPart("args", "a"), OutputPart("args", "b"), OutputPart("args", "c", 1)]) == [
+        OutputPart("args", "ab"),
+        OutputPart("args", "c", 1),
+    ]
 
 
 # ---- forced calls
@@ -172,7 +188,9 @@ def test_forced_json_calls_follow_the_schema() -> None:
     assert accepts(grammar, '<tool_call>[{"name":"f","arguments":{"unit":"C","days":[1]}}]</tool_call>', False)
     assert not accepts(grammar, '<tool_call>[{"name":"f","arguments":{"unit":"K"}}]</tool_call>', False)
     assert not accepts(grammar, '<tool_call>[{"name":"h","arguments":{}}]</tool_call>', False)
-    assert not accepts(grammar, '<tool_call>[{"name":"g","arguments":{}},{"name":"g","arguments":{}}]</tool_call>', False)
+    assert not accepts(
+        grammar, '<tool_call>[{"name":"g","arguments":{}},{"name":"g","arguments":{}}]</tool_call>', False
+    )
 
 
 def test_forced_calls_refuse_what_they_cannot_enforce() -> None:

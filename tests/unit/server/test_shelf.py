@@ -47,7 +47,11 @@ class Loader:
         return PoolSlot(name, load, size)
 
 
-def run(work: Callable[[ModelPool, Loader], Coroutine[object, object, None]], limit: int | None = 15, now: list[float] | None = None) -> None:
+def run(
+    work: Callable[[ModelPool, Loader], Coroutine[object, object, None]],
+    limit: int | None = 15,
+    now: list[float] | None = None,
+) -> None:
     loader, clock = Loader(), now if now is not None else [0.0]
 
     async def inner() -> None:
@@ -82,7 +86,11 @@ def test_loads_on_demand_and_the_least_recently_used_makes_room() -> None:
         await use(model_pool, "b")  # 10 + 4 + 10 > 15: c was used least recently, and that is not enough
         assert there(model_pool) == ["b"]
         await use(model_pool, "c")
-        assert there(model_pool) == ["b", "c"] and model_pool.slots["a"].evictions == 1 and model_pool.slots["b"].state == "loaded"
+        assert (
+            there(model_pool) == ["b", "c"]
+            and model_pool.slots["a"].evictions == 1
+            and model_pool.slots["b"].state == "loaded"
+        )
 
     run(work)
 
@@ -205,7 +213,9 @@ def test_counts_outlive_a_model() -> None:
         assert there(model_pool) == ["b"] and model_pool.tally().engine.new_tokens == 7
 
     run(work)
-    summed = total([Metrics(new_tokens=1, finished={"stop": 1}), Metrics(new_tokens=2, finished={"stop": 2, "length": 1})])
+    summed = total(
+        [Metrics(new_tokens=1, finished={"stop": 1}), Metrics(new_tokens=2, finished={"stop": 2, "length": 1})]
+    )
     assert summed.new_tokens == 3 and summed.finished == {"stop": 3, "length": 1}
 
 
@@ -244,7 +254,9 @@ def test_what_was_frozen_goes_when_its_model_is_put_back() -> None:
 LARGE = "word " * (BIG_BODY // 4)
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": LARGE}), ("/v1/embeddings", {"input": LARGE})])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": LARGE}), ("/v1/embeddings", {"input": LARGE})]
+)
 def test_a_large_body_holds_up_no_other_while_its_model_loads(path: str, body: dict[str, str]) -> None:
     async def work(model_pool: ModelPool, loader: Loader) -> None:
         loader.go.clear()
@@ -261,14 +273,21 @@ def test_a_large_body_holds_up_no_other_while_its_model_loads(path: str, body: d
     run(work)
 
 
-@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/api/generate", {}), ("/api/chat", {"messages": []})])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/api/generate", {}), ("/api/chat", {"messages": []})]
+)
 def test_who_needs_no_engine_waits_for_a_load_no_longer_than_allowed(path: str, body: dict[str, object]) -> None:
     async def work(model_pool: ModelPool, loader: Loader) -> None:
         loader.go.clear()
         app = create_app(model_pool, ServerSettings("a", port=0, timeout=0.05))
-        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client, asyncio.timeout(30):
+        async with (
+            AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client,
+            asyncio.timeout(30),
+        ):
             answer = await client.post(path, json={"model": "b", **body})
-        assert answer.status_code == 408 and model_pool.slots["b"].users == 0 and app.state.server.admission.in_flight == 0
+        assert (
+            answer.status_code == 408 and model_pool.slots["b"].users == 0 and app.state.server.admission.in_flight == 0
+        )
 
     run(work)
 
@@ -298,7 +317,11 @@ def test_only_bodies_that_may_be_large_wait_for_their_turn(headers: dict[str, st
 
     async def work(model_pool: ModelPool, loader: Loader) -> None:
         server = Server(model_pool, ServerSettings("a", port=0))
-        scope = {"type": "http", "headers": [(k.encode(), v.encode()) for k, v in headers.items()], "state": {"client": "me"}}
+        scope = {
+            "type": "http",
+            "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
+            "state": {"client": "me"},
+        }
         room = await server.room(Request(scope))
         assert server.big_bodies._held == ({"me": 1} if waits else {})
         room.close()

@@ -34,7 +34,9 @@ def test_a_call_is_a_span_with_its_parts() -> None:
     first, second = [x for x in spans if x.name == "chat fake"]
     assert format(first.context.trace_id, "032x") in parent and first.attributes["outrider.request_id"] == "mine"
     assert first.attributes["gen_ai.usage.output_tokens"] == second.attributes["gen_ai.usage.output_tokens"] == 5
-    assert first.attributes["gen_ai.response.finish_reasons"] == ("length",) and first.attributes["outrider.decode_s"] >= 0
+    assert (
+        first.attributes["gen_ai.response.finish_reasons"] == ("length",) and first.attributes["outrider.decode_s"] >= 0
+    )
     parts = [x for x in spans if x.parent is not None and x.parent.span_id == first.context.span_id]
     assert [x.name for x in parts] == ["queue", "prefill", "decode"]
     assert first.start_time <= parts[0].start_time and parts[-1].end_time <= first.end_time

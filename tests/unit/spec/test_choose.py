@@ -1,4 +1,5 @@
-"""choose.py against a slow, scalar statement of the same rules; rows independent of the batch; history kept by commit."""
+"""choose.py against a slow, scalar statement of the same rules; rows independent of the batch; history kept by
+commit."""
 
 import math
 import random
@@ -15,7 +16,9 @@ from outrider.types import Draft, SamplingParams
 OPS, V, EOS = ReferenceOps(), 23, 2
 
 
-def slow(row: torch.Tensor, p: SamplingParams, prompt: list[int], output: list[int], allowed: set[int] | None = None) -> list[float]:
+def slow(
+    row: torch.Tensor, p: SamplingParams, prompt: list[int], output: list[int], allowed: set[int] | None = None
+) -> list[float]:
     """The definition, one token at a time (float32 scalars, so that equal logits stay equal)."""
     f, z, text = np.float32, list(row.numpy()), prompt + output
     for t in range(len(z)):
@@ -140,13 +143,17 @@ def test_grammar_masks_and_wins_over_min_tokens():
     mask[0, [EOS, 9]] = True
     mask[1, EOS] = True  # the grammar is finished: nothing but the end may follow
     rows = torch.arange(2)
-    z = batch.process(torch.randn(2, V), rows, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64), grammar=mask)
+    z = batch.process(
+        torch.randn(2, V), rows, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64), grammar=mask
+    )
     assert z[0].isfinite().nonzero().tolist() == [[9]]
     assert z[1].isfinite().nonzero().tolist() == [[EOS]]
 
 
 def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
-    batch = SamplingBatch.build([SamplingParams(), SamplingParams(temperature=1e-7, top_p=0.5)], [[1]] * 2, [[]] * 2, V, "cpu", [EOS])
+    batch = SamplingBatch.build(
+        [SamplingParams(), SamplingParams(temperature=1e-7, top_p=0.5)], [[1]] * 2, [[]] * 2, V, "cpu", [EOS]
+    )
     assert not batch.any_sampled and not batch.any_filter
     assert batch.penalties is batch.bias is batch.bad_words is batch.min_tokens is None
     logits = torch.zeros(2, V)
@@ -164,9 +171,13 @@ def test_guess_with_the_targets_logits_is_the_targets_choice():
     rows = torch.arange(4)
     for t in range(50):
         logits, at = torch.randn(4, V), torch.full((4,), t)
-        chosen = batch.choose(batch.process(logits, rows, torch.zeros_like(rows), torch.zeros(4, 0, dtype=torch.int64)), rows, at, OPS)
+        chosen = batch.choose(
+            batch.process(logits, rows, torch.zeros_like(rows), torch.zeros(4, 0, dtype=torch.int64)), rows, at, OPS
+        )
         assert torch.equal(batch.guess(logits, at, OPS), chosen)
-        order = torch.stack([torch.randperm(V) for _ in range(4)])  # candidates in any order, as a clustered head gives them
+        order = torch.stack(
+            [torch.randperm(V) for _ in range(4)]
+        )  # candidates in any order, as a clustered head gives them
         assert torch.equal(batch.guess(logits.gather(1, order), at, OPS, order), chosen)
 
 
@@ -174,7 +185,9 @@ def test_lean_is_the_heat_of_a_clusters_luckiest_token():
     """Nothing where cold; nothing where a filter would cut the lucky token off."""
     clusters, at = torch.randperm(20).view(5, 4), torch.tensor([3, 4, 5, 6, 7])
     settings = [(1.3, 0, 1, 0), (0, 0, 1, 0), (1, 5, 1, 0), (1, 0, 0.9, 0), (1, 0, 1, 0.1)]
-    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s) for s, (t, k, p, m) in enumerate(settings)]
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s) for s, (t, k, p, m) in enumerate(settings)
+    ]
     cluster_bonus = SamplingBatch.build(params, [[1]] * 5, [[]] * 5, V, "cpu").cluster_bonus(clusters, at, OPS)
     noise = [max(float(gumbel(torch.tensor(0), at[0], token)) for token in cluster) for cluster in clusters]
     assert cluster_bonus is not None and not cluster_bonus[1:].any()
@@ -226,9 +239,12 @@ def test_noise_is_finite_for_a_large_vocabulary():
 
 
 def test_noise_is_fine_enough_for_rare_tokens():
-    """A token of probability p wins about when E = exp(-gumbel) < p. Noise of 24 bits has E on a grid of 2^-24, so that tokens
-    rarer than that are drawn at a wrong rate: the small values must not lie on that grid, and be as many as they should."""
-    e = torch.cat([torch.exp(-gumbel(torch.tensor(s), torch.tensor(3), torch.arange(1 << 20)).double()) for s in range(16)])
+    """A token of probability p wins about when E = exp(-gumbel) < p. Noise of 24 bits has E on a grid of 2^-24, so that
+    tokens rarer than that are drawn at a wrong rate: the small values must not lie on that grid, and be as many as they
+    should."""
+    e = torch.cat(
+        [torch.exp(-gumbel(torch.tensor(s), torch.tensor(3), torch.arange(1 << 20)).double()) for s in range(16)]
+    )
     small = e[e < 2.0**-17] * 2.0**24
     assert 80 < len(small) < 180  # 16 · 2^20 · 2^-17 = 128 are expected
     assert 0.2 < float((small % 1).std()) < 0.4  # uniform: 0.29

@@ -149,7 +149,9 @@ def test_confidence_ends_drafts_once_it_is_calibrated():
         choice = controller.plan([view()])[0]
         right = min(choice.k, i % 4)
         drafted = min(choice.k, right) if choice.drop else choice.k  # ends before the token it is not sure of
-        controller.observe("a", choice.drafter, drafted, right, ([0.95] * right + [0.1] * choice.k)[: min(choice.k, drafted + 1)])
+        controller.observe(
+            "a", choice.drafter, drafted, right, ([0.95] * right + [0.1] * choice.k)[: min(choice.k, drafted + 1)]
+        )
     choice = controller.plan([view()])[0]
     trust = controller.trust("mtp")
     assert 0.0 < choice.drop < choice.stop < 1.0 and trust[15] > 0.8 > 0.2 > trust[1]
@@ -166,15 +168,25 @@ def test_a_request_near_its_limit_of_losses_drafts_small_trees():
         controller.observe("a", choice.drafter, drafted, 0, [0.5] * drafted if tree else None, tree)
         seen.append(choice)
     drafts = [c for c in seen if c.k]
-    assert len(drafts) > 1 and all(c.nodes == c.k + 1 for c in drafts) and drafts[-1].k < drafts[0].k and seen[-1] == NO_DRAFT
+    assert (
+        len(drafts) > 1
+        and all(c.nodes == c.k + 1 for c in drafts)
+        and drafts[-1].k < drafts[0].k
+        and seen[-1] == NO_DRAFT
+    )
 
 
-@pytest.mark.parametrize("extra,path,taken", [(1e-5, [5, 6, 7], True), (8e-3, [5, 6, 7], False), (2e-3, [1, 2, 3], False)])
+@pytest.mark.parametrize(
+    "extra,path,taken", [(1e-5, [5, 6, 7], True), (8e-3, [5, 6, 7], False), (2e-3, [1, 2, 3], False)]
+)
 def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
-    """extra: what a tree costs beside a line as deep, of a plain step of 10 ms. path: where the right tokens stood in the trees that were
-    run. Cheap and useful; dear; fairly cheap, but their main line alone would have brought as much."""
+    """extra: what a tree costs beside a line as deep, of a plain step of 10 ms. path: where the right tokens stood in
+    the trees that were run. Cheap and useful; dear; fairly cheap, but their main line alone would have brought as
+    much."""
     drafting = [2e-4 * k for k in range(17)]
-    cost = CostTable({(1, 0): [0.01] * 17}, {"mtp": {1: drafting}, branching("mtp"): {1: [t + extra * (t > 0) for t in drafting]}})
+    cost = CostTable(
+        {(1, 0): [0.01] * 17}, {"mtp": {1: drafting}, branching("mtp"): {1: [t + extra * (t > 0) for t in drafting]}}
+    )
     c, parents = Controller(cost, ("mtp",), {"mtp": [0.6] * 4}), [0, 1, 2, 3, 0, 5, 6, *[0] * 9]
     for _ in range(400):
         (choice,) = c.plan([DraftContext("a", {"mtp": 16}, 0, 200, 300, nodes=16)])

@@ -1,4 +1,5 @@
-"""The controller and a draft model: used from the first cycle where it should pay, and not where reading the text would eat the gain."""
+"""The controller and a draft model: used from the first cycle where it should pay, and not where reading the text would
+eat the gain."""
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable, measure
@@ -21,7 +22,9 @@ def view(unread: int, remaining: int) -> DraftContext:
 
 def test_it_drafts_from_the_first_cycle_where_the_measured_step_is_cheap() -> None:
     (choice,) = controller(0.2, 0.04).plan([view(60, 64)])
-    assert choice.drafter == NAME and choice.k >= 2 and choice.stop > choice.drop > 0  # and ends drafts by their confidence at once
+    assert (
+        choice.drafter == NAME and choice.k >= 2 and choice.stop > choice.drop > 0
+    )  # and ends drafts by their confidence at once
 
 
 def test_it_does_not_where_the_step_is_dear() -> None:

@@ -37,7 +37,16 @@ class Machine:
 def test_measured_times_come_back_and_the_rest_is_interpolated():
     machine = Machine()
     table = measure(machine.probe, ("mtp",), clock=machine.clock)
-    for batch, k, context in [(1, 0, 256), (1, 5, 256), (1, 12, 300), (4, 4, 256), (3, 2, 256), (16, 16, 256), (1, 3, 1024), (24, 4, 256)]:
+    for batch, k, context in [
+        (1, 0, 256),
+        (1, 5, 256),
+        (1, 12, 300),
+        (4, 4, 256),
+        (3, 2, 256),
+        (16, 16, 256),
+        (1, 3, 1024),
+        (24, 4, 256),
+    ]:
         assert table.verify(batch, k, context) == pytest.approx(machine.seconds("verify", batch, k, context), rel=0.03)
     assert table.draft("mtp", 1, 6) == pytest.approx(6 * 4e-4, rel=0.01)
     assert table.free("ngram") and not table.free("mtp")
@@ -58,7 +67,8 @@ def test_a_machine_too_slow_for_the_budget_still_gets_a_table():
 
 
 def test_what_compiling_took_is_never_a_time():
-    """Kernels that compile for longer than there is to measure: a draft costs what the run after that took, or it would never be tried."""
+    """Kernels that compile for longer than there is to measure: a draft costs what the run after that took, or it would
+    never be tried."""
     machine = Machine(compile_s=2.0)
     table = measure(machine.probe, ("mtp",), clock=machine.clock)
     assert table.draft("mtp", 1, 4) == pytest.approx(4 * 4e-4, rel=0.1)
@@ -74,7 +84,8 @@ def test_times_never_fall_with_k():
 
 
 class Shared(Machine):
-    """Beside a busy process: everything takes twice as long, but every fourth step that is short enough is left in peace."""
+    """Beside a busy process: everything takes twice as long, but every fourth step that is short enough is left in
+    peace."""
 
     runs = 0
 
@@ -86,7 +97,8 @@ class Shared(Machine):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one(alone):
-    """The least samples, which count where the device is ours alone, are of two machines: a short step in peace, a long one disturbed."""
+    """The least samples, which count where the device is ours alone, are of two machines: a short step in peace, a long
+    one disturbed."""
     quiet, busy = Machine(), Shared()
     table = measure(quiet.probe, ("mtp",), (1,), (256,), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
     beside = measure(busy.probe, ("mtp",), (1,), (256,), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
@@ -106,7 +118,9 @@ def test_a_slower_machine_moves_the_drift_and_no_ratio():
     for i in range(400):
         table.observe(1, 4, 100, before[4] * (1.0 if i < 200 else 2.0), "mtp")
     assert table.drift == pytest.approx(0.69, abs=0.05)
-    assert table.curve("mtp", 1, 100)[4] / table.curve(None, 1, 100)[0] == pytest.approx(before[4] / before[0], rel=0.01)
+    assert table.curve("mtp", 1, 100)[4] / table.curve(None, 1, 100)[0] == pytest.approx(
+        before[4] / before[0], rel=0.01
+    )
 
 
 def test_a_wrong_cell_is_corrected_by_contrast():
@@ -135,7 +149,8 @@ def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
 
 @pytest.mark.parametrize("wrong", [(4, 4), (1, WIDTH)], ids=["K = 4", "every draft"])
 def test_choices_recover_from_a_table_measured_at_a_bad_moment(wrong):
-    """The controller itself decides what is tried. After the first prompts it must be near the speed of the right table."""
+    """The controller itself decides what is tried. After the first prompts it must be near the speed of the right
+    table."""
     true = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
     verify = [true.verify(1, k, 100) * (3.0 if wrong[0] <= k <= wrong[1] else 1.0) for k in range(WIDTH)]
     table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(WIDTH)]}})

@@ -1,4 +1,5 @@
-"""A cheapened draft model on the CPU: rounds in one call are those step by step, a shortlist and four bits change no answer."""
+"""A cheapened draft model on the CPU: rounds in one call are those step by step, a shortlist and four bits change no
+answer."""
 
 import random
 
@@ -61,7 +62,10 @@ def test_a_round_in_one_call_is_the_round_step_by_step(listed, params, monkeypat
             texts[name] = [*texts[name], *guess[: rng.randint(0, k)], rng.randrange(VOCAB)]
         whole.check()
     if listed is not None:
-        assert not {t for t in a.tokens.flatten().tolist()} - {*LISTED.tolist(), *(t for text in texts.values() for t in text)}
+        assert not {t for t in a.tokens.flatten().tolist()} - {
+            *LISTED.tolist(),
+            *(t for text in texts.values() for t in text),
+        }
 
 
 def test_drafts_end_in_the_call_where_they_end_step_by_step():
@@ -80,8 +84,10 @@ def test_drafts_end_in_the_call_where_they_end_step_by_step():
 
 
 REQUESTS = (
-    dict(temperature=0.0), dict(temperature=1.0, seed=3), dict(temperature=0.8, seed=4, top_p=0.9), dict(temperature=0.7, seed=5, top_k=5),
-    dict(temperature=0.0, repetition_penalty=1.3), dict(temperature=1.0, seed=6, presence_penalty=0.5, min_p=0.05), dict(logprobs=2),
+    dict(temperature=0.0), dict(temperature=1.0, seed=3), dict(temperature=0.8, seed=4, top_p=0.9),
+    dict(temperature=0.7, seed=5, top_k=5),
+    dict(temperature=0.0, repetition_penalty=1.3), dict(temperature=1.0, seed=6, presence_penalty=0.5, min_p=0.05),
+    dict(logprobs=2),
 )  # fmt: skip
 
 
@@ -89,8 +95,12 @@ REQUESTS = (
 def test_a_cheapened_draft_model_changes_no_answer(verify):
     """The target's texts, alone and together, whatever K; a prompt longer than what is read in one go among them."""
     target = compiled(5)
-    small = DraftModel(compiled(5, coarse=True), LISTED)  # the target's own weights in four bits, and part of its vocabulary
-    engine = tiny_engine(drafter=small, model=target, names=(), verify=verify, kv=torch.bfloat16, page_size=16, prefill_chunk=32)
+    small = DraftModel(
+        compiled(5, coarse=True), LISTED
+    )  # the target's own weights in four bits, and part of its vocabulary
+    engine = tiny_engine(
+        drafter=small, model=target, names=(), verify=verify, kv=torch.bfloat16, page_size=16, prefill_chunk=32
+    )
     plain = tiny_engine(model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
     prompts = [[i + 2, 7, 45, 7] if i else [3, 44, 8] * 100 for i in range(len(REQUESTS))]
     made = lambda k: [request(str(i), p, k, **r) for i, (p, r) in enumerate(zip(prompts, REQUESTS))]  # noqa: E731
@@ -103,7 +113,9 @@ def test_a_cheapened_draft_model_changes_no_answer(verify):
     for name in want if verify == "coupled" else greedy:
         assert got[name] == want[name], name
     if verify == "coupled":
-        assert run(engine, made(None)[:2]) == {n: want[n] for n in ("0", "1")}  # by the controller, in the executor of single calls
+        assert run(engine, made(None)[:2]) == {
+            n: want[n] for n in ("0", "1")
+        }  # by the controller, in the executor of single calls
         assert engine.executors[0].name == "host" and engine.executors[0].times("draft_model")
 
 
@@ -121,7 +133,12 @@ def test_rounded_copies_keep_no_memory_of_what_they_are_made_from():
     block = OPS.packer.arena.block
     rounded = OPS.coarse(OPS.quantize(torch.randn((64, 128)), "int8"))
     held = OPS.packer.arena.block
-    assert isinstance(rounded, PackedWeight) and rounded.c.kind == W_Q4 and held is not None and (block is None or held is block)
+    assert (
+        isinstance(rounded, PackedWeight)
+        and rounded.c.kind == W_Q4
+        and held is not None
+        and (block is None or held is block)
+    )
     assert not held.data_ptr() <= rounded.c.data < held.data_ptr() + held.numel()
 
 
@@ -133,13 +150,16 @@ def test_the_latest_tokens_of_a_text_are_scored(monkeypatch):
 
 
 def test_weights_in_four_bits():
-    """The best scale leaves less error than the largest weight's alone would, and what is in four bits already is left alone."""
+    """The best scale leaves less error than the largest weight's alone would, and what is in four bits already is left
+    alone."""
     torch.manual_seed(1)
     dense = torch.randn(40, 64)
     dense[3] = 0.0
     eight = OPS.quantize(dense, "int8")
     made = OPS.coarse(eight)
-    assert isinstance(made, PackedWeight) and made.c.kind == W_Q4 and made.shape == (40, 64) and OPS.coarse(made) is made
+    assert (
+        isinstance(made, PackedWeight) and made.c.kind == W_Q4 and made.shape == (40, 64) and OPS.coarse(made) is made
+    )
     error = OPS.unpack(made) - dense
     block = dense.view(-1, 32)
     naive = block / (block.abs().amax(1, keepdim=True) / 7).clamp(min=1e-9)

@@ -13,11 +13,16 @@ from outrider.spec.drafter import DraftBatch
 from outrider.types import SamplingParams
 
 
-def batch(texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), own_noise: bool = False) -> DraftBatch:
+def batch(
+    texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), own_noise: bool = False
+) -> DraftBatch:
     tokens = list(texts.values())
-    sampling = SamplingBatch.build([params] * len(tokens), [t[:1] for t in tokens], [t[1:] for t in tokens], VOCAB, "cpu")
+    sampling = SamplingBatch.build(
+        [params] * len(tokens), [t[:1] for t in tokens], [t[1:] for t in tokens], VOCAB, "cpu"
+    )
     return DraftBatch(
-        ids=list(texts), tokens=tokens, last=torch.tensor([t[-1] for t in tokens]), position=torch.tensor([len(t) - 1 for t in tokens]),
+        ids=list(texts), tokens=tokens, last=torch.tensor([t[-1] for t in tokens]),
+        position=torch.tensor([len(t) - 1 for t in tokens]),
         features=None, kv=None, sampling=sampling, own_noise=own_noise, ops=draft_ops, vocab=VOCAB,
     )  # fmt: skip
 
@@ -27,7 +32,8 @@ draft_ops = tiny_model("llama").ops
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "gemma3", "edge"])
 def test_a_long_lived_drafter_guesses_like_a_fresh_one(variant, monkeypatch):
-    """Sequences come and go, guesses are kept or refused at random, other drafters take turns: nothing stale may be left."""
+    """Sequences come and go, guesses are kept or refused at random, other drafters take turns: nothing stale may be
+    left."""
     monkeypatch.setattr(draft_model, "CHUNK", 7)
     model, rng = tiny_model(variant, seed=5), random.Random(0)
     old = DraftModel(model)
@@ -53,14 +59,17 @@ def test_a_long_lived_drafter_guesses_like_a_fresh_one(variant, monkeypatch):
 
 
 def test_doubtful_guesses_end_a_draft():
-    """Confidence is the draft model's own probability; a guess below `drop` is left out, one below `stop` is the last, and what was not
-    guessed has left nothing behind."""
+    """Confidence is the draft model's own probability; a guess below `drop` is left out, one below `stop` is the last,
+    and what was not guessed has left nothing behind."""
     model = tiny_model("llama", seed=5)
     texts = {"a": [5, 6, 7], "b": [9] * 30, "c": [1, 2]}
     whole = DraftModel(model).propose(batch(texts), 5)
     assert whole.confidence is not None and bool(((whole.confidence > 0) & (whole.confidence <= 1)).all())
     trust = [(i + 0.5) / 16 for i in range(16)]
-    path = [[float(p) for p in torch.tensor([trust[min(15, int(c * 16))] for c in row]).double().cumprod(0)] for row in whole.confidence]
+    path = [
+        [float(p) for p in torch.tensor([trust[min(15, int(c * 16))] for c in row]).double().cumprod(0)]
+        for row in whole.confidence
+    ]
     old, some = DraftModel(model), batch(texts)
     some.trust, some.stop, some.drop = trust, [path[0][1] + 1e-9, 2.0, 0.0], [0.0, 0.0, path[2][2] + 1e-9]
     got = old.propose(some, 5)
@@ -77,7 +86,10 @@ def test_the_target_as_its_own_drafter_is_always_right():
     for params in (dict(temperature=0.0), dict(temperature=1.0, seed=3), dict(temperature=0.8, top_p=0.9, seed=4)):
         model = tiny_model("dense")
         engine = tiny_engine("dense", DraftModel(model), model=model, names=(), k=4)
-        plain = run(tiny_engine("dense", names=(), model=model, k=0), [request("a", [5, 6, 7], **params), request("b", [9] * 30, **params)])
+        plain = run(
+            tiny_engine("dense", names=(), model=model, k=0),
+            [request("a", [5, 6, 7], **params), request("b", [9] * 30, **params)],
+        )
         requests = [request("a", [5, 6, 7], **params), request("b", [9] * 30, **params)]
         for r in requests:
             engine.submit(r)
@@ -126,7 +138,9 @@ def test_pool_grows_and_keeps_what_it_held():
 
 def test_drawn_guesses_come_with_their_law():
     drafter = DraftModel(tiny_model("llama"))
-    draft = drafter.propose(batch({"a": [4, 5, 6], "b": [7]}, SamplingParams(temperature=1.0, top_k=3), own_noise=True), 3)
+    draft = drafter.propose(
+        batch({"a": [4, 5, 6], "b": [7]}, SamplingParams(temperature=1.0, top_k=3), own_noise=True), 3
+    )
     assert draft.q.shape == (2, 3, VOCAB)
     torch.testing.assert_close(draft.q.sum(-1), torch.ones(2, 3))
     assert (draft.q.gather(2, draft.tokens[:, :, None]) > 0).all() and ((draft.q > 0).sum(-1) == 3).all()

@@ -43,7 +43,8 @@ def folder(path, weights, **config):
 def batch(model, features, params, own_noise=False):
     count = features.shape[0]
     return SimpleNamespace(
-        features=features, last=torch.zeros(count, dtype=torch.int64), position=torch.full((count,), 9), ops=model.ops, vocab=VOCAB,
+        features=features, last=torch.zeros(count, dtype=torch.int64), position=torch.full((count,), 9), ops=model.ops,
+        vocab=VOCAB,
         sampling=SamplingBatch.build([params] * count, [[1]] * count, [[]] * count, VOCAB, "cpu"), own_noise=own_noise,
     )  # fmt: skip
 
@@ -76,7 +77,9 @@ def test_more_tokens_than_heads_are_not_drafted(tmp_path):
 
 def test_tied_heads_use_the_targets_head(tmp_path):
     model = tiny_model("dense")  # with soft-capped logits
-    medusa = Medusa.load(folder(tmp_path / "m", tensors("original", tied=True), tied_to_target=True), model, "cpu", torch.float32)
+    medusa = Medusa.load(
+        folder(tmp_path / "m", tensors("original", tied=True), tied_to_target=True), model, "cpu", torch.float32
+    )
     hidden = torch.randn(2, H)
     (w, b), (w2, b2) = medusa.heads[0].layers
     x = hidden + F.silu(F.linear(hidden, w, b))
@@ -109,13 +112,19 @@ def test_answers_are_the_targets(tmp_path, verify):
     asked = [dict(temperature=0.0), dict(temperature=0.9, seed=2, top_p=0.9, repetition_penalty=1.2)]
     requests = [request(str(i), [i + 2, 7, 7], 1 + i % 5, **asked[i % 2]) for i in range(5)]
     out = run(tiny_engine("llama", medusa, model=model, verify=verify, names=()), requests)
-    plain = run(tiny_engine("llama", model=model, names=()), [request(r.id, r.prompt, 0, **asked[i % 2]) for i, r in enumerate(requests)])
-    same = [r.id for i, r in enumerate(requests) if verify == "coupled" or i % 2 == 0]  # rejection keeps the law, not the text
+    plain = run(
+        tiny_engine("llama", model=model, names=()),
+        [request(r.id, r.prompt, 0, **asked[i % 2]) for i, r in enumerate(requests)],
+    )
+    same = [
+        r.id for i, r in enumerate(requests) if verify == "coupled" or i % 2 == 0
+    ]  # rejection keeps the law, not the text
     assert [out[i] for i in same] == [plain[i] for i in same]
 
 
 def test_a_head_that_knows_the_next_token_is_believed(tmp_path):
-    """Head 0 guesses the token after the newest one: on a target that always says the same, heads that say it too are right."""
+    """Head 0 guesses the token after the newest one: on a target that always says the same, heads that say it too are
+    right."""
     model, weights = tiny_model("llama"), tensors("original", bias=False)
     for i in range(HEADS):
         weights[f"{i}.{LAYERS}.weight"] *= 0

@@ -1,4 +1,5 @@
-"""Drafting with a clustered head: noise leads to the clusters that hold the choice, but never where tokens are drawn from q."""
+"""Drafting with a clustered head: noise leads to the clusters that hold the choice, but never where tokens are drawn
+from q."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ OPS = ReferenceOps()
 
 
 class Head(MTPNet):
-    """A drafter whose state is a sum of what it is fed; its clusters are directions with the tokens scattered around them."""
+    """A drafter whose state is a sum of what it is fed; its clusters are directions with the tokens scattered around
+    them."""
 
     def __init__(self, top: int) -> None:
         r = torch.Generator().manual_seed(3)
@@ -74,5 +76,7 @@ def test_where_tokens_are_drawn_from_q_the_candidates_hang_on_no_noise() -> None
     draft = propose(drawn, batch(1.0, own_noise=True))
     propose(led, batch(1.0, own_noise=False))
     propose(greedy, batch(0.0, own_noise=False))
-    assert drawn.leans == greedy.leans == [None] * 3 and all(cluster_bonus is not None and cluster_bonus.any() for cluster_bonus in led.leans)
+    assert drawn.leans == greedy.leans == [None] * 3 and all(
+        cluster_bonus is not None and cluster_bonus.any() for cluster_bonus in led.leans
+    )
     assert torch.allclose(draft.q.sum(-1), torch.ones(200, 3), atol=1e-5)

@@ -33,7 +33,10 @@ def test_finds_the_longest_match_at_every_step():
             assert bool(guess) == (length > 0)
             if guess:
                 end = tokens[-length:]
-                assert any(tokens[i : i + length] == end and (tokens + guess)[i + length] == guess[0] for i in range(len(tokens) - length))
+                assert any(
+                    tokens[i : i + length] == end and (tokens + guess)[i + length] == guess[0]
+                    for i in range(len(tokens) - length)
+                )
 
 
 def test_a_copied_passage_is_predicted_to_its_end():

@@ -26,7 +26,13 @@ def test_greedy_targets_accept_the_equal_prefix(verify):
     for start in range(5):
         verdict = verify(p, drafts, *randomness(torch.arange(5), torch.full((5,), start), 3, V))
         assert verdict.accepted.tolist() == [3, 1, 0, 2, 0]
-        assert [t[:n] for t, n in zip(verdict.tokens.tolist(), verdict.counts.tolist())] == [[1, 2, 3, 4], [1, 2], [1], [1, 2, 3], [1]]
+        assert [t[:n] for t, n in zip(verdict.tokens.tolist(), verdict.counts.tolist())] == [
+            [1, 2, 3, 4],
+            [1, 2],
+            [1],
+            [1, 2, 3],
+            [1],
+        ]
 
 
 @BOTH
@@ -45,7 +51,9 @@ def test_a_sequence_does_not_depend_on_the_others(verify):
     verdict = verify(p, whole, *randomness(seed, start, 3, V))
     for b in range(6):
         one = slice(b, b + 1)
-        alone = verify(p[one], Draft(whole.tokens[one], whole.lengths[one], q[one]), *randomness(seed[one], start[one], 3, V))
+        alone = verify(
+            p[one], Draft(whole.tokens[one], whole.lengths[one], q[one]), *randomness(seed[one], start[one], 3, V)
+        )
         n = int(alone.counts)
         assert n == int(verdict.counts[b]) and torch.equal(alone.tokens[0, :n], verdict.tokens[b, :n])
 

@@ -12,7 +12,17 @@ from outrider.spec.acceptance_profile import read as read_card
 from outrider.spec.acceptance_profile import write as write_card
 from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostTable
-from outrider.spec.simulate import Trace, clairvoyant, compare, fixed_seconds, plain, read_traces, replay, static_oracle, write_traces
+from outrider.spec.simulate import (
+    Trace,
+    clairvoyant,
+    compare,
+    fixed_seconds,
+    plain,
+    read_traces,
+    replay,
+    static_oracle,
+    write_traces,
+)
 from outrider.types import OutriderError
 
 MACHINES = {
@@ -39,7 +49,9 @@ def test_fixed_k_is_counted_by_hand():
 def test_oracles_bound_every_fixed_policy():
     cost, traces = MACHINES["two CPU cores"], synthetic(6, 3, copying=0.4)
     for trace in traces:
-        tries = {(n, k): replay([trace], Fixed(n, k), cost).seconds[trace.id] for n in ("mtp", "ngram") for k in (0, 1, 3, 8)}
+        tries = {
+            (n, k): replay([trace], Fixed(n, k), cost).seconds[trace.id] for n in ("mtp", "ngram") for k in (0, 1, 3, 8)
+        }
         assert tries == pytest.approx({at: fixed_seconds(trace, *at, cost) for at in tries})
         fixed = min(tries.values())
         assert clairvoyant(trace, cost) <= static_oracle(trace, cost) <= fixed + 1e-12
@@ -70,7 +82,11 @@ def test_a_broken_drafter_costs_less_than_three_percent(machine):
 @pytest.mark.parametrize("batch", [2, 5, 16])
 def test_no_batch_is_slower_than_plain(machine, batch):
     cost = CostTable.from_json(MACHINES[machine].to_json())
-    for traces in (synthetic(24, 8, (40, 120)), synthetic(24, 9, (40, 120), easiness=(0.1, 0.5)), broken(24, 10, (40, 120))):
+    for traces in (
+        synthetic(24, 8, (40, 120)),
+        synthetic(24, 9, (40, 120), easiness=(0.1, 0.5)),
+        broken(24, 10, (40, 120)),
+    ):
         ours = replay(traces, fresh(cost), cost, batch, noise=0.03)
         assert ours.rate / replay(traces, Fixed(None, 0), cost, batch).rate >= 0.97
 
@@ -114,7 +130,9 @@ def test_a_damaged_file_of_traces_is_one_line(tmp_path):
         list(read_traces(tmp_path / "t.jsonl"))
 
 
-RECORDED = Path(__file__).parents[2] / "data" / "smollm2_traces.jsonl.gz"  # the quick suite, SmolLM2-135M with the first shipped drafter
+RECORDED = (
+    Path(__file__).parents[2] / "data" / "smollm2_traces.jsonl.gz"
+)  # the quick suite, SmolLM2-135M with the first shipped drafter
 MEASURED = (3.15, 3.55, 4.05, 4.65, 5.15, 5.95, 6.65, 7.55, 8.75)  # ms: two CPU cores, 1..9 rows
 
 
@@ -125,8 +143,9 @@ def measured(first: float = 0.55, further: float = 0.3) -> CostTable:
 
 
 def test_recorded_answers_against_the_oracle_and_every_fixed_k():
-    """A real drafter with its confidences. The card comes from one half of the prompts and is held against the other, which come in
-    several orders: what a prompt loses depends on a few coin tosses (its shortest answers have 11 tokens), so the mean counts."""
+    """A real drafter with its confidences. The card comes from one half of the prompts and is held against the other,
+    which come in several orders: what a prompt loses depends on a few coin tosses (its shortest answers have 11
+    tokens), so the mean counts."""
     traces, cost = list(read_traces(RECORDED)), measured()
     by_prompt: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
@@ -135,7 +154,9 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
         card = measure_card([t for i, t in enumerate(traces) if i % 2 != half], "")
         judged = [t for i, t in enumerate(traces) if i % 2 == half]
         shuffled.shuffle(judged)
-        ours = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust})
+        ours = Controller(
+            CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust}
+        )
         found = compare(judged, cost, ours, noise=0.03, seed=order)
         assert found.of_static >= 0.98 and found.of_best_fixed >= 1.03 and found.speedup > 1.4
         assert found.worst[1] >= 0.92
@@ -161,10 +182,18 @@ def test_a_card_that_praises_a_broken_drafter_costs_less_than_three_percent():
     card = measure_card(traces, "")
     sure = random.Random(3)
     lies = [
-        Trace(t.id, t.category, t.drafter, t.runs, confidence=tuple(tuple(sure.random() ** 3 for _ in range(16)) for _ in t.runs))
+        Trace(
+            t.id,
+            t.category,
+            t.drafter,
+            t.runs,
+            confidence=tuple(tuple(sure.random() ** 3 for _ in range(16)) for _ in t.runs),
+        )
         for t in broken(20, 5)
     ]
-    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust})
+    controller = Controller(
+        CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust}
+    )
     found = compare(lies, cost, controller, noise=0.03)
     assert found.speedup >= 0.98 and found.worst[1] >= 0.95 and len(controller.warnings) == 1
 

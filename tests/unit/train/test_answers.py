@@ -15,7 +15,16 @@ from tests.engines import run as run_engine
 from outrider.config import EngineConfig, LoadSettings
 from outrider.models.inspect import kv_bytes
 from outrider.train import answers
-from outrider.train.answers import Answering, RecordedAnswer, Task, answer_tasks, answer_to_file, heldout_prompts, plan_tasks, read_answers
+from outrider.train.answers import (
+    Answering,
+    RecordedAnswer,
+    Task,
+    answer_tasks,
+    answer_to_file,
+    heldout_prompts,
+    plan_tasks,
+    read_answers,
+)
 from outrider.train.clock import Stop
 from outrider.train.data import Sequences
 from outrider.types import OutriderError
@@ -36,7 +45,14 @@ def whole() -> dict[tuple[int, int], list[int]]:
     """What the engine says undisturbed."""
     rows = prompts()
     asked = [
-        request(f"{t.prompt}.{t.draw}", rows[t.prompt].tolist(), max_tokens=20, temperature=t.temperature, seed=t.seed, ignore_eos=False)
+        request(
+            f"{t.prompt}.{t.draw}",
+            rows[t.prompt].tolist(),
+            max_tokens=20,
+            temperature=t.temperature,
+            seed=t.seed,
+            ignore_eos=False,
+        )
         for t in plan()
     ]
     said = run_engine(tiny_engine(), asked)
@@ -54,9 +70,9 @@ def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
         assert 0 < len(aside) <= count / 5 and 0.1 < np.mean([t.temperature == 0 for t in some]) < 0.6
     assert {t.temperature for t in tasks if t.prompt in held} == {0.0, 0.7}
     assert all(t.temperature == 0.7 for t in tasks if t.draw > 0)
-    assert len(heldout_prompts(prompts(4), 30)) == 0 and {t.temperature for t in plan_tasks(9, held[:0], Answering(greedy_share=1.0))} == {
-        0.0
-    }
+    assert len(heldout_prompts(prompts(4), 30)) == 0 and {
+        t.temperature for t in plan_tasks(9, held[:0], Answering(greedy_share=1.0))
+    } == {0.0}
 
 
 def test_a_longer_file_keeps_no_prompt_that_a_run_with_the_shorter_one_learnt_from() -> None:
@@ -156,7 +172,9 @@ def test_processes_that_answer_at_once_share_memory_and_cores(monkeypatch: pytes
     monkeypatch.setattr(answers.LLM, "load", load)
     monkeypatch.setattr(answers, "default_threads", lambda: 8)
     page = EngineConfig().page_size
-    monkeypatch.setattr(answers, "free_bytes", lambda device: 3 * 12 * (100 + 1 + page) * kv_bytes(config, 1, 4))  # 12 sequences in a third
+    monkeypatch.setattr(
+        answers, "free_bytes", lambda device: 3 * 12 * (100 + 1 + page) * kv_bytes(config, 1, 4)
+    )  # 12 sequences in a third
     for count in (1, 4, 16):
         with answers.answering_engine("tiny", config, "cpu", torch.float32, 64, 100, processes=count):
             pass

@@ -49,7 +49,8 @@ def test_what_belongs_together_is_found() -> None:
 def test_recall_is_counted_by_definition() -> None:
     r = torch.Generator().manual_seed(2)
     g, head, centroids, order = (
-        torch.randn(50, 6, generator=r), torch.randn(32, 6, generator=r), torch.randn(8, 6, generator=r), torch.randperm(32, generator=r),
+        torch.randn(50, 6, generator=r), torch.randn(32, 6, generator=r), torch.randn(8, 6, generator=r),
+        torch.randperm(32, generator=r),
     )  # fmt: skip
     choice = (g @ head.T).argmax(-1)
     curve = recall_curve(g, choice, centroids, order)
@@ -63,7 +64,9 @@ def test_recall_is_counted_by_definition() -> None:
 
 def test_fitting_centroids_finds_more() -> None:
     r = torch.Generator().manual_seed(3)
-    head = torch.randn(64, 8, generator=r) * (1 + 3 * torch.rand(64, 1, generator=r))  # rows of unlike lengths: means rank badly
+    head = torch.randn(64, 8, generator=r) * (
+        1 + 3 * torch.rand(64, 1, generator=r)
+    )  # rows of unlike lengths: means rank badly
     order, means = balanced_kmeans(head, 16)
     g = torch.randn(800, 8, generator=r)
     choice = (g @ head.T).argmax(-1)
@@ -74,7 +77,12 @@ def test_fitting_centroids_finds_more() -> None:
 
 
 def test_the_cheapest_good_top_is_chosen() -> None:
-    curve = [Recall(1, 0.01, 0.9, 100), Recall(2, 0.02, 0.99, 200), Recall(4, 0.04, 0.999, 400), Recall(16, 0.16, 1.0, 1600)]
+    curve = [
+        Recall(1, 0.01, 0.9, 100),
+        Recall(2, 0.02, 0.99, 200),
+        Recall(4, 0.04, 0.999, 400),
+        Recall(16, 0.16, 1.0, 1600),
+    ]
     assert choose_top(curve, 0.98).top == 2
     assert choose_top(curve, 0.9999).top == 4  # the best of those allowed
     with pytest.raises(OutriderError, match="more clusters"):
@@ -82,12 +90,19 @@ def test_the_cheapest_good_top_is_chosen() -> None:
 
 
 def test_clusters_by_use_hold_more_of_a_draw() -> None:
-    """Catches: profiles of the wrong axis, bands that lose or repeat tokens. Tokens used together need not look alike."""
+    """Catches: profiles of the wrong axis, bands that lose or repeat tokens. Tokens used together need not look
+    alike."""
     r = torch.Generator().manual_seed(0)
     topics, vocab, clusters = 8, 128, 16
     topic = torch.randint(topics, (vocab,), generator=r)
     head = torch.cat((torch.randn(vocab, 24, generator=r), 3 * torch.nn.functional.one_hot(topic, topics).float()), 1)
-    g = torch.cat((torch.zeros(400, 24), 2 * torch.nn.functional.one_hot(torch.randint(topics, (400,), generator=r), topics).float()), 1)
+    g = torch.cat(
+        (
+            torch.zeros(400, 24),
+            2 * torch.nn.functional.one_hot(torch.randint(topics, (400,), generator=r), topics).float(),
+        ),
+        1,
+    )
     q = (g @ head.T).softmax(-1)
 
     def held(order: torch.Tensor) -> float:
@@ -99,7 +114,11 @@ def test_clusters_by_use_hold_more_of_a_draw() -> None:
 
 
 def test_a_pull_reaches_the_drafter() -> None:
-    g, c, label = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2, 0, 1])
+    g, c, label = (
+        torch.randn(5, 4, requires_grad=True),
+        torch.randn(3, 4, requires_grad=True),
+        torch.tensor([0, 1, 2, 0, 1]),
+    )
     cluster_loss(g, c, label).backward()
     assert g.grad is None and c.grad is not None
     cluster_loss(g, c, label, 1.0).backward()

@@ -16,7 +16,9 @@ from outrider.types import OutriderError
 def some(count: int = 40, seed: int = 0) -> Sequences:
     rng = np.random.default_rng(seed)
     given, made = rng.integers(1, 30, count), rng.integers(0, 20, count)
-    return Sequences.of([rng.integers(0, 200, a + b) for a, b in zip(given, made, strict=True)], given, range(count), made > 9, 200)
+    return Sequences.of(
+        [rng.integers(0, 200, a + b) for a, b in zip(given, made, strict=True)], given, range(count), made > 9, 200
+    )
 
 
 def test_a_file_that_was_cut_off_is_one_line(tmp_path: Path) -> None:
@@ -46,7 +48,11 @@ def test_sequences_come_back_whole(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part")) and back.answer_tokens == data.answer_tokens
     for row, i in enumerate(order):
         assert np.array_equal(back[row], data[i]) and back.seeds[row] == 7 * i
-        assert (back.prompts[row], back.index[row], back.greedy[row]) == (data.prompts[i], data.index[i], data.greedy[i])
+        assert (back.prompts[row], back.index[row], back.greedy[row]) == (
+            data.prompts[i],
+            data.index[i],
+            data.greedy[i],
+        )
     (tmp_path / "data.npz").write_bytes(b"half a file")
     with pytest.raises(OutriderError, match=r"data\.npz: not a file of token sequences"):
         Sequences.load(tmp_path / "data.npz")
@@ -61,7 +67,11 @@ def test_anchors_and_what_they_are_compared_with() -> None:
     queries = width - batch.first
     assert batch.first == min(int(data.prompts[i]) for i in which) - 1
     for j in range(1, steps + 1):
-        want = [(row, a, row * width + a + j) for row, i in enumerate(which) for a in range(int(data.prompts[i]) - 1, len(data[i]) - 1 - j)]
+        want = [
+            (row, a, row * width + a + j)
+            for row, i in enumerate(which)
+            for a in range(int(data.prompts[i]) - 1, len(data[i]) - 1 - j)
+        ]
         got = [
             (int(r) // queries, int(r) % queries + batch.first, int(batch.teacher[t]))
             for r, t in zip(batch.anchors[j - 1], batch.targets[j - 1], strict=True)
@@ -108,10 +118,13 @@ def test_prefetch_keeps_the_order_and_the_error() -> None:
 
 
 def test_batches_are_mostly_answers() -> None:
-    """Catches: an order in which a batch that spans two lengths of prompts holds the longest and the shortest answers together."""
+    """Catches: an order in which a batch that spans two lengths of prompts holds the longest and the shortest answers
+    together."""
     rng = np.random.default_rng(0)
     given = np.exp(rng.normal(5, 0.8, 4000)).astype(int).clip(20, 1000)
     made = np.where(rng.random(4000) < 0.5, 256, rng.integers(4, 256, 4000))
     data = Sequences.of([np.zeros(n, int) for n in given + made], given, range(4000), made > 9, 200)
-    queries = sum(len(b) * (data.lengths[b].max() - data.prompts[b].min() + 1) for b in plan_epoch(data, 4096, 16384, 0, 0))
+    queries = sum(
+        len(b) * (data.lengths[b].max() - data.prompts[b].min() + 1) for b in plan_epoch(data, 4096, 16384, 0, 0)
+    )
     assert (made - 1).sum() > 0.8 * queries  # 0.78 where answers rise in every bucket

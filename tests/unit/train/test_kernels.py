@@ -43,7 +43,11 @@ def test_rotation_of_a_slice() -> None:
 def test_rotation_and_its_gradient() -> None:
     """Catches: the period of the angles, the direction of the way back, gradients in another layout."""
     r = torch.Generator().manual_seed(2)
-    x, up, angle = torch.randn(2, 5, 3, 8, generator=r), torch.randn(2, 3, 5, 8, generator=r), torch.randn(5, 1, 4, generator=r)
+    x, up, angle = (
+        torch.randn(2, 5, 3, 8, generator=r),
+        torch.randn(2, 3, 5, 8, generator=r),
+        torch.randn(5, 1, 4, generator=r),
+    )
     mine, theirs = x.clone().to(DEVICE).requires_grad_(), x.clone().requires_grad_()
     want = rotate(theirs, angle.cos(), angle.sin()).transpose(1, 2)
     got = Rotate.apply(mine, angle.cos()[:, 0].to(DEVICE), angle.sin()[:, 0].to(DEVICE)).transpose(1, 2)
@@ -70,7 +74,9 @@ def test_four_bits_of_all_matrices_at_once() -> None:
     """Catches: a matrix that gets its neighbour's blocks or gradient."""
     r = torch.Generator().manual_seed(4)
     shapes, ups = [(3, 64), (1, 32), (5, 96)], []
-    mine, theirs = ([w.clone().requires_grad_() for w in [torch.randn(s, generator=r) for s in shapes]] for _ in range(2))
+    mine, theirs = (
+        [w.clone().requires_grad_() for w in [torch.randn(s, generator=r) for s in shapes]] for _ in range(2)
+    )
     for a, b in zip(mine, theirs, strict=True):
         b.data.copy_(a.data)
         ups.append(torch.randn(a.shape, generator=r).bfloat16())

@@ -21,7 +21,9 @@ MIXES = [
 ]
 
 
-def reference(g: torch.Tensor, head: torch.Tensor, teacher: Teacher, rows: torch.Tensor, weight: torch.Tensor, mix: LossMix):
+def reference(
+    g: torch.Tensor, head: torch.Tensor, teacher: Teacher, rows: torch.Tensor, weight: torch.Tensor, mix: LossMix
+):
     logq = (g @ head.T).log_softmax(-1)
     p, q, best = teacher.logp[rows].exp(), logq.exp(), teacher.best[rows]
     accept = torch.minimum(p, q).sum(-1)
@@ -40,7 +42,11 @@ def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) 
     r = torch.Generator().manual_seed(0)
     g, head = torch.randn(10, 6, generator=r).requires_grad_(), torch.randn(37, 6, generator=r).requires_grad_()
     logp = (2 * torch.randn(5, 37, generator=r)).log_softmax(-1)
-    teacher, rows, weight = Teacher(logp, logp.argmax(-1)), torch.randint(5, (10,), generator=r), torch.rand(10, generator=r)
+    teacher, rows, weight = (
+        Teacher(logp, logp.argmax(-1)),
+        torch.randint(5, (10,), generator=r),
+        torch.rand(10, generator=r),
+    )
     want = reference(g, head, teacher, rows, weight, mix)
     want_grads = torch.autograd.grad(3 * want[0], (g, head))
     got = head_loss(g, head, teacher, rows, weight, mix.rows(10, g.device))
@@ -52,9 +58,14 @@ def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) 
 def test_a_frozen_head_gets_no_gradient() -> None:
     logp = torch.zeros(1, 5).log_softmax(-1)
     g, head = torch.randn(1, 3, requires_grad=True), torch.randn(5, 3)
-    head_loss(g, head, Teacher(logp, logp.argmax(-1)), torch.zeros(1, dtype=torch.int64), torch.ones(1), LossMix().rows(1, g.device))[
-        0
-    ].backward()
+    head_loss(
+        g,
+        head,
+        Teacher(logp, logp.argmax(-1)),
+        torch.zeros(1, dtype=torch.int64),
+        torch.ones(1),
+        LossMix().rows(1, g.device),
+    )[0].backward()
     assert g.grad is not None and head.grad is None
 
 
@@ -77,8 +88,8 @@ def test_a_mix_reads_and_writes_itself() -> None:
 
 
 def test_some_scored_tokens_stand_for_all() -> None:
-    """Everything that must be scored is, rising and once; the random ones weigh as many as they stand for, so that the loss over a
-    part of the vocabulary is about the loss over all of it."""
+    """Everything that must be scored is, rising and once; the random ones weigh as many as they stand for, so that the
+    loss over a part of the vocabulary is about the loss over all of it."""
     r = torch.Generator().manual_seed(0)
     vocab, hidden = 4000, 16
     head, states = torch.randn(vocab, hidden, generator=r) * 0.5, torch.randn(60, hidden, generator=r)
@@ -90,7 +101,9 @@ def test_some_scored_tokens_stand_for_all() -> None:
     assert ids is not None and scored.bias is not None and 1200 < ids.numel() <= 1500
     assert bool((ids.diff() > 0).all()) and set(z.argmax(-1).tolist()) | set(said.tolist()) <= set(ids.tolist())
     assert scored.ids.equal(Scored.choose(z.topk(8).indices, said, 1500, vocab, (1, 2)).ids)  # type: ignore[arg-type]
-    model = SimpleNamespace(head=head, config=SimpleNamespace(vocab_size=vocab, softcap=None), logits=lambda h: h @ head.T)
+    model = SimpleNamespace(
+        head=head, config=SimpleNamespace(vocab_size=vocab, softcap=None), logits=lambda h: h @ head.T
+    )
     part, whole = Teacher.of(model, states, torch.float32, scored), Teacher.of(model, states, torch.float32)  # type: ignore[arg-type]
     assert ids[part.best].equal(whole.best)
     g, rows, weight = states + 0.5 * torch.randn(60, hidden, generator=r), torch.arange(60), torch.ones(60)
@@ -112,4 +125,9 @@ def test_drawn_rows_stand_for_all() -> None:
         torch.testing.assert_close(weight[some] * scale, torch.full((3,), float(weight.sum()) / 3))
     torch.testing.assert_close(torch.stack(sums).mean(), value.sum(), rtol=5e-3, atol=0)
     torch.testing.assert_close(often, 3 * weight / weight.sum(), rtol=0.02, atol=1e-3)
-    assert int(drawn(torch.ones(4), 4, 0.999999)[0].max()) == 3 and drawn(torch.ones(4), 4, 0.5)[0].tolist() == [0, 1, 2, 3]
+    assert int(drawn(torch.ones(4), 4, 0.999999)[0].max()) == 3 and drawn(torch.ones(4), 4, 0.5)[0].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]

@@ -25,7 +25,9 @@ def test_tasks_that_are_done_are_nobodys(tmp_path: Path) -> None:
     wrote(tmp_path / "answers-1.jsonl", answer(1, 4, done=False), answer(5, 6))
     (first, mine), (second, theirs) = shared_out(tmp_path, TASKS, 2)
     assert (first.name, second.name) == ("answers-0.jsonl", "answers-1.jsonl")
-    assert [t.prompt for t in mine] == [0, 2, 4, 6] and [t.prompt for t in theirs] == [1]  # half an answer goes on where it was
+    assert [t.prompt for t in mine] == [0, 2, 4, 6] and [t.prompt for t in theirs] == [
+        1
+    ]  # half an answer goes on where it was
     assert [t.prompt for t in undone(tmp_path, TASKS)] == [0, 1, 2, 4, 6]  # of one process, after two
 
 

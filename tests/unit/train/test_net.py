@@ -40,7 +40,8 @@ def designs(config):
 
 @pytest.mark.parametrize("name", ["smollm2", "mistral", "gemma3", "gemma4_e2b", "gemma4_31b"])
 def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
-    """Catches: anchors off by one, another rotary position, keys beyond the anchor, windows, taps of the wrong position."""
+    """Catches: anchors off by one, another rotary position, keys beyond the anchor, windows, taps of the wrong
+    position."""
     config, weights, _ = load_target(str(tiny.write_target(name, tmp_path)), "cpu", torch.float32)
     dense, paged = TextModel(config, weights, DenseOps()), TextModel(config, weights, ReferenceOps())
     ids = torch.randint(6, tiny.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -63,7 +64,9 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
         cache = build_kv(config, 2, LENGTH)
         model = MTPNet(drafter, own, paged.ops, paged)
         features = paged.forward(ids.reshape(-1), cache.view([(0, LENGTH)] * 2), drafter.taps).features
-        torch.testing.assert_close(seen.hidden.reshape(2 * LENGTH, -1), features[:, : config.hidden], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            seen.hidden.reshape(2 * LENGTH, -1), features[:, : config.hidden], rtol=1e-4, atol=1e-4
+        )
         for a in (first, 12, LENGTH - steps - 1):
             at = torch.tensor([a, LENGTH + a])
             state = model.start(cache.view([(a, 1)] * 2), features[at])
@@ -74,15 +77,22 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
                     torch.testing.assert_close(mine, theirs[:, a - first], rtol=2e-4, atol=2e-4)
         # the head too: the tokens that training scores are those that the drafter scores
         rows = dense.head if drafter.tied_to_target else own["embed"]
-        head = EvalHead(rows, own["centroids"], own["token_ordering"], drafter.cluster_top) if drafter.clusters else EvalHead(rows)
-        greedy = SamplingBatch.build([SamplingParams()] * len(g), [[]] * len(g), [[]] * len(g), config.vocab_size, "cpu")
+        head = (
+            EvalHead(rows, own["centroids"], own["token_ordering"], drafter.cluster_top)
+            if drafter.clusters
+            else EvalHead(rows)
+        )
+        greedy = SamplingBatch.build(
+            [SamplingParams()] * len(g), [[]] * len(g), [[]] * len(g), config.vocab_size, "cpu"
+        )
         looked, z = model.candidates(g)
         best = z.argmax(-1) if looked is None else looked.gather(1, z.argmax(-1, keepdim=True))[:, 0]
         assert torch.equal(head.choose(g, greedy, torch.zeros(len(g), dtype=torch.int64))[0], best)
 
 
 def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
-    """Kept once a sequence and padded together again: what a batch's own capture shows, at every position that is not padding."""
+    """Kept once a sequence and padded together again: what a batch's own capture shows, at every position that is not
+    padding."""
     config, weights, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
     model = TextModel(config, weights, DenseOps())
     rng = np.random.default_rng(0)
@@ -99,7 +109,9 @@ def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
             torch.testing.assert_close(a.taps[0][row, :n], b.taps[0][row, :n], rtol=1e-4, atol=1e-5)
             for layer in (0, 2):
                 torch.testing.assert_close(a.keys[layer][row, :, :n], b.keys[layer][row, :, :n], rtol=1e-4, atol=1e-5)
-                torch.testing.assert_close(a.values[layer][row, :, :n], b.values[layer][row, :, :n], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    a.values[layer][row, :, :n], b.values[layer][row, :, :n], rtol=1e-4, atol=1e-5
+                )
     assert len(kept.kept) == 3 and not fresh.kept
 
 
@@ -141,7 +153,8 @@ def test_who_may_read_a_drafter_may_read_its_weights(tmp_path: Path) -> None:
 
 
 def test_biases_of_the_target_go_into_the_queries(tmp_path: Path) -> None:
-    """A drafter's queries have no biases. Where as few rows are looked at as a layer has inputs, what is folded in gives them exactly."""
+    """A drafter's queries have no biases. Where as few rows are looked at as a layer has inputs, what is folded in
+    gives them exactly."""
     config, weights, _ = load_target(str(tiny.write_target("qwen2", tmp_path)), "cpu", torch.float32)
     model = TextModel(config, weights, DenseOps())
     net = DrafterModule(design.plain(config, reads=(1, 2), intermediate=20), config)

@@ -21,7 +21,10 @@ def test_names_decide() -> None:
     names = ("pre", "layers.0.qkv", "embed", "centroids", "norm")
     params = {n: nn.Parameter(torch.ones(4) if n == "norm" else torch.ones(4, 4)) for n in names}
     muon, adam = make_optimizers(params, 1e-3, 0.1, muon=True)
-    assert isinstance(muon, Muon) and {id(p) for p in muon.param_groups[0]["params"]} == {id(params["pre"]), id(params["layers.0.qkv"])}
+    assert isinstance(muon, Muon) and {id(p) for p in muon.param_groups[0]["params"]} == {
+        id(params["pre"]),
+        id(params["layers.0.qkv"]),
+    }
     decay = {id(p): g["weight_decay"] for g in adam.param_groups for p in g["params"]}
     assert decay == {id(params["embed"]): 0.1, id(params["centroids"]): 0.1, id(params["norm"]): 0.0}
     (only,) = make_optimizers(params, 1e-3, 0.1, muon=False)

@@ -40,7 +40,8 @@ from outrider.weights.hub import ASSETS
 
 # Qwen2.5-0.5B's shape
 HALF = ModelConfig.from_hf({
-    **LLAMA, "model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "num_hidden_layers": 24,
+    **LLAMA, "model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "num_hidden_layers": 24,
     "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
 })  # fmt: skip
 
@@ -60,7 +61,9 @@ def test_a_batch_fits_what_is_free_and_lasts_seconds() -> None:
     assert small.scored == CPU_SCORED and small.keep and FEWEST_ANCHORS <= small.anchors <= 2048
     assert small.anchors * work.anchor_bytes(small.scored, 2) < 2 << 30
     assert 0.5 < small.anchors * work.anchor(small.scored, True) / 1e11 < 2.5
-    assert sizes(20 << 30, anchors=10**6).anchors * work.anchor_bytes(CPU_SCORED, 2) < 8 << 30  # what is asked for must fit too
+    assert (
+        sizes(20 << 30, anchors=10**6).anchors * work.anchor_bytes(CPU_SCORED, 2) < 8 << 30
+    )  # what is asked for must fit too
     assert sizes(1 << 29, rate=1e13).anchors < sizes(1 << 34, rate=1e13).anchors and not sizes(1 << 28).keep
     assert not sizes(20 << 30, tokens=10**8).keep
     large = sizes(130 << 30, cuda=True)
@@ -103,11 +106,20 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
     jobs = [applied(job(), p) for p in phases]
     assert [p.name for p in phases] == ["first", "second", "third"]
     runs = json.loads((ASSETS / "smollm2" / "provenance.json").read_text())["runs"]
-    free = {"steps", "minutes", "log_every", "save_every", "anchors", "tokens"}  # by the clock, of the log, or by what fits
+    free = {
+        "steps",
+        "minutes",
+        "log_every",
+        "save_every",
+        "anchors",
+        "tokens",
+    }  # by the clock, of the log, or by what fits
     for made, run in zip(jobs, runs, strict=True):
         told, mine = run["settings"], vars(made.settings)
         assert told.keys() - mine.keys() <= {"average"}  # nothing was made of it: "weights" are the last ones
-        assert {k: str(mine[k]) for k in told.keys() & mine.keys() - free} == {k: str(told[k]) for k in told.keys() & mine.keys() - free}
+        assert {k: str(mine[k]) for k in told.keys() & mine.keys() - free} == {
+            k: str(told[k]) for k in told.keys() & mine.keys() - free
+        }
         assert made.recluster == run.get("reclustered", False)
     assert jobs[2].anchors == runs[2]["settings"]["anchors"]
     assert [(j.answering.seed, j.answering.max_new, j.answering.temperature) for j in jobs] == [
@@ -117,11 +129,16 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
     ]
     drafter = DrafterConfig.from_hf(json.loads((ASSETS / "smollm2" / "config.json").read_text()))
     assert (jobs[0].reads, jobs[0].taps, jobs[0].clusters) == (drafter.reads, drafter.taps, drafter.clusters)
-    assert jobs[0].intermediate == drafter.layers[0].intermediate and drafter.weight_bits == 4 and jobs[2].categories["rag"] == 2.0
+    assert (
+        jobs[0].intermediate == drafter.layers[0].intermediate
+        and drafter.weight_bits == 4
+        and jobs[2].categories["rag"] == 2.0
+    )
 
 
 def test_the_recipe_that_goes_on_leaves_a_draft_step_as_dear_as_it_was() -> None:
-    """The shipped drafter is where it starts, and as many clusters are scored: 8 % of a target step is the bound, 7.84 are used."""
+    """The shipped drafter is where it starts, and as many clusters are scored: 8 % of a target step is the bound, 7.84
+    are used."""
     (phase,) = read_recipe("further")
     made = applied(job(), phase)
     drafter = DrafterConfig.from_hf(json.loads((ASSETS / "smollm2" / "config.json").read_text()))
@@ -138,14 +155,21 @@ def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path
         applied(job(), Phase("a", 1.0, {"lrr": 1}))
     with pytest.raises(OutriderError, match="no such file; shipped recipes"):
         read_recipe("nothing")
-    for text, message in (("phase = 3", "no .*phase.* tables"), ("x = ", "not TOML"), ("[[phase]]\nlr = 1", "phase 1 needs 'minutes'")):
+    for text, message in (
+        ("phase = 3", "no .*phase.* tables"),
+        ("x = ", "not TOML"),
+        ("[[phase]]\nlr = 1", "phase 1 needs 'minutes'"),
+    ):
         (tmp_path / "r.toml").write_text(text)
         with pytest.raises(OutriderError, match=message):
             read_recipe(str(tmp_path / "r.toml"))
 
 
-def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled at the first one. A second of that for one answer once left a handful of answers to evaluate on."""
+def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled at the first one. A second of that for one answer once left a handful of answers to evaluate
+    on."""
     rows = [np.arange(40)] * 64
     aside = Sequences.of(rows, [8] * 64, range(64), [True, False] * 32, 64)
     job = TrainJob(target="t", data=tmp_path, out=tmp_path, minutes=1.0, device="cuda")
@@ -163,7 +187,9 @@ def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(tmp_path: Path,
 
 def test_the_time_that_was_used_is_noted_now_and_then(tmp_path: Path) -> None:
     """Catches: a run that is killed and then begins its minutes anew; one that writes a file at every step."""
-    run = TrainRun(TrainJob("t", tmp_path, tmp_path), Budget(9.0, time.perf_counter() - 100.0), Stop(), TrainGroup(), print, None)
+    run = TrainRun(
+        TrainJob("t", tmp_path, tmp_path), Budget(9.0, time.perf_counter() - 100.0), Stop(), TrainGroup(), print, None
+    )
     noted = tmp_path / "spent.json"
     run.counts = False  # refused runs have used nothing
     run.spend(0.0)

@@ -1,4 +1,5 @@
-"""One training step: what thinning a draft step's rows leaves as it was. And what a run that goes on knows of its best weights."""
+"""One training step: what thinning a draft step's rows leaves as it was. And what a run that goes on knows of its best
+weights."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def made(folder: Path, **settings: float) -> Trainer:
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (30, 26, 31, 9)]
     data = Sequences.of(rows, (5, 4, 6, 5), range(4), [True, False] * 2, tiny.VOCAB)
     net = DrafterModule(design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4), config)
-    return Trainer(TextModel(config, weights, DenseOps()), net, data, TrainSettings(unroll=3, cluster_pull=0.5, **settings))  # type: ignore[arg-type]
+    return Trainer(
+        TextModel(config, weights, DenseOps()), net, data, TrainSettings(unroll=3, cluster_pull=0.5, **settings)
+    )  # type: ignore[arg-type]
 
 
 def gradients(train: Trainer) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -90,15 +93,22 @@ def test_a_checkpoint_of_another_drafter_says_so(tmp_path: Path) -> None:
     kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     kept["net"]["one.more"] = torch.zeros(1)
     trainer.write(tmp_path / "checkpoint.pt", kept)
-    with pytest.raises(OutriderError, match=r"does not fit this run \(its drafter is built otherwise\): choose another --out"):
+    with pytest.raises(
+        OutriderError, match=r"does not fit this run \(its drafter is built otherwise\): choose another --out"
+    ):
         run.resume(tmp_path)
 
 
 @pytest.mark.parametrize(("best", "every", "loaded"), [(0, 0, False), (0, 20, True), (0, 500, False), (20, 20, True)])
-def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(tmp_path: Path, best: int, every: int, loaded: bool) -> None:
+def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
+    tmp_path: Path, best: int, every: int, loaded: bool
+) -> None:
     run = made(tmp_path / "target")
     run.progress.step, net = 100, run.net
-    trainer.write(tmp_path / "best.pt", {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0})
+    trainer.write(
+        tmp_path / "best.pt",
+        {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0},
+    )
     job = TrainJob("", tmp_path, tmp_path, init="some", settings=TrainSettings(eval_every=every))
     target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
     taken = finish.load_best(job, target, net, run.data, run, quick=True, write=True)
@@ -106,7 +116,9 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(tmp_
     assert taken == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
 
 
-def test_a_run_that_goes_on_judges_the_answers_it_judged_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_judges_the_answers_it_judged_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train = made(tmp_path / "target")
     monkeypatch.setattr(finish, "judge", lambda *_: {})
     seen: Any = None

@@ -1,4 +1,5 @@
-"""GGUF files made with the `gguf` package from transformers' tiny models: names and layout come from its tables, not ours."""
+"""GGUF files made with the `gguf` package from transformers' tiny models: names and layout come from its tables, not
+ours."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import gguf
 import numpy as np
 from torch import Tensor
 
-BY_HAND = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}  # written so by the converter
+BY_HAND = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}  # written so by the converter
 
 
 def permute(x: np.ndarray, heads: int) -> np.ndarray:
@@ -17,7 +21,9 @@ def permute(x: np.ndarray, heads: int) -> np.ndarray:
     return x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def write(path: Path, arch: str, config: Any, state: dict[str, Tensor], quantise: str | None = None, tokenizer: bool = False) -> Path:
+def write(
+    path: Path, arch: str, config: Any, state: dict[str, Tensor], quantise: str | None = None, tokenizer: bool = False
+) -> Path:
     """`state` under text-only names (`model.layers…`); `quantise`: the format of every matrix."""
     kinds = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[arch], config.num_hidden_layers)
@@ -35,7 +41,9 @@ def write(path: Path, arch: str, config: Any, state: dict[str, Tensor], quantise
         if arch != "qwen2":  # the converter leaves it out there
             writer.add_key_length(config.head_dim)
         rope = config.rope_parameters
-        writer.add_rope_freq_base(float(rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"]))
+        writer.add_rope_freq_base(
+            float(rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"])
+        )
         if arch == "gemma3":
             writer.add_sliding_window(config.sliding_window)
             writer.add_sliding_window_pattern([k == "sliding_attention" for k in config.layer_types])
@@ -96,7 +104,17 @@ def _gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
 def _tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
     from tokenizers import pre_tokenizers
 
-    tokens = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe"]
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "Ġt",
+        "he",
+        "Ġthe",
+    ]
     tokens += [f"[PAD{i}]" for i in range(len(tokens), vocab)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

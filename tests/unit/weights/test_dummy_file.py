@@ -27,24 +27,30 @@ from outrider.weights.gguf_config import ORDERING, hf_name
 from outrider.weights.hub import auto_drafter
 
 QWEN: dict[str, Any] = dict(
-    model_type="qwen2", vocab_size=320, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+    model_type="qwen2", vocab_size=320, hidden_size=256, num_hidden_layers=8, num_attention_heads=4,
+    num_key_value_heads=2,
     intermediate_size=512, tie_word_embeddings=False, rms_norm_eps=2**-20, max_position_embeddings=512,
 )  # fmt: skip
 EDGE: dict[str, Any] = dict(
-    model_type="gemma4_text", vocab_size=320, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=64, global_head_dim=64, num_global_key_value_heads=2, intermediate_size=256, sliding_window=24, num_kv_shared_layers=2,
-    layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=64, final_logit_softcapping=30.0,
+    model_type="gemma4_text", vocab_size=320, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64, global_head_dim=64, num_global_key_value_heads=2, intermediate_size=256, sliding_window=24,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=64,
+    final_logit_softcapping=30.0,
     rms_norm_eps=2**-20,
 )  # fmt: skip
 MOE = EDGE | dict(
-    num_kv_shared_layers=0, hidden_size_per_layer_input=0, attention_k_eq_v=True, enable_moe_block=True, num_experts=4, top_k_experts=2,
+    num_kv_shared_layers=0, hidden_size_per_layer_input=0, attention_k_eq_v=True, enable_moe_block=True, num_experts=4,
+    top_k_experts=2,
     moe_intermediate_size=96,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", ["f16", "bf16"])
 def test_matrices_in_16_bits_stay_so_and_change_no_bit(tmp_path: Path, fmt: str) -> None:
-    """DeviceWeight in the file's 16 bits the CPU's answers are those of float32; a table that is only looked up stays in the file."""
+    """DeviceWeight in the file's 16 bits the CPU's answers are those of float32; a table that is only looked up stays
+    in the file."""
     ops, ids = CpuOps(threads=2), torch.arange(7) % 5
     write_gguf(tmp_path / "d.gguf", ModelConfig.from_hf(EDGE), fmt)
     config, held, _ = load_target(tmp_path / "d.gguf", ops=ops)
@@ -68,7 +74,9 @@ def test_gguf_files_are_sound(tmp_path: Path, raw: dict[str, Any], fmt: str) -> 
     config = ModelConfig.from_hf(raw)
     path = tmp_path / "d.gguf"
     assert write_gguf(path, config, fmt) == path.stat().st_size
-    assert len(reference.GGUFReader(path).tensors) == len(tensors(config, fmt)) + (raw is not QWEN)  # Gemma 4: and rope_freqs
+    assert len(reference.GGUFReader(path).tensors) == len(tensors(config, fmt)) + (
+        raw is not QWEN
+    )  # Gemma 4: and rope_freqs
     loaded, weights, text = load_target(path, "cpu", torch.float32)
     assert loaded.layers == config.layers and loaded.moe == config.moe and text.build is not None
     for tensor in weights.values():
@@ -84,7 +92,9 @@ def test_a_q4_k_m_is_mixed_as_llama_cpp_mixes_it() -> None:
     assert sum(k == "Q6_K" for n, k in kinds.items() if "v_proj.weight" in n) == 14  # of 28
     assert 1.05e9 < sum(map(nbytes, tensors(config, "q4_k_m"))) < 1.15e9
     small = {t.name: t.kind for t in tensors(ModelConfig.from_hf(SHAPES["Qwen/Qwen2.5-0.5B-Instruct"]), "q4_k_m")}
-    assert small["model.layers.0.self_attn.q_proj.weight"] == "Q5_0" and small["lm_head.weight"] == "Q8_0"  # rows of 896
+    assert (
+        small["model.layers.0.self_attn.q_proj.weight"] == "Q5_0" and small["lm_head.weight"] == "Q8_0"
+    )  # rows of 896
 
 
 def test_tables_that_are_only_looked_up_stay_in_the_file(tmp_path: Path) -> None:
@@ -126,9 +136,15 @@ def test_drafters_go_to_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("old", [False, True], ids=["gemma4-assistant", "gemma4_assistant"])
 def test_drafters_are_read_from_gguf(tmp_path: Path, old: bool) -> None:
-    """Configuration and every tensor, under llama.cpp's names and those of older files; `auto` finds the file beside its target."""
+    """Configuration and every tensor, under llama.cpp's names and those of older files; `auto` finds the file beside
+    its target."""
     raw = dict(BUILTIN_CONFIGS["google/gemma-4-E2B-it-assistant"])
-    raw["text_config"] = raw["text_config"] | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "rms_norm_eps": 2**-20}
+    raw["text_config"] = raw["text_config"] | {
+        "vocab_size": 4096,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "rms_norm_eps": 2**-20,
+    }
     raw |= {"backbone_hidden_size": 96, "num_centroids": 64, "centroid_intermediate_top_k": 32}
     config, path = DrafterConfig.from_hf(raw), tmp_path / "t-assistant.gguf"
     write_gguf(path, config, "q8_0")
@@ -137,7 +153,10 @@ def test_drafters_are_read_from_gguf(tmp_path: Path, old: bool) -> None:
     assert not any("attn_k" in n or "attn_v" in n for n in names)
     if old:
         path.write_bytes(path.read_bytes().replace(b"gemma4-assistant", b"gemma4_assistant"))
-        for was, name in (("mtp.pre_projection.weight", "pre_projection.weight"), ("mtp.token_ordering.weight", ORDERING)):
+        for was, name in (
+            ("mtp.pre_projection.weight", "pre_projection.weight"),
+            ("mtp.token_ordering.weight", ORDERING),
+        ):
             assert hf_name(was, "gemma4_assistant") == name
     found, weights = load_drafter(path, "cpu", torch.float32)
     assert replace(found, model_type=config.model_type) == config

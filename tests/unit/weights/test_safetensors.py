@@ -69,7 +69,9 @@ def test_fused_rows_stand_in_the_order_q_k_v_and_gate_up(made: Callable[[str], P
     _, weights, _ = load_target(made("llama"))
     there = "model.layers.1.self_attn."
     assert torch.equal(weights["layers.1.qkv"], torch.cat([stored[f"{there}{w}_proj.weight"] for w in "qkv"]))
-    assert torch.equal(weights["layers.1.gate_up"], torch.cat([stored[f"model.layers.1.mlp.{w}_proj.weight"] for w in ("gate", "up")]))
+    assert torch.equal(
+        weights["layers.1.gate_up"], torch.cat([stored[f"model.layers.1.mlp.{w}_proj.weight"] for w in ("gate", "up")])
+    )
 
 
 def test_gemma3_norms_contain_their_one_and_stay_float32(made: Callable[[str], Path]) -> None:
@@ -223,7 +225,9 @@ def test_quantize_goes_through_the_ops_and_needs_ops_that_can(made: Callable[[st
 
 
 @pytest.mark.parametrize("name", tiny.TARGETS)
-def test_dummy_weights_need_only_the_config_and_give_finite_logits(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_dummy_weights_need_only_the_config_and_give_finite_logits(
+    name: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
     from tests.kv import build_kv
 
     from outrider.models.decoder import TextModel

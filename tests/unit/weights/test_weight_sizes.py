@@ -33,16 +33,30 @@ def test_a_gguf_format_in_a_gpus_memory(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "format",
-    [IntegerFormat(4, 32), IntegerFormat(4, 128), IntegerFormat(4, 0), IntegerFormat(8, 128), IntegerFormat(8, 0), IntegerFormat(4, 64, True), Float8Format(), Float8Format(128), NvFp4Format()],
+    [
+        IntegerFormat(4, 32),
+        IntegerFormat(4, 128),
+        IntegerFormat(4, 0),
+        IntegerFormat(8, 128),
+        IntegerFormat(8, 0),
+        IntegerFormat(4, 64, True),
+        Float8Format(),
+        Float8Format(128),
+        NvFp4Format(),
+    ],
     ids=lambda f: f.name,
 )
 def test_a_format_in_a_gpus_memory(format: Format) -> None:
     made = format.quantise(torch.randn(ROWS, COLUMNS))
     if isinstance(format, IntegerFormat) and format.has_zero_point:
-        made = Weight(format, made.shape, {**made.tensors, "zero": torch.ones_like(made.tensors["scale"], dtype=torch.uint8)})
+        made = Weight(
+            format, made.shape, {**made.tensors, "zero": torch.ones_like(made.tensors["scale"], dtype=torch.uint8)}
+        )
     held, layout = repack(made), layout_of(format)
     assert held is not None and layout is not None
-    factors = 4 * 256 if isinstance(format, NvFp4Format) or format == Float8Format(128) else 0  # one more for each row, which the account leaves out
+    factors = (
+        4 * 256 if isinstance(format, NvFp4Format) or format == Float8Format(128) else 0
+    )  # one more for each row, which the account leaves out
     assert held.nbytes - factors == layout.nbytes(ROWS, COLUMNS)
 
 
@@ -52,8 +66,8 @@ def test_a_format_in_a_gpus_memory(format: Format) -> None:
 def test_the_account_is_what_the_loader_allocates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any], fmt: str, small: int
 ) -> None:
-    """On a GPU to the last percent: tables are dense there, and so are matrices too small to gain by their bits. On a CPU what is stored,
-    but for tables that stay in the file."""
+    """On a GPU to the last percent: tables are dense there, and so are matrices too small to gain by their bits. On a
+    CPU what is stored, but for tables that stay in the file."""
     monkeypatch.setattr(base, "SMALL", small)
     path = tmp_path / "m.gguf"
     write_gguf(path, ModelConfig.from_hf(raw), fmt)
@@ -74,5 +88,8 @@ def test_the_account_of_weights_that_are_rounded_while_loading(
     monkeypatch.setattr(base, "SMALL", 1 << 11)
     folder = tiny.write_target(kind, tmp_path / "t")
     config, weights, _ = load_target(folder, "cpu", torch.bfloat16, QuantTritonOps("cpu"), quantize=quantize)
-    assert abs(stored_size(hub.resolve(str(folder)), config, quantize).gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
+    assert (
+        abs(stored_size(hub.resolve(str(folder)), config, quantize).gpu / sum(w.nbytes for w in weights.values()) - 1)
+        < 0.01
+    )
     assert any(not isinstance(w, torch.Tensor) for w in weights.values())

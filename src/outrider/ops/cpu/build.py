@@ -23,9 +23,29 @@ HERE = Path(__file__).parent
 SHIPPED = HERE / "prebuilt"  # libraries inside a wheel (setup.py)
 UNITS = ("chunks.c", "tiles.c", "kernels.c")  # compiled side by side
 SOURCES = tuple(sorted(path.name for path in HERE.glob("*.[ch]")))  # all of them: a change to any makes another library
-ISAS = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "generic")  # best first; the processor decides which it can run
-AVX512 = ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
-# Sums stay in the order of the source: put into trees they need more registers than there are, and five rows take 7 % longer.
+ISAS = (
+    "avx512bf16",
+    "avx512",
+    "avxvnni",
+    "avx2",
+    "i8mm",
+    "dotprod",
+    "generic",
+)  # best first; the processor decides which it can run
+AVX512 = (
+    "-O3",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512vnni",
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+    "-mprfchw",
+)
+# Sums stay in the order of the source: put into trees they need more registers than there are, and five rows take 7 %
+# longer.
 AVX2 = ("-O3", "-fno-tree-reassoc", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
 FLAGS = {
     "avx512bf16": (*AVX512, "-mavx512bf16"),
@@ -50,7 +70,16 @@ WHEEL_LEVELS = {
     "aarch64": ("i8mm", "dotprod", "generic"),
 }  # by machine: what a wheel ships
 # No contraction: a sum must round the same in every tile it is part of.
-COMMON = ("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-ter", "-w")
+COMMON = (
+    "-std=c11",
+    "-D_GNU_SOURCE",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-tree-ter",
+    "-w",
+)
 
 
 class BuildError(Exception):
@@ -92,7 +121,9 @@ def best_isa() -> str:
 
 def cache_root() -> Path:
     """Everything Outrider keeps between runs: OUTRIDER_CACHE, or XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
-    base = os.environ.get("OUTRIDER_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider")
+    base = os.environ.get("OUTRIDER_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider"
+    )
     return Path(base)
 
 
@@ -135,8 +166,8 @@ def compiler() -> str:
 
 
 def shared_object(isa: str | None = None) -> Path:
-    """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet. A level that is
-    asked for is given or refused."""
+    """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet. A
+    level that is asked for is given or refused."""
     levels = runnable()
     if isa is not None:
         if isa not in ISAS:
@@ -204,7 +235,9 @@ def compile_to(target: Path, isa: str) -> None:
     except subprocess.TimeoutExpired:
         raise BuildError(f"{cc} took more than five minutes") from None
     except OSError as error:
-        raise BuildError(f"cannot keep the kernels in {folder}: {error.strerror or error} (OUTRIDER_CACHE names another place)") from None
+        raise BuildError(
+            f"cannot keep the kernels in {folder}: {error.strerror or error} (OUTRIDER_CACHE names another place)"
+        ) from None
     finally:
         if scratch is not None:
             Path(scratch).unlink(missing_ok=True)
@@ -229,7 +262,9 @@ def levels() -> list[Level]:
 def _run(commands: list[list[str]], folder: Path) -> None:
     """Compilers side by side; the first that fails is the error."""
     env = {**os.environ, "TMPDIR": str(folder)}
-    running = [subprocess.Popen(c, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
+    running = [
+        subprocess.Popen(c, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands
+    ]
     try:
         said = [process.communicate(timeout=300)[1] for process in running]
     finally:

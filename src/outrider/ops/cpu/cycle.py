@@ -1,9 +1,9 @@
 """A whole decode cycle of a compiled model in one call of the library (cycle.h): draft, verify, choose, accept.
 
-Between two passes over the weights every line of Python runs on cold caches. A cycle made of single tensor operations loses
-half a millisecond there plainly and more than one with a draft, of four to seven; this loses a tenth of that. It does what
-`engine.cycle` with `verify_coupled` does, to the bit, for requests whose tokens are chosen greedily
-or by a temperature alone.
+Between two passes over the weights every line of Python runs on cold caches. A cycle made of single tensor operations
+loses half a millisecond there plainly and more than one with a draft, of four to seven; this loses a tenth of that. It
+does what `engine.cycle` with `verify_coupled` does, to the bit, for requests whose tokens are chosen greedily or by a
+temperature alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ ASKED = Struct("=qqdddiiiiiii4x")  # CycleRequest in cycle.h
 
 
 class CpuCycle:
-    """`cache`: tables with a row a slot. `features` [slots, H·(1 + taps)] float32: what a draft starts from, by slot; kept up to date."""
+    """`cache`: tables with a row a slot. `features` [slots, H·(1 + taps)] float32: what a draft starts from, by slot;
+    kept up to date."""
 
-    def __init__(self, model: CompiledModel, drafter: CompiledDrafter | None, cache: KVPages, features: Tensor, taps: Sequence[int]):
+    def __init__(
+        self,
+        model: CompiledModel,
+        drafter: CompiledDrafter | None,
+        cache: KVPages,
+        features: Tensor,
+        taps: Sequence[int],
+    ):
         ops, config = model.ops, model.config
         self.ops, self.drafter, self.hidden, self.vocab = ops, drafter, config.hidden, config.vocab_size
         self.drafts = drafter is not None
@@ -38,7 +46,12 @@ class CpuCycle:
         c.features = features.data_ptr()
         c.call.stack = ctypes.pointer(model.stack.c)
         batch = c.call.batch
-        batch.page_size, batch.keys, batch.values, batch.kv_dtype = cache.page_size, pages.at_keys, pages.at_values, pages.dtype
+        batch.page_size, batch.keys, batch.values, batch.kv_dtype = (
+            cache.page_size,
+            pages.at_keys,
+            pages.at_values,
+            pages.dtype,
+        )
         groups: tuple[GroupName, ...] = ("full", "sliding")
         for i, group in enumerate(groups):
             table = cache.tables.get(group)
@@ -80,15 +93,18 @@ class CpuCycle:
         c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
         c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
 
-    def run(self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None) -> list[CycleResult]:
-        """`sampling`: the batch's temperature, sampled and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
-        drafts may end themselves; a list that does not change."""
+    def run(
+        self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None
+    ) -> list[CycleResult]:
+        """`sampling`: the batch's temperature, sampled and seed (spec.choose.SamplingBatch). `trust`: acceptance by
+        confidence, where drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
         for i, (slot, last, length, k, guess, stop, drop, nodes, prices, likely) in enumerate(asked):
             top = -1 if likely is None else likely
             most_likely = max(most_likely, top)
             ASKED.pack_into(
-                self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes, prices is not None, top
+                self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes,
+                prices is not None, top
             )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
@@ -100,7 +116,11 @@ class CpuCycle:
             self._grow(rows)
         if sampling is not self.sampling:
             self.sampling = sampling
-            c.temperature, c.sampled, c.seed = sampling.temperature.data_ptr(), sampling.sampled.data_ptr(), sampling.seed.data_ptr()
+            c.temperature, c.sampled, c.seed = (
+                sampling.temperature.data_ptr(),
+                sampling.sampled.data_ptr(),
+                sampling.seed.data_ptr(),
+            )
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:
@@ -118,7 +138,10 @@ class CpuCycle:
             sure, tree, at = None, None, i * MAX_DRAFT
             if nodes:
                 own = slice(at, at + k)
-                sure, tree = self.confidence[own], (self.parents[own], self.path[at : at + right], steps, self.guesses[own])
+                sure, tree = (
+                    self.confidence[own],
+                    (self.parents[own], self.path[at : at + right], steps, self.guesses[own]),
+                )
             elif guess is None and most:
                 sure = self.confidence[at : at + min(most, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted

@@ -33,7 +33,8 @@ class CpuChain:
         self.pages: CPages | None = None
 
     def run(
-        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling, trust: Sequence[float] | None
+        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling,
+        trust: Sequence[float] | None
     ) -> list[DraftResult]:  # fmt: skip
         size, c, batch = len(behind), self.c, self.c.call.batch
         counts = [len(b.tokens) for b in behind]
@@ -52,7 +53,9 @@ class CpuChain:
         assert pages is not None
         batch.rows, batch.seqs, batch.page_size, batch.kv_dtype = rows, size, cache.page_size, pages.dtype
         batch.keys, batch.values = pages.at_keys, pages.at_values
-        batch.ids, batch.positions, batch.row_seq, batch.row_start = [ctypes.addressof(x) for x in (ids, positions, row_seq, row_start)]
+        batch.ids, batch.positions, batch.row_seq, batch.row_start = [
+            ctypes.addressof(x) for x in (ids, positions, row_seq, row_start)
+        ]
         for group in (0, 1):
             batch.tables[group], batch.width[group] = ctypes.addressof(table), wide
         told = [0]
@@ -64,10 +67,19 @@ class CpuChain:
         out, sure, lengths = (c_int64 * (size * k))(), (c_float * (size * k))(), (c_int64 * size)()
         made_here = (seen, seen_start, guess, out, sure, lengths)
         c.seen, c.seen_start, c.position, c.out, c.confidence, c.lengths = [ctypes.addressof(x) for x in made_here]
-        c.temperature, c.sampled, c.seed, c.steps = sampling.temperature.data_ptr(), sampling.sampled.data_ptr(), sampling.seed.data_ptr(), k
+        c.temperature, c.sampled, c.seed, c.steps = (
+            sampling.temperature.data_ptr(),
+            sampling.sampled.data_ptr(),
+            sampling.seed.data_ptr(),
+            k,
+        )
         c.stop = c.drop = c.trust = None
         if trust is not None:
-            ends = [(c_double * size)(*[b.stop for b in behind]), (c_double * size)(*[b.drop for b in behind]), (c_double * 16)(*trust)]
+            ends = [
+                (c_double * size)(*[b.stop for b in behind]),
+                (c_double * size)(*[b.drop for b in behind]),
+                (c_double * 16)(*trust),
+            ]
             c.stop, c.drop, c.trust = map(ctypes.addressof, ends)
         if self.ops.lib.or_draft_model_steps(self.ops.team, ctypes.byref(c)):
             raise MemoryError("scratch of a draft")

@@ -25,7 +25,9 @@ from .packing import cluster_hashes
 class Stack:
     """Decoder layers as the library sees them; keeps alive what its pointers show."""
 
-    def __init__(self, ops: CpuOps, blocks: Sequence[Any], inv_freqs: Sequence[Tensor], hidden: int, eps: float, act: str):
+    def __init__(
+        self, ops: CpuOps, blocks: Sequence[Any], inv_freqs: Sequence[Tensor], hidden: int, eps: float, act: str
+    ):
         self.ops, self.hidden = ops, hidden
         self.keep: list[object] = [blocks, inv_freqs]
         self.layers = (CLayer * len(blocks))()
@@ -33,7 +35,16 @@ class Stack:
             c.attn, c.rope, c.inter = c_spec(block.spec), block.rope, ops.c_weight(block.down).k
             for name in ("qkv", "out", "gate_up", "down"):
                 setattr(c, name, ops.c_weight(getattr(block, name)))
-            for name in ("attn_norm", "q_norm", "k_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "scalar", "next_norm"):
+            for name in (
+                "attn_norm",
+                "q_norm",
+                "k_norm",
+                "post_attn_norm",
+                "mlp_norm",
+                "post_mlp_norm",
+                "scalar",
+                "next_norm",
+            ):
                 setattr(c, name, at(getattr(block, name)))
             for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias"):
                 setattr(c, name, at(self.hold(getattr(block, name))))
@@ -52,10 +63,12 @@ class Stack:
         return bias
 
     def run(
-        self, kv: KVView, ids: Tensor | None = None, features: Tensor | None = None, taps: Sequence[int] = (), shift: int = 0,
+        self, kv: KVView, ids: Tensor | None = None, features: Tensor | None = None, taps: Sequence[int] = (),
+        shift: int = 0,
         wanted: OutputRows | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-        """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`; of wanted rows."""
+        """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`;
+        of wanted rows."""
         batch = CBatchBuffers(kv, ids)
         batch.set_cache(self.ops.pages(kv))
         batch.c.rope_shift = shift
@@ -100,7 +113,10 @@ class CompiledModel:
         self.model, self.stack = model, stack
         self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
         self.embed, self.logits, self.scores = model.embed, model.logits, model.scores
-        self.together, self.all_reduce = model.together, model.all_reduce  # of one process: whole passes know nothing of others
+        self.together, self.all_reduce = (
+            model.together,
+            model.all_reduce,
+        )  # of one process: whole passes know nothing of others
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
@@ -138,8 +154,8 @@ def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
 
 
 class CompiledDrafter:
-    """An MTP drafter with one constant position (Gemma 4's assistants and ours): its own methods, `step` in one call, and
-    `draft` for a whole round."""
+    """An MTP drafter with one constant position (Gemma 4's assistants and ours): its own methods, `step` in one call,
+    and `draft` for a whole round."""
 
     most = EVERY_ROW  # sequences in one call
     has_runner_ups = False
@@ -152,7 +168,8 @@ class CompiledDrafter:
         target = drafter.target
         c = self.c = CDraft(
             table=self.ops.c_weight(target.table), head=self.ops.c_weight(drafter.head),
-            table_scale=table_scale(target.table, target.config.embed_scale), unit=not config.gemma, tied=config.tied_to_target,
+            table_scale=table_scale(target.table, target.config.embed_scale), unit=not config.gemma,
+            tied=config.tied_to_target,
         )  # fmt: skip
         self.cluster_ids: Tensor | None = None
         if config.clusters:
@@ -174,15 +191,16 @@ class CompiledDrafter:
         return (fed_back if self.config.tied_to_target else g), fed_back
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
+        seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where sampled, else of the
-        logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
-        With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is sampled, for paths whose
-        host must know.
-        `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself (spec.plan.DraftPlan); when all have, the
-        steps that are left do not run, and their tokens and probabilities are 0."""
+        """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where sampled, else
+        of the logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
+        With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is sampled,
+        for paths whose host must know. `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself
+        (spec.plan.DraftPlan); when all have, the steps that are left do not run, and their tokens and probabilities are
+        0."""
         state = self.start(kv, features)
         start = floats(features[:, : self.config.backbone_hidden])
         size = last.shape[0]
@@ -191,13 +209,24 @@ class CompiledDrafter:
         batch = CBatchBuffers(kv)
         batch.set_cache(self.ops.pages(kv))
         batch.c.rope_shift = self.shift
-        held = [last.contiguous(), start, state.taps, floats(temperature), sampled.contiguous(), seed.contiguous(), position.contiguous(), out]
+        held = [
+            last.contiguous(),
+            start,
+            state.taps,
+            floats(temperature),
+            sampled.contiguous(),
+            seed.contiguous(),
+            position.contiguous(),
+            out,
+        ]
         c = self.c
         c.call = CCall(ctypes.pointer(self.stack.c), batch.c)
         c.steps = steps
         c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position, c.out = map(at, held)
         c.confidence, c.lengths = confidence.data_ptr(), lengths.data_ptr()
-        assert end is None or ([t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end))
+        assert end is None or (
+            [t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end)
+        )
         c.stop, c.drop, c.trust = map(at, end) if end is not None else (None, None, None)
         if self.ops.lib.or_draft(self.ops.team, ctypes.byref(c)):
             raise MemoryError("scratch of a draft")

@@ -11,12 +11,21 @@ from torch import Tensor
 from ...types import AttnSpec, KVPages, KVView
 from .build import SHIPPED, shared_object
 
-W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(14)  # formats.h
+W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(
+    14
+)  # formats.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
 
 
 class CWeight(Structure):
-    _fields_ = [("kind", c_int32), ("n", c_int32), ("k", c_int32), ("dtype", c_int32), ("data", c_void_p), ("scale", c_void_p)]
+    _fields_ = [
+        ("kind", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("dtype", c_int32),
+        ("data", c_void_p),
+        ("scale", c_void_p),
+    ]
 
 
 class CSpec(Structure):
@@ -66,7 +75,8 @@ class CStack(Structure):
 class CCall(Structure):
     _fields_ = [
         ("stack", POINTER(CStack)), ("batch", CBatch),
-        *[(name, c_void_p) for name in ("features", "hidden", "fed_back", "taps", "wanted")], ("few", CBatch), ("narrow", c_int32),
+        *[(name, c_void_p) for name in ("features", "hidden", "fed_back", "taps", "wanted")], ("few", CBatch),
+        ("narrow", c_int32),
     ]  # fmt: skip
 
 
@@ -138,9 +148,12 @@ def load(isa: str | None = None) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         damaged = any(
-            words in str(error) for words in ("file too short", "invalid ELF header", "file data overread", "cannot read file data")
+            words in str(error)
+            for words in ("file too short", "invalid ELF header", "file data overread", "cannot read file data")
         )
-        if path.is_relative_to(SHIPPED) or not damaged:  # not there to be run from (noexec), say: building it again would not help
+        if (
+            path.is_relative_to(SHIPPED) or not damaged
+        ):  # not there to be run from (noexec), say: building it again would not help
             raise
         path.unlink()
         lib = ctypes.CDLL(str(shared_object(isa)))
@@ -201,7 +214,9 @@ class CPages:
     def __init__(self, kv: KVPages):
         held = [t for t in (*kv.keys, *kv.values) if t is not None]
         dtypes = {t.dtype for t in held}
-        assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), "keys and values must be contiguous and of one dtype"
+        assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), (
+            "keys and values must be contiguous and of one dtype"
+        )
         self.dtype = DTYPES[dtypes.pop()]
         count = len(kv.keys)
         self.keys = (c_void_p * count)(*[None if t is None else t.data_ptr() for t in kv.keys])

@@ -40,7 +40,9 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         if self.block is None or self.at + size > self.end:
             length = -(-(size + HUGE) // BLOCK) * BLOCK
-            self.block = torch.frombuffer(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+            self.block = torch.frombuffer(
+                mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+            )
             address = self.block.data_ptr()
             self.at, self.end = -address % HUGE, length
             advise(address, length)
@@ -50,9 +52,10 @@ class Arena:
 
 
 class HugePageWarmer:
-    """Takes the memory of tensors that fill from the front before it is needed, in a thread of its own, and gives back what is not needed
-    any more. The system clears 2 MiB of each at the first touch, which for the 60 tensors of a small model's K/V is a seventh of a second
-    in the middle of a step. All calls come from the thread that uses the tensors."""
+    """Takes the memory of tensors that fill from the front before it is needed, in a thread of its own, and gives back
+    what is not needed any more. The system clears 2 MiB of each at the first touch, which for the 60 tensors of a small
+    model's K/V is a seventh of a second in the middle of a step. All calls come from the thread that uses the
+    tensors."""
 
     REST_S = 0.02  # between two pieces: it must not be felt
 
@@ -75,7 +78,9 @@ class HugePageWarmer:
             self._there[first : self._taken] = b"\1" * (self._taken - first)
             self.bytes = self._row_bytes * sum(self._there)
             with contextlib.suppress(RuntimeError):  # no thread to be had: memory comes when it is needed
-                threading.Thread(target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True).start()
+                threading.Thread(
+                    target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True
+                ).start()
 
     def _take(self, first: int, end: int) -> None:
         for tensor in self._tensors:
@@ -89,10 +94,15 @@ class HugePageWarmer:
                 time.sleep(self.REST_S)
 
     def give_back(self, free: Sequence[int]) -> int:
-        """`free`: rows that nobody uses, ascending. Their memory goes back to the system, where it is worth a call; they are zero when they
-        are used again. The first of them stay, so that whoever comes next need not wait for memory. Returns the bytes that came free."""
+        """`free`: rows that nobody uses, ascending. Their memory goes back to the system, where it is worth a call;
+        they are zero when they are used again. The first of them stay, so that whoever comes next need not wait for
+        memory. Returns the bytes that came free."""
         first = free[self._rows - 1] + 1 if len(free) > self._rows else self._end
-        if first >= self._end or sum(self._there[row] for row in free[self._rows :]) < self._rows or sys.platform != "linux":
+        if (
+            first >= self._end
+            or sum(self._there[row] for row in free[self._rows :]) < self._rows
+            or sys.platform != "linux"
+        ):
             return 0
         before = self.bytes
         for lo, hi in runs(free[self._rows :]):
@@ -117,7 +127,8 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def drop(address: int, size: int) -> None:
-    """Give the memory of a range back; it reads as zero afterwards. Of pages that are only partly in it nothing is lost."""
+    """Give the memory of a range back; it reads as zero afterwards. Of pages that are only partly in it nothing is
+    lost."""
     lo, hi = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if hi > lo:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), mmap.MADV_DONTNEED)
@@ -125,4 +136,6 @@ def drop(address: int, size: int) -> None:
 
 def populate(address: int, size: int) -> int:
     """The memory of a range as if it had been written to, its contents as they are; 0: done."""
-    return int(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 23))  # MADV_POPULATE_WRITE, Linux 5.14
+    return int(
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 23)
+    )  # MADV_POPULATE_WRITE, Linux 5.14

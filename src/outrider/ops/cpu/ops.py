@@ -59,7 +59,8 @@ class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
         independent_rows=EVERY_ROW, prompts_independent=True,
-        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True, shortlists=True,
+        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True,
+        shortlists=True,
         prefill_with_decodes=16, prefill_idle=64,
     )  # fmt: skip
 
@@ -77,8 +78,8 @@ class CpuOps(ReferenceOps):
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies pairs of them.
-        int8: a quarter, and a factor for every row of a head."""
+        """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies
+        pairs of them. int8: a quarter, and a factor for every row of a head."""
         if asked == "fp8":
             raise OutriderError("--kv-dtype fp8: the CPU's kernels keep K/V in int8, not fp8")
         if asked == "int8":
@@ -94,7 +95,9 @@ class CpuOps(ReferenceOps):
             return None
         if len(parts[0].shape) == 2:
             return self.pack([stored_rows(p) for p in parts])
-        if len(parts) != 1 or parts[0].shape[1] % 32:  # an expert's rows, and the gates among them, must be whole groups
+        if (
+            len(parts) != 1 or parts[0].shape[1] % 32
+        ):  # an expert's rows, and the gates among them, must be whole groups
             return None
         packed = self.pack([stored_rows(parts[0])])
         return None if packed is None else packed.view(*parts[0].shape)
@@ -120,7 +123,11 @@ class CpuOps(ReferenceOps):
 
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
         """Rows in another order, kept as they are held: a head by clusters."""
-        return self.packer.take(weight, order.numpy()) if isinstance(weight, PackedWeight) else super().take_rows(weight, order)
+        return (
+            self.packer.take(weight, order.numpy())
+            if isinstance(weight, PackedWeight)
+            else super().take_rows(weight, order)
+        )
 
     def coarse(self, weight: DeviceWeight) -> DeviceWeight:
         """About four bits a weight, for a model whose answers need not be exact."""
@@ -196,7 +203,17 @@ class CpuOps(ReferenceOps):
         h = out if next_w is None else torch.empty_like(x)
         scratch = torch.empty(n)
         self.lib.or_residual_norm(
-            x.data_ptr(), y.data_ptr(), rows, n, at(post_w), at(scale), at(next_w), eps, out.data_ptr(), h.data_ptr(), scratch.data_ptr()
+            x.data_ptr(),
+            y.data_ptr(),
+            rows,
+            n,
+            at(post_w),
+            at(scale),
+            at(next_w),
+            eps,
+            out.data_ptr(),
+            h.data_ptr(),
+            scratch.data_ptr(),
         )
         return out, h
 
@@ -204,18 +221,30 @@ class CpuOps(ReferenceOps):
         x, y = (t if t.dtype == torch.float32 and t.stride(-1) == 1 else floats(t) for t in (x, y))
         rows, n = x.shape
         out = torch.empty((rows, n))
-        self.lib.or_act_mul(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, n, ACTIVATIONS[act], out.data_ptr())
+        self.lib.or_act_mul(
+            x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, n, ACTIVATIONS[act], out.data_ptr()
+        )
         return out
 
     def moe(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        router: DeviceWeight,
+        expert_scale: Tensor,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
+        top_k: int,
+        act: str,
     ) -> Tensor:
         if not routable(self, router, gate_up, down):
             return super().moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
         router_in, x = floats(router_in), floats(x)
         out = torch.empty_like(x)
         c = c_moe(self, router, expert_scale, gate_up, down, top_k)
-        if self.lib.or_moe(self.team, ctypes.byref(c), router_in.data_ptr(), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr()):
+        if self.lib.or_moe(
+            self.team, ctypes.byref(c), router_in.data_ptr(), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr()
+        ):
             raise MemoryError("scratch of experts")
         return out
 
@@ -236,7 +265,8 @@ class CpuOps(ReferenceOps):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
-        """Of a compiled model; None where it was not compiled. `drafter`: an MTP drafter's model; one that was not compiled is left out."""
+        """Of a compiled model; None where it was not compiled. `drafter`: an MTP drafter's model; one that was not
+        compiled is left out."""
         from .cycle import CpuCycle
         from .forward import CompiledDrafter, CompiledModel
 
@@ -259,13 +289,27 @@ class CpuOps(ReferenceOps):
         return cos, sin
 
     def rope_write(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        spec: AttnSpec,
+        kv: KVView,
     ) -> Tensor:
         """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
         qkv = floats(qkv).clone()
         batch, c = self.batch(kv), self.c_spec(spec)
         self.lib.or_rope_write(
-            self.team, ctypes.byref(c), batch.ref, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), at(q_norm), at(k_norm)
+            self.team,
+            ctypes.byref(c),
+            batch.ref,
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            at(q_norm),
+            at(k_norm),
         )
         return qkv[:, : spec.heads * spec.head_dim]
 
@@ -305,7 +349,9 @@ class CpuOps(ReferenceOps):
 
     def pages(self, kv: KVPages) -> CPages:
         first = next(t for t in kv.keys if t is not None)
-        if first.dtype == torch.int8 and (kv.page_size % LANES or any(t is not None and t.shape[-1] % LANES != FACTOR for t in kv.keys)):
+        if first.dtype == torch.int8 and (
+            kv.page_size % LANES or any(t is not None and t.shape[-1] % LANES != FACTOR for t in kv.keys)
+        ):
             raise OutriderError(f"K/V in int8 needs pages and heads of multiples of {LANES}: leave out --kv-dtype")
         if self._pages is None or self._pages[0]() is not first:
             self._pages = (weakref.ref(first), CPages(kv))
@@ -326,15 +372,31 @@ class CpuOps(ReferenceOps):
         best = torch.empty((g.shape[0], top), dtype=torch.int64)
         out = torch.empty((g.shape[0], top, size))
         self.lib.or_clustered(
-            self.team, ctypes.byref(c), g.data_ptr(), g.shape[0], scores.data_ptr(), clusters, top, size, best.data_ptr(), out.data_ptr()
+            self.team,
+            ctypes.byref(c),
+            g.data_ptr(),
+            g.shape[0],
+            scores.data_ptr(),
+            clusters,
+            top,
+            size,
+            best.data_ptr(),
+            out.data_ptr(),
         )
         return best, out
 
-    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor:
+    def cluster_bonus(
+        self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
+    ) -> Tensor:
         if self._hashes is None or self._hashes[0]() is not tokens:
             self._hashes = (weakref.ref(tokens), packing.cluster_hashes(tokens))
         clusters, size = tokens.shape
-        seed, position, temperature, sampled = seed.contiguous(), position.contiguous(), floats(temperature), sampled.contiguous()
+        seed, position, temperature, sampled = (
+            seed.contiguous(),
+            position.contiguous(),
+            floats(temperature),
+            sampled.contiguous(),
+        )
         out = torch.zeros((seed.shape[0], clusters))
         self.lib.or_cluster_lean(
             self.team, self._hashes[1].data_ptr(), clusters, size, seed.shape[0],
@@ -346,7 +408,9 @@ class CpuOps(ReferenceOps):
         nothing = torch.zeros(z.shape[0], dtype=torch.int64)
         return self.gumbel_argmax(z, nothing, nothing, None, torch.zeros(z.shape[0], dtype=torch.bool))
 
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor:
+    def gumbel_argmax(
+        self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
+    ) -> Tensor:
         z, seed, position, sampled = floats(z), seed.contiguous(), position.contiguous(), sampled.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
@@ -366,7 +430,12 @@ class CpuOps(ReferenceOps):
 def stored_rows(w: Weight) -> QuantPart:
     """All rows of a matrix, or of all experts."""
     blocks = w.tensors["blocks"]
-    return QuantPart(w.format.name, (w.nbytes // blocks.shape[-1], w.shape[-1]), blocks.reshape(-1, blocks.shape[-1]).numpy(), w.release)
+    return QuantPart(
+        w.format.name,
+        (w.nbytes // blocks.shape[-1], w.shape[-1]),
+        blocks.reshape(-1, blocks.shape[-1]).numpy(),
+        w.release,
+    )
 
 
 def halves(w: Weight) -> bool:
@@ -376,10 +445,16 @@ def halves(w: Weight) -> bool:
 
 def routable(ops: CpuOps, router: DeviceWeight, gate_up: DeviceWeight, down: DeviceWeight) -> bool:
     """Whether the library can run these experts: their rows are whole groups, the rows of dense ones as well."""
-    return gate_up.shape[1] % 32 == 0 and down.shape[1] % LANES == 0 and (down.shape[2] % 32 == 0 or isinstance(down, Tensor))
+    return (
+        gate_up.shape[1] % 32 == 0
+        and down.shape[1] % LANES == 0
+        and (down.shape[2] % 32 == 0 or isinstance(down, Tensor))
+    )
 
 
-def c_moe(ops: CpuOps, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int) -> CMoe:
+def c_moe(
+    ops: CpuOps, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int
+) -> CMoe:
     return CMoe(
         router=ops.c_weight(router), gate_up=ops.c_weight(gate_up), down=ops.c_weight(down),
         expert_scale=expert_scale.data_ptr(), experts=gate_up.shape[0], top=top_k,

@@ -1,7 +1,7 @@
 """Quantised weights in the layout of formats.h: the file's own bits, moved by the library as they stream by.
 
-Every block format of GGUF keeps its values and its width (6-bit scales become bytes: at most 1.03 times the file). Rows of
-several tensors fused into one weight stay in their own formats (W_PARTS).
+Every block format of GGUF keeps its values and its width (6-bit scales become bytes: at most 1.03 times the file). Rows
+of several tensors fused into one weight stay in their own formats (W_PARTS).
 """
 
 from __future__ import annotations
@@ -18,7 +18,23 @@ from torch import Tensor
 from ..formats import Weight, dense
 from ..formats.gguf import BLOCKS, QuantPart
 from ..noise import token_hash
-from .lib import W_DENSE, W_FILE, W_IQ4, W_IQ4X, W_PARTS, W_Q4, W_Q4K, W_Q4M, W_Q5, W_Q5K, W_Q5M, W_Q6K, W_Q8, CWeight, dense_weight
+from .lib import (
+    W_DENSE,
+    W_FILE,
+    W_IQ4,
+    W_IQ4X,
+    W_PARTS,
+    W_Q4,
+    W_Q4K,
+    W_Q4M,
+    W_Q5,
+    W_Q5K,
+    W_Q5M,
+    W_Q6K,
+    W_Q8,
+    CWeight,
+    dense_weight,
+)
 from .memory import Arena
 
 LANES, BLOCK = 16, 32
@@ -95,7 +111,9 @@ class Packer:
     def _empty(self, kind: int, n: int, k: int, arena: Arena | None = None) -> PackedWeight:
         sizes = [self.lib.or_packed_bytes(kind, n, k, which) for which in (0, 1)]
         data, scale = ((arena or self.arena).empty((size,), torch.uint8) for size in sizes)
-        return PackedWeight((n, k), CWeight(kind, n, k, 0, data.data_ptr(), scale.data_ptr()), sum(sizes), (data, scale))
+        return PackedWeight(
+            (n, k), CWeight(kind, n, k, 0, data.data_ptr(), scale.data_ptr()), sum(sizes), (data, scale)
+        )
 
     def halves(self, parts: Sequence[Weight]) -> PackedWeight:
         """Dense rows [N, K] of one 16-bit type, copied as they are while the file streams by."""
@@ -112,7 +130,8 @@ class Packer:
         return dense_rows(out, out.numel() * out.element_size())
 
     def quantize(self, dense: Tensor, mode: str) -> PackedWeight | None:
-        """A dense [N, K] weight, blockwise; None where K does not divide into blocks. Works in slices: float32 copies stay small."""
+        """A dense [N, K] weight, blockwise; None where K does not divide into blocks. Works in slices: float32 copies
+        stay small."""
         n, k = dense.shape
         if k % BLOCK:
             return None
@@ -123,8 +142,8 @@ class Packer:
         return out
 
     def coarse(self, w: PackedWeight) -> PackedWeight:
-        """The same rows in four bits (Q4_0), with the scales that fit best; the weight itself where it is about as small already, or
-        lies in a file."""
+        """The same rows in four bits (Q4_0), with the scales that fit best; the weight itself where it is about as
+        small already, or lies in a file."""
         n, k = w.c.n, w.c.k
         if k % BLOCK or w.c.kind == W_FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
             return w
@@ -151,7 +170,10 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     n, k = sum(p.c.n for p in parts), parts[0].c.k
     array = (CWeight * len(parts))(*[p.c for p in parts])
     return PackedWeight(
-        (n, k), CWeight(W_PARTS, n, k, len(parts), ctypes.addressof(array), None), sum(p.nbytes for p in parts), (array, *parts)
+        (n, k),
+        CWeight(W_PARTS, n, k, len(parts), ctypes.addressof(array), None),
+        sum(p.nbytes for p in parts),
+        (array, *parts),
     )
 
 
@@ -168,7 +190,8 @@ def dense_rows(rows: Tensor, nbytes: int) -> PackedWeight:
 
 
 def quantize_rows(dense: np.ndarray, mode: str) -> QuantPart:
-    """float32 [N, K]: int8 by the largest magnitude of a block (Q8_0); int4 between a block's smallest and largest value (Q4_1)."""
+    """float32 [N, K]: int8 by the largest magnitude of a block (Q8_0); int4 between a block's smallest and largest
+    value (Q4_1)."""
     b = np.ascontiguousarray(dense, dtype=np.float32).reshape(len(dense), -1, BLOCK)
     if mode == "int8":
         scale = (np.abs(b).max(-1) / 127).astype(np.float16)
@@ -193,7 +216,8 @@ def _part(kind: str, halves: tuple[np.ndarray, ...], q: np.ndarray) -> QuantPart
 
 
 def cluster_hashes(tokens: Tensor) -> Tensor:
-    """Token ids [C, S] -> int32 [C / 16, S, 16], what the noise needs of each: a lane is a cluster (lean_phase of draft.h)."""
+    """Token ids [C, S] -> int32 [C / 16, S, 16], what the noise needs of each: a lane is a cluster (lean_phase of
+    draft.h)."""
     clusters, size = tokens.shape
     padded = torch.zeros((-(-clusters // LANES) * LANES, size), dtype=torch.int64)
     padded[:clusters] = token_hash(tokens)

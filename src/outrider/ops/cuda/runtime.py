@@ -1,6 +1,6 @@
-"""CUDA C++ at run time: `Kernel` compiles a source with NVRTC, a library that torch's CUDA wheels bring along, and launches it through the
-driver, so nobody needs a compiler or a build step, and a CUDA graph captures the launch like any other. What was compiled is kept in
-Outrider's cache: a model's kernels take seconds, once a machine.
+"""CUDA C++ at run time: `Kernel` compiles a source with NVRTC, a library that torch's CUDA wheels bring along, and
+launches it through the driver, so nobody needs a compiler or a build step, and a CUDA graph captures the launch like
+any other. What was compiled is kept in Outrider's cache: a model's kernels take seconds, once a machine.
 
 `missing()` says in one line why there are none here, or None. `image` alone works without a GPU.
 """
@@ -65,7 +65,8 @@ def headers() -> dict[str, str]:
 
 
 def image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
-    """Machine code of a source for one architecture (90: Hopper; 90a: and no later one). It may include the headers of this folder."""
+    """Machine code of a source for one architecture (90: Hopper; 90a: and no later one). It may include the headers of
+    this folder."""
     library = compiler()
     if library is None:
         raise CudaError("no libnvrtc")
@@ -99,10 +100,16 @@ def version(library: ctypes.CDLL) -> tuple[int, int]:
 
 
 def kept_image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
-    """`image`, out of the cache where it was made before. A file there is its code behind the code's digest: a damaged one is made anew,
-    and where nothing can be written nothing is kept."""
+    """`image`, out of the cache where it was made before. A file there is its code behind the code's digest: a damaged
+    one is made anew, and where nothing can be written nothing is kept."""
     library = compiler()
-    told = (source, sorted(headers().items()), arch, sorted(flags.items()), None if library is None else version(library))
+    told = (
+        source,
+        sorted(headers().items()),
+        arch,
+        sorted(flags.items()),
+        None if library is None else version(library),
+    )
     path = cache_path("cuda", hashlib.sha256(repr(told).encode()).hexdigest()[:32] + ".cubin")
     try:
         digest, code = (held := path.read_bytes())[:32], held[32:]
@@ -145,8 +152,17 @@ def _done(code: int, what: str) -> None:
 class Kernel:
     """A function of a source, loaded on one device."""
 
-    def __init__(self, source: str, name: str, flags: Mapping[str, int | str], device: torch.device, shared: int, own: bool = False):
-        """shared: the most bytes of shared memory a launch may ask for; own: it has instructions of this architecture alone."""
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        flags: Mapping[str, int | str],
+        device: torch.device,
+        shared: int,
+        own: bool = False,
+    ):
+        """shared: the most bytes of shared memory a launch may ask for; own: it has instructions of this architecture
+        alone."""
         cuda = driver()
         if cuda is None:
             raise CudaError("no CUDA driver")
@@ -158,11 +174,17 @@ class Kernel:
             torch.cuda.current_stream(device).query()  # a context for this thread
             _done(cuda.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")
             _done(cuda.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()), f"finding {name}")
-            _done(cuda.cuFuncSetAttribute(self.function, ATTR_MAX_DYNAMIC_SMEM, shared), f"{name}: {shared} bytes of shared memory")
+            _done(
+                cuda.cuFuncSetAttribute(self.function, ATTR_MAX_DYNAMIC_SMEM, shared),
+                f"{name}: {shared} bytes of shared memory",
+            )
             _done(cuda.cuFuncSetAttribute(self.function, CARVEOUT, 100), f"{name}: shared memory first")
 
-    def __call__(self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool) -> None:
-        """values: addresses, and structures by value. On the device's current stream. pdl: it may begin while the kernel ahead drains."""
+    def __call__(
+        self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool
+    ) -> None:
+        """values: addresses, and structures by value. On the device's current stream. pdl: it may begin while the
+        kernel ahead drains."""
         held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
         attribute = Attribute(LAUNCH_PDL, 0, 1)

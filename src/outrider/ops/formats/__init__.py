@@ -1,4 +1,5 @@
-"""Formats of weights, one a file. The seam is in `base`: `Weight`, `Format`, and what a backend makes of them, `DeviceWeight`."""
+"""Formats of weights, one a file. The seam is in `base`: `Weight`, `Format`, and what a backend makes of them,
+`DeviceWeight`."""
 
 from .base import DeviceWeight, Format, Packed, Unit, Weight, join, stack, stays_dense
 from .dense import DenseFormat, dense
@@ -9,6 +10,7 @@ from .nvfp4 import NvFp4Format
 from .rounded import MODES, rounded_to
 
 __all__ = [
-    "BLOCKS", "MODES", "GGUFBlockFormat", "DenseFormat", "Float8Format", "Format", "DeviceWeight", "IntegerFormat", "NvFp4Format", "Packed", "QuantPart", "Unit", "Weight", "dense",
+    "BLOCKS", "MODES", "GGUFBlockFormat", "DenseFormat", "Float8Format", "Format", "DeviceWeight", "IntegerFormat",
+    "NvFp4Format", "Packed", "QuantPart", "Unit", "Weight", "dense",
     "join", "rounded_to", "stack", "stays_dense",
 ]  # fmt: skip

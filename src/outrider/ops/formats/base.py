@@ -1,12 +1,12 @@
 """What a weight is: a format, a shape and the format's tensors.
 
 A `Format` says what its tensors mean (`dequantise` is the definition that every kernel is checked against) and how many
-columns of the matrix each of their elements covers (`units`). Bytes, cutting for several GPUs and joining of fused tensors
-follow from the units alone, so a new format states them once and writes no code for these. Every tensor has the matrix's
-rows as its rows; scales of a whole tensor or of a block of rows are spread over the rows when they are read.
+columns of the matrix each of their elements covers (`units`). Bytes, cutting for several GPUs and joining of fused
+tensors follow from the units alone, so a new format states them once and writes no code for these. Every tensor has the
+matrix's rows as its rows; scales of a whole tensor or of a block of rows are spread over the rows when they are read.
 
-A backend turns a `Weight` into what its kernels multiply (`DeviceWeight`) with `pack_weights(parts, device)`; where it has no kernel for a
-format the loader dequantises and hands over a dense tensor.
+A backend turns a `Weight` into what its kernels multiply (`DeviceWeight`) with `pack_weights(parts, device)`; where it
+has no kernel for a format the loader dequantises and hands over a dense tensor.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SMALL = 1 << 22  # weights: a GPU reads so many bfloat16 in two microseconds, le
 
 
 def stays_dense(shape: Sequence[int]) -> bool:
-    """Should a GPU hold this quantised matrix dense? Yes where it is so small that its bytes hardly count and unpacking costs more.
-    `smollm2` from Q4_1 decoded 710 tokens a second on an H200, from bfloat16 1,371."""
+    """Should a GPU hold this quantised matrix dense? Yes where it is so small that its bytes hardly count and unpacking
+    costs more. `smollm2` from Q4_1 decoded 710 tokens a second on an H200, from bfloat16 1,371."""
     return len(shape) == 2 and prod(shape) <= SMALL
 
 
@@ -53,7 +53,8 @@ DeviceWeight = Tensor | Packed  # what models keep and hand back to their ops: a
 class Unit:
     """`columns` weights of a row take `items` elements of `bytes` bytes each in the last dimension of a tensor.
 
-    columns = 0: `items` elements for a whole row, however wide. shared: the tensor is one for all rows (an order of columns)."""
+    columns = 0: `items` elements for a whole row, however wide. shared: the tensor is one for all rows (an order of
+    columns)."""
 
     columns: int
     items: int = 1
@@ -107,7 +108,9 @@ class Weight:
     format: Format
     shape: tuple[int, ...]
     tensors: Mapping[str, Tensor]
-    release: Callable[[int, int], None] | None = field(default=None, compare=False)  # rows [lo, hi) were read: forget their pages
+    release: Callable[[int, int], None] | None = field(
+        default=None, compare=False
+    )  # rows [lo, hi) were read: forget their pages
 
     @property
     def nbytes(self) -> int:
@@ -129,10 +132,17 @@ class Weight:
         """Columns lo..hi-1: views. Both must lie on a alignment of the format's groups."""
         alignment = self.format.alignment()
         if alignment == 0 or lo % alignment or hi % alignment:
-            where = "nowhere: its columns are stored in an order of their own" if alignment == 0 else f"at multiples of {alignment}"
+            where = (
+                "nowhere: its columns are stored in an order of their own"
+                if alignment == 0
+                else f"at multiples of {alignment}"
+            )
             raise OutriderError(f"a weight in {self.format.name} cannot be cut at columns {lo} to {hi}: only {where}")
         units = self.format.units
-        kept = {n: t if units[n].columns == 0 else t[..., units[n].width(lo) : units[n].width(hi)] for n, t in self.tensors.items()}
+        kept = {
+            n: t if units[n].columns == 0 else t[..., units[n].width(lo) : units[n].width(hi)]
+            for n, t in self.tensors.items()
+        }
         return Weight(self.format, (*self.shape[:-1], hi - lo), kept)
 
     def check(self, where: str) -> Weight:
@@ -142,11 +152,15 @@ class Weight:
             if name not in self.tensors:
                 raise OutriderError(f"{where}: its {name} is missing ({self.format.name})")
             if unit.columns and columns % unit.columns:
-                raise OutriderError(f"{where}: rows of {columns} are no whole groups of {unit.columns} ({self.format.name})")
+                raise OutriderError(
+                    f"{where}: rows of {columns} are no whole groups of {unit.columns} ({self.format.name})"
+                )
             want = ((unit.width(columns),) if unit.shared else (*rows, unit.width(columns))) if rows else ()
             got = tuple(self.tensors[name].shape)
             if got != want:
-                raise OutriderError(f"{where}: its {name} has shape {list(got)}, {self.format.name} asks for {list(want)}")
+                raise OutriderError(
+                    f"{where}: its {name} has shape {list(got)}, {self.format.name} asks for {list(want)}"
+                )
         return self
 
 
@@ -155,7 +169,9 @@ def join(parts: Sequence[Weight]) -> Weight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if any(p.format != first.format or p.shape[:-2] != first.shape[:-2] or p.shape[-1] != first.shape[-1] for p in parts):
+    if any(
+        p.format != first.format or p.shape[:-2] != first.shape[:-2] or p.shape[-1] != first.shape[-1] for p in parts
+    ):
         return None
     if any({n: t.dtype for n, t in p.tensors.items()} != {n: t.dtype for n, t in first.tensors.items()} for p in parts):
         return None

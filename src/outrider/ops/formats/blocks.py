@@ -1,7 +1,8 @@
-"""Grouped integers as GGUF's blocks: the CPU's kernels then read compressed-tensors, AWQ and GPTQ checkpoints in 4 or 8 bits.
+"""Grouped integers as GGUF's blocks: the CPU's kernels then read compressed-tensors, AWQ and GPTQ checkpoints in 4 or 8
+bits.
 
-Symmetric ones become Q4_0 or Q8_0 and keep their values (a factor outside float16's normal range is refused); 4-bit ones with zeros
-become Q4_1, whose offset is rounded to float16.
+Symmetric ones become Q4_0 or Q8_0 and keep their values (a factor outside float16's normal range is refused); 4-bit
+ones with zeros become Q4_1, whose offset is rounded to float16.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ def blocks_of(weight: Weight) -> Weight | None:
     """The same matrix in Q4_0, Q4_1 or Q8_0; None where it has no such form."""
     format, t = weight.format, weight.tensors
     columns = weight.shape[-1]
-    if not isinstance(format, IntegerFormat) or format.ordered or columns % BLOCK or (format.group % BLOCK and format.group):
+    if (
+        not isinstance(format, IntegerFormat)
+        or format.ordered
+        or columns % BLOCK
+        or (format.group % BLOCK and format.group)
+    ):
         return None
     if format.has_zero_point and format.bits == 8:
         return None

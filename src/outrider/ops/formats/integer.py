@@ -1,9 +1,11 @@
-"""Integers of 4 or 8 bits with a factor for a group of columns: what compressed-tensors, AWQ and GPTQ checkpoints come down to.
+"""Integers of 4 or 8 bits with a factor for a group of columns: what compressed-tensors, AWQ and GPTQ checkpoints come
+down to.
 
     weight[n, order[j]] = (q[n, j] - zero[n, j // group]) * scale[n, j // group]
 
-Tensors: q uint8 [N, K] or, in 4 bits, [N, K / 2] with the even column in the low half; scale [N, K / group]; zero uint8, where the
-integers are not symmetric about 2^(bits - 1); order int32 [K], where the columns are stored in another order than the input has.
+Tensors: q uint8 [N, K] or, in 4 bits, [N, K / 2] with the even column in the low half; scale [N, K / group]; zero
+uint8, where the integers are not symmetric about 2^(bits - 1); order int32 [K], where the columns are stored in another
+order than the input has.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class IntegerFormat(Format):
     @property
     def name(self) -> str:
         group = f"g{self.group}" if self.group else "channel"
-        return f"int{self.bits} {group}{' asymmetric' if self.has_zero_point else ''}{' ordered' if self.ordered else ''}"
+        return (
+            f"int{self.bits} {group}{' asymmetric' if self.has_zero_point else ''}{' ordered' if self.ordered else ''}"
+        )
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -58,7 +62,14 @@ class IntegerFormat(Format):
         groups = values.float().reshape(*rows, -1, self.group or columns)
         top = float(1 << (self.bits - 1))
         scale = (groups.abs().amax(-1) / (top - 0.5)).clamp_min(1e-8).to(self.scale)
-        q = (groups / scale.float()[..., None]).round_().clamp_(-top, top - 1).add_(top).to(torch.uint8).reshape(values.shape)
+        q = (
+            (groups / scale.float()[..., None])
+            .round_()
+            .clamp_(-top, top - 1)
+            .add_(top)
+            .to(torch.uint8)
+            .reshape(values.shape)
+        )
         return Weight(made, tuple(values.shape), {"q": pairs(q) if self.bits == 4 else q, "scale": scale})
 
 

@@ -1,4 +1,5 @@
-"""What `--quantize` makes of a dense matrix on a GPU: which format, by the matrix's shape. (CPUs have formats of their own.)"""
+"""What `--quantize` makes of a dense matrix on a GPU: which format, by the matrix's shape. (CPUs have formats of their
+own.)"""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
-"""Attention over paged K/V: one token, a few drafted ones, or a prompt chunk of each of many sequences, in one launch or two.
+"""Attention over paged K/V: one token, a few drafted ones, or a prompt chunk of each of many sequences, in one launch
+or two.
 
-The queries of a sequence and the heads that share a K/V head are packed into the rows of one tile. Keys are cut into splits at
-absolute positions; a split is a chain of blocks, and a row's splits are added in order. So a row has the same bits whoever else is
-in the pass and however many rows it comes with: a block that a row cannot see adds exactly nothing to it.
+The queries of a sequence and the heads that share a K/V head are packed into the rows of one tile. Keys are cut into
+splits at absolute positions; a split is a chain of blocks, and a row's splits are added in order. So a row has the same
+bits whoever else is in the pass and however many rows it comes with: a block that a row cannot see adds exactly nothing
+to it.
 
-Few queries: a program takes one split or a few, and a second kernel adds the splits up. Many: one program walks all splits of its
-queries and adds them up as it goes. Both give the same bits, because maxima are rounded up to whole numbers: weights are powers of
-two of (score - maximum), so the factor between two maxima is an exact power of two, and rescaling a sum rounds nothing.
-The sum of weights is a matrix product too: its order, unlike that of a reduction, does not follow from the tile's shape.
+Few queries: a program takes one split or a few, and a second kernel adds the splits up. Many: one program walks all
+splits of its queries and adds them up as it goes. Both give the same bits, because maxima are rounded up to whole
+numbers: weights are powers of two of (score - maximum), so the factor between two maxima is an exact power of two, and
+rescaling a sum rounds nothing. The sum of weights is a matrix product too: its order, unlike that of a reduction, does
+not follow from the tile's shape.
 
-Rows of a tree (KVView.ancestors) share the keys of the committed text, and only those. Splits that hold a position of the tree are walked
-for each row by itself: a key is fetched from where the row's ancestor was written and takes its place in the order of positions, so a row
-has the bits it would have in a line. It is still one launch: those programs stand behind the others of their tile.
+Rows of a tree (KVView.ancestors) share the keys of the committed text, and only those. Splits that hold a position of
+the tree are walked for each row by itself: a key is fetched from where the row's ancestor was written and takes its
+place in the order of positions, so a row has the bits it would have in a line. It is still one launch: those programs
+stand behind the others of their tile.
 """
 
 from __future__ import annotations
@@ -48,7 +52,11 @@ def _bounds(slot, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, N
     """The keys of a full layer's split."""
     near: tl.constexpr = NEAR // FINE
     far: tl.constexpr = near + (FAR - NEAR) // MID
-    begin = tl.minimum(slot, near) * FINE + tl.minimum(tl.maximum(slot - near, 0), far - near) * MID + tl.maximum(slot - far, 0) * COARSE
+    begin = (
+        tl.minimum(slot, near) * FINE
+        + tl.minimum(tl.maximum(slot - near, 0), far - near) * MID
+        + tl.maximum(slot - far, 0) * COARSE
+    )
     return begin, begin + tl.where(slot < near, FINE, tl.where(slot < far, MID, COARSE))
 
 
@@ -62,7 +70,15 @@ def _split_of(key, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, 
 
 
 @triton.jit
-def _opens(k, WINDOW: tl.constexpr, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
+def _opens(
+    k,
+    WINDOW: tl.constexpr,
+    FINE: tl.constexpr,
+    MID: tl.constexpr,
+    COARSE: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+):
     """Whether a split begins at key k."""
     if WINDOW > 0:
         return k % FINE == 0
@@ -72,8 +88,11 @@ def _opens(k, WINDOW: tl.constexpr, FINE: tl.constexpr, MID: tl.constexpr, COARS
 
 @triton.jit
 def power(n):
-    """2 to the whole number n <= 0, exactly; 0 below -126 and for -inf. Added to 1.5 · 2^23 the number stands in the last bits."""
-    return ((tl.maximum(n, -127.0) + (127.0 + 12582912.0)).to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+    """2 to the whole number n <= 0, exactly; 0 below -126 and for -inf. Added to 1.5 · 2^23 the number stands in the
+    last bits."""
+    return ((tl.maximum(n, -127.0) + (127.0 + 12582912.0)).to(tl.int32, bitcast=True) << 23).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -84,25 +103,44 @@ def _known(top):
 
 @triton.jit
 def _seek(table, k, most, paths, row, base, TREE_DEPTH: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr):
-    """The pages of COUNT keys from k on, and their places in them. Those of a tree's own positions lie where the row's ancestors were
-    written; of lines, where a block is made of whole pages, places are known without a division."""
+    """The pages of COUNT keys from k on, and their places in them. Those of a tree's own positions lie where the row's
+    ancestors were written; of lines, where a block is made of whole pages, places are known without a division."""
     i = tl.arange(0, COUNT)
     key, live = k + i, k + i < most
     if TREE_DEPTH > 0:
         inner = live & (key >= base)
-        key = tl.where(inner, base + tl.load(paths + row * TREE_DEPTH + key - base, mask=inner, other=0), key).to(tl.int32)
+        key = tl.where(inner, base + tl.load(paths + row * TREE_DEPTH + key - base, mask=inner, other=0), key).to(
+            tl.int32
+        )
     return tl.load(table + key // PAGE, mask=live, other=0), key % PAGE
 
 
 @triton.jit
-def _fetch(of, page, within, page_stride, kv_head, live, d, D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """These columns of keys or of values, a row each; of eight bits, where D counts pairs of columns, the even ones and the odd ones."""
+def _fetch(
+    of,
+    page,
+    within,
+    page_stride,
+    kv_head,
+    live,
+    d,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    KIND: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """These columns of keys or of values, a row each; of eight bits, where D counts pairs of columns, the even ones and
+    the odd ones."""
     at = page.to(tl.int64) * page_stride + (kv_head * PAGE + within) * D
-    return widen_columns(tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0), KIND, ASM)
+    return widen_columns(
+        tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0), KIND, ASM
+    )
 
 
 @triton.jit
-def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr):
+def _block(
+    query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr
+):
     """Take a block of keys into the running sums of its split."""
     key = k + tl.arange(0, BN)
     s = scores_of(query, kt, PREC) * scale  # [BQ, BN]
@@ -139,17 +177,20 @@ def _add(all_acc, all_total, all_top, acc, total, top):
 def attend_kernel(
     q, keys, values, table, positions, row_start, paths, out, partial_out, partial_lse,
     table_stride, page_stride, scale, slots,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SPLITS_PER_PROGRAM: tl.constexpr, MULTI_SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SPLITS_PER_PROGRAM: tl.constexpr,
+    MULTI_SPLIT: tl.constexpr,
     PARTS: tl.constexpr, PREFETCH: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SINGLE_BLOCK: tl.constexpr, TREE_DEPTH: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: a program walks SPLITS_PER_PROGRAM splits from its slot on, and leaves each for itself (MULTI_SPLIT: there may be several). SINGLE_BLOCK: a split is a
-    single block. PARTS: programs that share a tile, each with its columns of the values. PREFETCH: keys that are fetched into L2 early. TREE_DEPTH:
-    entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold positions of the tree,
-    each for one row: EACH of them beside every tile."""
+    """SPLIT: a program walks SPLITS_PER_PROGRAM splits from its slot on, and leaves each for itself (MULTI_SPLIT: there
+    may be several). SINGLE_BLOCK: a split is a single block. PARTS: programs that share a tile, each with its columns
+    of the values. PREFETCH: keys that are fetched into L2 early. TREE_DEPTH: entries of a row's path in a tree (0:
+    lines); then programs beyond the last slot walk the TAIL splits that hold positions of the tree, each for one row:
+    EACH of them beside every tile."""
     slot, b, share = tl.program_id(0) * SPLITS_PER_PROGRAM, tl.program_id(2), tl.program_id(0) * 0
     if PARTS > 1:
         slot, share = 0, tl.program_id(0)
@@ -175,7 +216,10 @@ def attend_kernel(
         number = unit // PIECES  # of the row
         begin = tl.where(own, number * GROUP + unit % PIECES * BQ, begin)
         count = tl.where(own, tl.where(first + number < end, (number + 1) * GROUP, 0), tl.where(slot < tail, count, 0))
-        slot, last = tl.where(own, tail, slot), tl.where(own, tail + TAIL, tl.minimum(slot + SPLITS_PER_PROGRAM, tail)) - 1
+        slot, last = (
+            tl.where(own, tail, slot),
+            tl.where(own, tail + TAIL, tl.minimum(slot + SPLITS_PER_PROGRAM, tail)) - 1,
+        )
     m = begin + tl.arange(0, BQ)
     ok = m < count
     row = (first + tl.maximum(tl.minimum(m, count - 1), 0) // GROUP).to(tl.int64)
@@ -197,7 +241,8 @@ def attend_kernel(
     key_to = tl.where(alive, key_to, 0)
     COLS: tl.constexpr = DP // PARTS
     if PDL and PREFETCH > 0:  # noqa: SIM102
-        # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
+        # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than
+        # it sees.
         if (tile == 0) & (key_from < key_to):
             fetched, places = _seek(table, key_from, key_to, paths, 0, 0, 0, PAGE, PREFETCH)
             line = fetched.to(tl.int64) * page_stride + (kv_head * PAGE + places) * WORDS
@@ -212,7 +257,9 @@ def attend_kernel(
     if key_from < key_to:
         d = tl.arange(0, DP)
         d_ok = d < D
-        query = tl.load(q + (row * (HEADS * D) + head * D)[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        query = tl.load(
+            q + (row * (HEADS * D) + head * D)[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0
+        )
         query = sorted_columns(query, PLANES)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
         # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
@@ -248,7 +295,9 @@ def attend_kernel(
                             to += 1
                             acc, total, top = none_acc, none_total, none_top
                 elif SINGLE_BLOCK:
-                    acc, total, top = _block(query, kt, vt, k, live, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC)
+                    acc, total, top = _block(
+                        query, kt, vt, k, live, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC
+                    )
                     all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
                 else:
                     if _opens(k, WINDOW, FINE, MID, COARSE, NEAR, FAR):
@@ -264,7 +313,11 @@ def attend_kernel(
         if not SPLIT:
             mass = tl.max(total, 1)  # all columns are equal
             at_out = row[:, None] * (HEADS * D) + head[:, None] * D + dv[None, :]
-            tl.store(out + at_out, (join_columns(acc) / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (dv < D)[None, :])
+            tl.store(
+                out + at_out,
+                (join_columns(acc) / mass[:, None]).to(out.dtype.element_ty),
+                mask=ok[:, None] & (dv < D)[None, :],
+            )
 
 
 @triton.jit
@@ -282,7 +335,8 @@ def combine_kernel(
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SB: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A piece of one head of one row a program: its splits added in order, SB of them (at most MOST) asked for at a time."""
+    """A piece of one head of one row a program: its splits added in order, SB of them (at most MOST) asked for at a
+    time."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(positions + row)
     if WINDOW > 0:
@@ -317,7 +371,14 @@ def combine_kernel(
     tl.store(out + (row * HEADS + head) * D + d, (acc / mass).to(out.dtype.element_ty), mask=d < D)
 
 
-def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None, shape: AttentionConfig | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    spec: AttnSpec,
+    kv: KVView,
+    pdl: bool,
+    cut: ReductionSpec | None = None,
+    shape: AttentionConfig | None = None,
+) -> Tensor:
     """cut, shape: others than the rules', for measuring."""
     keys, values = kv_tensors(kv, spec)
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
@@ -328,10 +389,15 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec 
     table = kv.tables[spec.group]
     padded = triton.next_power_of_2(dim)
     slots = split_count(spec, kv, cut) if shape.split else 1
-    partial_out = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if shape.split else out
-    partial_lse = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if shape.split else out
+    partial_out = (
+        torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if shape.split else out
+    )
+    partial_lse = (
+        torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if shape.split else out
+    )
     same = dict(
-        HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
+        HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near,
+        FAR=cut.far,
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
@@ -343,10 +409,13 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec 
         programs += each
     lone, walks = spec.window is not None and cut.fine == cut.bn, shape.run > 1 or deep > 0
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
-        q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.ancestors is None else kv.ancestors, out, partial_out, partial_lse,
+        q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.ancestors is None else kv.ancestors,
+        out, partial_out, partial_lse,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
-        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, SPLITS_PER_PROGRAM=shape.run,
-        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", SINGLE_BLOCK=lone, MULTI_SPLIT=walks, PARTS=1 if shape.split else shape.parts,
+        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split,
+        SPLITS_PER_PROGRAM=shape.run,
+        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", SINGLE_BLOCK=lone, MULTI_SPLIT=walks,
+        PARTS=1 if shape.split else shape.parts,
         PREFETCH=cut.fine if shape.split and not walks else 0, TREE_DEPTH=deep, TAIL=tail, EACH=each,
         ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
@@ -355,12 +424,16 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec 
     return out
 
 
-def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, pdl: bool) -> None:
-    """Add up the splits of every row and head: partial_out float32 [R, heads, slots, D], partial_lse [R, heads, slots, 2] -> out [R, heads · D]."""
+def combine(
+    partial_out: Tensor, partial_lse: Tensor, out: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, pdl: bool
+) -> None:
+    """Add up the splits of every row and head: partial_out float32 [R, heads, slots, D], partial_lse [R, heads, slots,
+    2] -> out [R, heads · D]."""
     rows, heads, slots, dim = partial_out.shape
     block, piece = min(32, triton.cdiv(slots, 4) * 4), min(triton.next_power_of_2(dim), 128)
     combine_kernel[(rows, heads, triton.cdiv(dim, piece))](
         partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots,
-        HEADS=heads, D=dim, BD=piece, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
+        HEADS=heads, D=dim, BD=piece, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse,
+        NEAR=cut.near, FAR=cut.far,
         SB=block, MOST=triton.next_power_of_2(block), PDL=pdl, num_warps=2, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """How attention cuts keys, and what a program of a pass takes.
 
-`ReductionSpec` is a layer's: it fixes the order of sums. `AttentionConfig` is a pass's: it follows from the number of sequences, rows and keys, changes no bit
-and was measured (docs/gpu-measured.md).
+`ReductionSpec` is a layer's: it fixes the order of sums. `AttentionConfig` is a pass's: it follows from the number of
+sequences, rows and keys, changes no bit and was measured (docs/gpu-measured.md).
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from .fp8_kv import is_fp8
 from .gemm_config import MAX_SMEM
 
 WIDE_HEAD_SMEM = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
-MAX_PARTIAL_BYTES = 1 << 30  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
+MAX_PARTIAL_BYTES = (
+    1 << 30
+)  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
 
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """How keys are cut: what fixes the order of sums. A function of the layer, never of the rows, the batch or the length."""
+    """How keys are cut: what fixes the order of sums. A function of the layer, never of the rows, the batch or the
+    length."""
 
     bn: int  # keys a block; one block's weights are computed together
     fine: int = 64  # keys a split
@@ -46,7 +49,8 @@ class AttentionConfig:
 
 
 def choose_reduction(spec: AttnSpec, dtype: torch.dtype, shared: int = MAX_SMEM) -> ReductionSpec:
-    """Measured on an H200 at 1, 5, 9 and 17 rows of 1k and 4k. shared: bytes a program may take; 64 keys and values of 512 need 128 KiB."""
+    """Measured on an H200 at 1, 5, 9 and 17 rows of 1k and 4k. shared: bytes a program may take; 64 keys and values of
+    512 need 128 KiB."""
     if dtype == torch.float32:
         return ReductionSpec(16, 128)
     if spec.head_dim < 256:
@@ -66,8 +70,9 @@ def fit_smem(shape: AttentionConfig, spec: AttnSpec, shared: int) -> AttentionCo
 
 
 def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, slots: int) -> AttentionConfig | None:
-    """For E2B and E4B from 32 sequences on, whose programs are few and wait for one block after the other. Measured on E2B with 32 to 128
-    sequences of 1 and 5 rows at 1k, in whole steps with 64 and 128; K/V of eight bits with 64 at 1k and 3k."""
+    """For E2B and E4B from 32 sequences on, whose programs are few and wait for one block after the other. Measured on
+    E2B with 32 to 128 sequences of 1 and 5 rows at 1k, in whole steps with 64 and 128; K/V of eight bits with 64 at 1k
+    and 3k."""
     packed, pairs = kv.max_rows * (spec.heads // spec.kv_heads), batch * spec.kv_heads
     if spec.head_dim < 256 or cut.bn != 32 or cut.fine != 32 or kv.ancestors is not None or slots > 64:
         return None
@@ -79,7 +84,11 @@ def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int,
             return AttentionConfig(False, 16, 8, 3)
         return AttentionConfig(False, 32, 8) if eight else AttentionConfig(False, 64, 8, 3, parts=2)
     if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair where each finds a SM
-        return AttentionConfig(False, 16, 4, 3 if eight else 4, parts=2) if pairs <= 66 else AttentionConfig(False, 16, 8, 3)
+        return (
+            AttentionConfig(False, 16, 4, 3 if eight else 4, parts=2)
+            if pairs <= 66
+            else AttentionConfig(False, 16, 8, 3)
+        )
     return None
 
 
@@ -95,8 +104,8 @@ def prefill_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int) -
 
 
 def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dtype: torch.dtype) -> AttentionConfig:
-    """Measured on an H200 with 1 to 64 sequences of 1, 5 and 1,024 rows at 1k, and of 1 and 5 rows at 32k; 31B's also at 3k and 8k, and in
-    eight bits."""
+    """Measured on an H200 with 1 to 64 sequences of 1, 5 and 1,024 rows at 1k, and of 1 and 5 rows at 32k; 31B's also
+    at 3k and 8k, and in eight bits."""
     packed, slots = kv.max_rows * (spec.heads // spec.kv_heads), split_count(spec, kv, cut)
     programs = batch * spec.kv_heads * triton.cdiv(packed, 16)  # if one takes 16 queries and all their keys
     sliding, large, eight = spec.window is not None, spec.head_dim > 256, is_fp8(kv, spec)
@@ -116,7 +125,11 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
     apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
     if kv.ancestors is None and (slots == 1 or programs >= enough or apart > MAX_PARTIAL_BYTES):
         if sliding and cut.bn == 64:
-            return AttentionConfig(False, 16, 8, 3) if programs <= 132 else AttentionConfig(False, 16, 4, 3 if eight else 2)
+            return (
+                AttentionConfig(False, 16, 8, 3)
+                if programs <= 132
+                else AttentionConfig(False, 16, 4, 3 if eight else 2)
+            )
         if sliding:
             return AttentionConfig(False, 16, 4, 3)
         if large and cut.bn == 32 and packed <= 16:
@@ -126,7 +139,9 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
         return AttentionConfig(False, 16, 4 if cut.bn == 32 else 8, 3 if eight and cut.bn == 64 else 2)
     if kv.ancestors is not None and cut.bn == 64 and packed > 16:
         few = AttentionConfig(True, 32, 8, 1) if large else AttentionConfig(True, 32, 4)
-    elif eight and kv.ancestors is None and (cut.bn == 64 or (large and packed > 16)):  # half the bytes: two programs find room on a SM
+    elif (
+        eight and kv.ancestors is None and (cut.bn == 64 or (large and packed > 16))
+    ):  # half the bytes: two programs find room on a SM
         few = AttentionConfig(True, 16, 8 if large and batch == 1 and packed <= 16 else 4)
     elif packed <= 16 or sliding or batch == 1 or kv.ancestors is not None:
         few = AttentionConfig(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)
@@ -145,5 +160,9 @@ def split_count(spec: AttnSpec, kv: KVView, cut: ReductionSpec) -> int:
     length = kv.max_context
     if spec.window is not None:
         return min(triton.cdiv(length, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)
-    pieces = ((min(length, cut.near), cut.fine), (min(length, cut.far) - cut.near, cut.mid), (length - cut.far, cut.coarse))
+    pieces = (
+        (min(length, cut.near), cut.fine),
+        (min(length, cut.far) - cut.near, cut.mid),
+        (length - cut.far, cut.coarse),
+    )
     return sum(triton.cdiv(keys, size) for keys, size in pieces if keys > 0)

@@ -78,11 +78,15 @@ def argmax(z: Tensor, pdl: bool) -> Tensor:
     return _argmax(z, z, z, None, z, False, pdl)
 
 
-def gumbel_argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, pdl: bool) -> Tensor:
+def gumbel_argmax(
+    z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, pdl: bool
+) -> Tensor:
     return _argmax(z, seed, position, tokens, sampled.view(torch.uint8), True, pdl)
 
 
-def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, noise: bool, pdl: bool) -> Tensor:
+def _argmax(
+    z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, noise: bool, pdl: bool
+) -> Tensor:
     rows, n = z.shape
     z = z.contiguous()
     chunks = triton.cdiv(n, CHUNK)
@@ -95,15 +99,19 @@ def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sa
         z, ids, seed, position, sampled, best, where, n, chunks,
         NOISE=noise, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, **launch,
     )  # fmt: skip
-    argmax_last_kernel[(rows,)](best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, **launch)
+    argmax_last_kernel[(rows,)](
+        best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, **launch
+    )
     return out
 
 
 @triton.jit(do_not_specialize_on_alignment=["seed", "position", "temperature", "sampled"])
 def cluster_bonus_kernel(
-    tokens, seed, position, temperature, sampled, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr
+    tokens, seed, position, temperature, sampled, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
-    """SOME clusters of one row a program: temperature times their tokens' largest noise, which is that of the smallest bits."""
+    """SOME clusters of one row a program: temperature times their tokens' largest noise, which is that of the smallest
+    bits."""
     row = tl.program_id(0).to(tl.int64)
     c, i = tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, SPACE)
     ok = (c < clusters)[:, None] & (i < size)[None, :]
@@ -116,14 +124,17 @@ def cluster_bonus_kernel(
     tl.store(out + row * clusters + c, cluster_bonus, mask=c < clusters)
 
 
-def cluster_bonus(tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor, pdl: bool) -> Tensor:
+def cluster_bonus(
+    tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor, pdl: bool
+) -> Tensor:
     """tokens [C, S] -> float32 [R, C]."""
     (clusters, size), rows = tokens.shape, seed.shape[0]
     out = torch.empty((rows, clusters), dtype=torch.float32, device=tokens.device)
     space = triton.next_power_of_2(size)
     some = max(1, 2048 // space)
     cluster_bonus_kernel[(rows, triton.cdiv(clusters, some))](
-        tokens, seed, position, temperature, sampled.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space, PDL=pdl, num_warps=4,
+        tokens, seed, position, temperature, sampled.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space,
+        PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
@@ -131,10 +142,11 @@ def cluster_bonus(tokens: Tensor, seed: Tensor, position: Tensor, temperature: T
 
 @triton.jit
 def top_clusters_kernel(
-    z, cluster_bonus, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr
+    z, cluster_bonus, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
-    """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id: one row a program. No sort: the score that TOP of them
-    reach is found bit by bit, and only those are put in order, by how many beat each."""
+    """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id: one row a program. No sort: the
+    score that TOP of them reach is found bit by bit, and only those are put in order, by how many beat each."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, SPACE)
     pdl_start(PDL)
     score = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
@@ -169,7 +181,9 @@ def ordered(x):
 
 
 @triton.jit
-def cluster_scores_kernel(g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr):
+def cluster_scores_kernel(
+    g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
+):
     """BS tokens of one cluster of one row a program: their scores."""
     row, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, h = tl.program_id(2) * BS + tl.arange(0, BS), tl.arange(0, BH)
@@ -181,18 +195,33 @@ def cluster_scores_kernel(g, rows_, best, out, size, hidden, TOP: tl.constexpr, 
     tl.store(out + (row * TOP + t) * size + at, tl.sum(w * query[None, :], 1), mask=at < size)
 
 
-def cluster_scores(z: Tensor, cluster_bonus: Tensor | None, g: Tensor, rows: Tensor, top: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """z [R, C] float32 centroid scores, cluster_bonus [R, C] to be added; g [R, h]; rows [C, S, h] -> cluster ids [R, top], logits [R, top, S]."""
+def cluster_scores(
+    z: Tensor, cluster_bonus: Tensor | None, g: Tensor, rows: Tensor, top: int, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """z [R, C] float32 centroid scores, cluster_bonus [R, C] to be added; g [R, h]; rows [C, S, h] -> cluster ids [R,
+    top], logits [R, top, S]."""
     count, clusters = z.shape
     size, hidden = rows.shape[1], rows.shape[2]
     best = torch.empty((count, top), dtype=torch.int64, device=z.device)
     out = torch.empty((count, top, size), dtype=torch.float32, device=z.device)
     launch = {"launch_pdl": True} if pdl else {}
     top_clusters_kernel[(count,)](
-        z, z if cluster_bonus is None else cluster_bonus, best, clusters, LEAN=cluster_bonus is not None, TOP=top, SPACE=triton.next_power_of_2(clusters),
+        z, z if cluster_bonus is None else cluster_bonus, best, clusters, LEAN=cluster_bonus is not None, TOP=top,
+        SPACE=triton.next_power_of_2(clusters),
         PLACES=triton.next_power_of_2(top), PDL=pdl, num_warps=4, **launch,
     )  # fmt: skip
     cluster_scores_kernel[(count, top, triton.cdiv(size, 32))](
-        g.contiguous(), rows, best, out, size, hidden, TOP=top, BS=32, BH=triton.next_power_of_2(hidden), PDL=pdl, num_warps=4, **launch
+        g.contiguous(),
+        rows,
+        best,
+        out,
+        size,
+        hidden,
+        TOP=top,
+        BS=32,
+        BH=triton.next_power_of_2(hidden),
+        PDL=pdl,
+        num_warps=4,
+        **launch,
     )
     return best, out

@@ -1,8 +1,8 @@
 """What the kernels share: activations, the end of a product, and programmatic dependent launch (PDL).
 
-PDL lets a kernel pdl_start while the one before it drains. `pdl_start` allows the next kernel in and waits until all earlier ones are complete
-and visible. Before it a kernel may touch weights, which nobody writes, and K/V of positions below the pass's first: between the pass that
-wrote those and this one stands a kernel without PDL.
+PDL lets a kernel pdl_start while the one before it drains. `pdl_start` allows the next kernel in and waits until all
+earlier ones are complete and visible. Before it a kernel may touch weights, which nobody writes, and K/V of positions
+below the pass's first: between the pass that wrote those and this one stands a kernel without PDL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ def pdl_start(PDL: tl.constexpr):
 def prefetch(ptrs):
     """Ask for the 128-byte lines at `ptrs` to be brought into L2."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [ptrs.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -47,8 +52,8 @@ def epilogue(
     acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """What is done with the sums of a tile [rows, cols] before they are stored; GATED: acc is the gate's, and up's go with it.
-    Rounded where the plain twin rounds: after the product, after the activation."""
+    """What is done with the sums of a tile [rows, cols] before they are stored; GATED: acc is the gate's, and up's go
+    with it. Rounded where the plain twin rounds: after the product, after the activation."""
     kind = out.dtype.element_ty
     ok = (rows[:, None] < M) & (cols[None, :] < N)
     if BIAS:
@@ -58,7 +63,9 @@ def epilogue(
             up += tl.load(bias + N + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
         acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
     if MUL:
-        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(
+            tl.float32
+        )
         acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
     if SOFTCAP:
         acc = tanh(acc / softcap) * softcap

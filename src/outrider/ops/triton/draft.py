@@ -1,8 +1,9 @@
-"""Gemma 4's small clustered drafters on a GPU: `FusedDrafter` runs a whole round in one launch (draft_kernel.py says how).
+"""Gemma 4's small clustered drafters on a GPU: `FusedDrafter` runs a whole round in one launch (draft_kernel.py says
+how).
 
-The layers' matrices are copied once into one flat tensor in the order of use, so that layers of one shape are a loop; the
-drafter's own weights become views of it. The product of `pre`'s second half with `post` is taken once: the fed-back state
-then never leaves the drafter's width. Batches beyond `most` sequences go step by step (spec.drafter).
+The layers' matrices are copied once into one flat tensor in the order of use, so that layers of one shape are a loop;
+the drafter's own weights become views of it. The product of `pre`'s second half with `post` is taken once: the fed-back
+state then never leaves the drafter's width. Batches beyond `most` sequences go step by step (spec.drafter).
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ BLOCK_ELEMENTS = 4096  # elements of a block of keys: two blocks of keys and of 
 def layer_run(
     w, norms, keys, values, tables, table_stride, page_stride, positions, s0,
     batch, tick, first, last, spins, counter, FIRST_LAYER: tl.constexpr, COUNT: tl.constexpr, NORMS: tl.constexpr,
-    H: tl.constexpr, INTER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, WORK_UNITS: tl.constexpr,
-    X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
+    H: tl.constexpr, INTER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr,
+    WORK_UNITS: tl.constexpr,
+    X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
+    ML: tl.constexpr,
     YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +68,8 @@ def layer_run(
             )  # fmt: skip
         if (phase + 1 >= first) & (phase + 1 < last):
             spins = attend_phase(
-                keys, values, tables, table_stride, page_stride, positions, nl + 4 * H + 16, s0, batch, tick + phase + 1, spins,
+                keys, values, tables, table_stride, page_stride, positions, nl + 4 * H + 16, s0, batch,
+                tick + phase + 1, spins,
                 counter, SCALE, HEADS, KV_HEADS, D, WINDOW, S, BN, PAGE, A, Q, P, ML, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 2 >= first) & (phase + 2 < last):
@@ -86,27 +91,56 @@ def layer_run(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "from_step", "to_step", "first", "last", "steps", "feature_stride", "stride_a", "stride_b", "turn"],
-    do_not_specialize_on_alignment=["newest", "positions", "tables_a", "tables_b", "out", "temperature", "sampled", "seed", "position"],
+    do_not_specialize=[
+        "batch",
+        "from_step",
+        "to_step",
+        "first",
+        "last",
+        "steps",
+        "feature_stride",
+        "stride_a",
+        "stride_b",
+        "turn",
+    ],
+    do_not_specialize_on_alignment=[
+        "newest",
+        "positions",
+        "tables_a",
+        "tables_b",
+        "out",
+        "temperature",
+        "sampled",
+        "seed",
+        "position",
+    ],
 )
 def round_kernel(
     w, norms, head, cluster_ids, table, features, newest, out, scratch, best, scores, tokens, counter, epochs,
-    keys_a, values_a, tables_a, freqs_a, keys_b, values_b, tables_b, freqs_b, positions, temperature, sampled, seed, position,
-    table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, turn, batch, steps, from_step, to_step, first, last,
-    H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, INTER: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr,
+    keys_a, values_a, tables_a, freqs_a, keys_b, values_b, tables_b, freqs_b, positions, temperature, sampled, seed,
+    position,
+    table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, turn, batch, steps, from_step,
+    to_step, first, last,
+    H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, INTER: tl.constexpr, CLUSTERS: tl.constexpr,
+    SIZE: tl.constexpr,
     TOP: tl.constexpr, PIECES: tl.constexpr,
-    COUNT_A: tl.constexpr, HEADS_A: tl.constexpr, KV_A: tl.constexpr, D_A: tl.constexpr, WINDOW_A: tl.constexpr, SCALE_A: tl.constexpr,
+    COUNT_A: tl.constexpr, HEADS_A: tl.constexpr, KV_A: tl.constexpr, D_A: tl.constexpr, WINDOW_A: tl.constexpr,
+    SCALE_A: tl.constexpr,
     S_A: tl.constexpr, BN_A: tl.constexpr,
-    COUNT_B: tl.constexpr, HEADS_B: tl.constexpr, KV_B: tl.constexpr, D_B: tl.constexpr, WINDOW_B: tl.constexpr, SCALE_B: tl.constexpr,
+    COUNT_B: tl.constexpr, HEADS_B: tl.constexpr, KV_B: tl.constexpr, D_B: tl.constexpr, WINDOW_B: tl.constexpr,
+    SCALE_B: tl.constexpr,
     S_B: tl.constexpr, BN_B: tl.constexpr,
-    NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, WORK_UNITS: tl.constexpr, SLAB: tl.constexpr,
-    X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, MG: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
-    ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, GN: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, WORK_UNITS: tl.constexpr,
+    SLAB: tl.constexpr,
+    X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, MG: tl.constexpr, A: tl.constexpr, Q: tl.constexpr,
+    P: tl.constexpr,
+    ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, GN: tl.constexpr, C: tl.constexpr,
+    L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, SPINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Phases first..last-1 of steps from_step..to_step-1: 0 input, five a layer, head, rank, score; at the end the last token.
-    turn: what a position must be added to for the rotation."""
+    """Phases first..last-1 of steps from_step..to_step-1: 0 input, five a layer, head, rank, score; at the end the last
+    token. turn: what a position must be added to for the rotation."""
     pid = tl.program_id(0)
     LAYERS: tl.constexpr = COUNT_A + COUNT_B
     HEAD: tl.constexpr = 1 + 5 * LAYERS
@@ -134,25 +168,30 @@ def round_kernel(
         tick = base + (step - from_step) * END
         if first == 0:
             spins = pre_phase(
-                w, table, features, feature_stride, newest, out, scratch, best, step, steps, batch, table_scale, tick, spins, counter,
+                w, table, features, feature_stride, newest, out, scratch, best, step, steps, batch, table_scale, tick,
+                spins, counter,
                 H, HB, HBP, H // WORK_UNITS, X, MG, STRIDE, G, SYNC,
             )  # fmt: skip
         spins = layer_run(
             w + RUN_A, norms + H, keys_a, values_a, tables_a, stride_a, page_stride_a, positions, scratch,
-            batch, tick, first, last, spins, counter, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A, SCALE_A, S_A,
+            batch, tick, first, last, spins, counter, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A,
+            SCALE_A, S_A,
             BN_A, PAGE, ACTIVATION, WORK_UNITS, X, X0, X1, A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
         )  # fmt: skip
         if COUNT_B > 0:
             spins = layer_run(
                 w + RUN_B, norms + H, keys_b, values_b, tables_b, stride_b, page_stride_b, positions, scratch,
-                batch, tick, first, last, spins, counter, COUNT_A, COUNT_B, NORMS, H, INTER, HEADS_B, KV_B, D_B, WINDOW_B, SCALE_B,
+                batch, tick, first, last, spins, counter, COUNT_A, COUNT_B, NORMS, H, INTER, HEADS_B, KV_B, D_B,
+                WINDOW_B, SCALE_B,
                 S_B, BN_B, PAGE, ACTIVATION, WORK_UNITS, X, X0, X1, A + D_A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD) & (last > HEAD):
             R_HEAD: tl.constexpr = CLUSTERS // WORK_UNITS if CLUSTERS > H else H // WORK_UNITS
             spins = head_phase(
-                w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, cluster_ids, scratch, temperature, sampled, seed, position,
-                warm, step, batch, tick + HEAD, spins, counter, H, CLUSTERS, SIZE, R_HEAD, X1, Y, MG, GN, C, EPS, STRIDE, G, SYNC,
+                w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, cluster_ids, scratch, temperature,
+                sampled, seed, position,
+                warm, step, batch, tick + HEAD, spins, counter, H, CLUSTERS, SIZE, R_HEAD, X1, Y, MG, GN, C, EPS,
+                STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD + 1) & (last > HEAD + 1):
             spins = rank_phase(
@@ -161,7 +200,8 @@ def round_kernel(
             )  # fmt: skip
         if (first <= HEAD + 2) & (last > HEAD + 2):
             spins = score_phase(
-                head, cluster_ids, table, scratch, best, scores, tokens, temperature, sampled, seed, position, step, batch, tick + HEAD + 2,
+                head, cluster_ids, table, scratch, best, scores, tokens, temperature, sampled, seed, position, step,
+                batch, tick + HEAD + 2,
                 spins, counter, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, SYNC,
             )  # fmt: skip
     if last > END:
@@ -173,7 +213,8 @@ def round_kernel(
             tl.store(epochs + pid, tick + 1)
 
 
-# ---- packing ------------------------------------------------------------------------------------------------------------------
+# ---- packing
+# ------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LayerRun:
     """Layers of one shape over the same K/V."""
@@ -213,7 +254,12 @@ def unsupported(drafter: Any) -> str | None:
     numbers = [config.hidden, *inter, *(n for s in specs for n in (s.heads, s.head_dim)), config.clusters, size]
     if not all(power(n) for n in numbers) or any(s.head_dim < 32 for s in specs):
         return "sizes that are no powers of two"
-    weights = [drafter.pre, drafter.post, drafter.head, *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))]
+    weights = [
+        drafter.pre,
+        drafter.post,
+        drafter.head,
+        *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down)),
+    ]
     return None if all(isinstance(m, Tensor) for m in weights) else "packed weights"
 
 
@@ -223,11 +269,12 @@ class FusedDrafter:
     has_runner_ups = True
 
     def __init__(
-        self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8, splits: tuple[int, int] = (32, 32),
+        self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8,
+        splits: tuple[int, int] = (32, 32),
         pdl: bool = False,
     ):  # fmt: skip
-        """most: sequences that share a launch (two take longer than step by step); programs: None takes one a SM; splits: of
-        the keys of a windowed and of a full layer; pdl: programmatic dependent launch."""
+        """most: sequences that share a launch (two take longer than step by step); programs: None takes one a SM;
+        splits: of the keys of a windowed and of a full layer; pdl: programmatic dependent launch."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
@@ -237,9 +284,15 @@ class FusedDrafter:
         self.sync = device.type in ("cuda", "meta")
         self.pdl = self.sync and pdl
         if programs is None:
-            programs = min(256, torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else WORK_UNITS + 4
+            programs = (
+                min(256, torch.cuda.get_device_properties(device).multi_processor_count)
+                if device.type == "cuda"
+                else WORK_UNITS + 4
+            )
         self.programs = programs
-        cuts = min(WORK_UNITS, 1 << (programs.bit_length() - 1))  # no phase may have more units a sequence than there are programs
+        cuts = min(
+            WORK_UNITS, 1 << (programs.bit_length() - 1)
+        )  # no phase may have more units a sequence than there are programs
         self._pack()
         h, inter, size = config.hidden, drafter.blocks[0].down.shape[1], config.vocab_size // config.clusters
         cut = [splits[0] if r.spec.window else splits[1] for r in self.runs]
@@ -248,7 +301,8 @@ class FusedDrafter:
         sizes = dict(
             X=h, X0=h, X1=h, MG=h, A=sum(r.spec.head_dim for r in self.runs), Q=wide,
             P=max(n * d for n, d in parts), ML=max(2 * n for n, _ in parts),
-            YP=max(r.spec.heads * r.spec.head_dim // min(128, r.spec.head_dim) for r in self.runs) * h, ACT=inter, Y=h, GN=h,
+            YP=max(r.spec.heads * r.spec.head_dim // min(128, r.spec.head_dim) for r in self.runs) * h, ACT=inter, Y=h,
+            GN=h,
             C=config.clusters, L=config.cluster_top,
         )  # fmt: skip
         at, offsets = 0, {}
@@ -257,7 +311,9 @@ class FusedDrafter:
             at += -(-count // 64) * 64
         self.scratch = torch.zeros((most, at), dtype=torch.float32, device=device)
         self.best = torch.zeros((most, 256), dtype=torch.int64, device=device)
-        self.scores = torch.full((most, MAX_DRAFT, 2 * 256), float("-inf"), device=device)  # each program's two best, by step
+        self.scores = torch.full(
+            (most, MAX_DRAFT, 2 * 256), float("-inf"), device=device
+        )  # each program's two best, by step
         self.tokens = torch.zeros((most, MAX_DRAFT, 2 * 256), dtype=torch.int32, device=device)
         self.counter = torch.zeros(128, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when one was missed
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
@@ -265,9 +321,12 @@ class FusedDrafter:
         self.lengths = torch.arange(MAX_DRAFT + 1, device=device)[:, None].repeat(1, most)  # [steps, B], all `steps`
         pieces = 1 << max(0, (cuts // config.cluster_top).bit_length() - 1)
         self.constants: dict[str, int | float | str | bool] = dict(
-            H=h, HB=config.backbone_hidden, HBP=triton.next_power_of_2(config.backbone_hidden), INTER=inter, CLUSTERS=config.clusters,
-            SIZE=size, TOP=config.cluster_top, PIECES=min(pieces, size), NORMS=self.norm_stride, ACTIVATION=config.activation,
-            EPS=config.norm_eps, WORK_UNITS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at, G=programs,
+            H=h, HB=config.backbone_hidden, HBP=triton.next_power_of_2(config.backbone_hidden), INTER=inter,
+            CLUSTERS=config.clusters,
+            SIZE=size, TOP=config.cluster_top, PIECES=min(pieces, size), NORMS=self.norm_stride,
+            ACTIVATION=config.activation,
+            EPS=config.norm_eps, WORK_UNITS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at,
+            G=programs,
             SYNC=self.sync, SPINS=SPINS, PDL=self.pdl, **offsets,
         )  # fmt: skip
         for name, run, n in zip("AB", [*self.runs, *self.runs], [*cut, *cut]):
@@ -331,7 +390,8 @@ class FusedDrafter:
         return bool(int(self.counter[64]))
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
+        seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
@@ -351,7 +411,8 @@ class FusedDrafter:
             round_kernel[(self.programs,)](
                 self.flat, self.norms, self.head, self.ids, self.target.table, features, last, out,
                 self.scratch, self.best, self.scores, self.tokens, self.counter, self.epochs, *parts, kv.positions,
-                temperature, sampled.view(torch.uint8), seed, position, self.table_scale, features.stride(0), *strides, *pages,
+                temperature, sampled.view(torch.uint8), seed, position, self.table_scale, features.stride(0), *strides,
+                *pages,
                 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
                 **({"launch_pdl": True} if self.pdl else {}),

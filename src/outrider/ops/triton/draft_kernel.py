@@ -1,16 +1,17 @@
-"""A small clustered drafter's whole round in one launch: K times [embedding; hidden state] -> layers -> clusters -> guess.
+"""A small clustered drafter's whole round in one launch: K times [embedding; hidden state] -> layers -> clusters ->
+guess.
 
 As many programs as the GPU has sms, all resident, walk through the same phases. A phase takes its share of the weights
-into registers, waits until every program has finished the phase before (`sync`), then reads what the others left in a small
-scratch. Such a phase is nothing but latency, so: what stood before the last phase is read ahead of the wait; vectors are read
-once by every warp (`spread`, the first level of cache serves seven of eight), so that norms and products are sums within a warp;
-loops over keys keep one softmax a row and join them once. Phases keep nothing between them but the scratch, so that they can
-also be launched one by one (SYNC False): that is how the interpreter runs them.
+into registers, waits until every program has finished the phase before (`sync`), then reads what the others left in a
+small scratch. Such a phase is nothing but latency, so: what stood before the last phase is read ahead of the wait;
+vectors are read once by every warp (`spread`, the first level of cache serves seven of eight), so that norms and
+products are sums within a warp; loops over keys keep one softmax a row and join them once. Phases keep nothing between
+them but the scratch, so that they can also be launched one by one (SYNC False): that is how the interpreter runs them.
 
-Scratch, float32, one row of STRIDE a sequence; offsets X (input stream), X0 and X1 (stream before attention and before the
-MLP), MG (what the fed-back state adds to the next input), A (cosines and sines), Q (queries), P and ML (attention by splits:
-sums; maximum and mass), YP (out product by groups of columns), ACT, Y (down product), GN (the normed stream for the head),
-C (cluster scores), L (the best clusters); `best`: every program's best score and token as one number.
+Scratch, float32, one row of STRIDE a sequence; offsets X (input stream), X0 and X1 (stream before attention and before
+the MLP), MG (what the fed-back state adds to the next input), A (cosines and sines), Q (queries), P and ML (attention
+by splits: sums; maximum and mass), YP (out product by groups of columns), ACT, Y (down product), GN (the normed stream
+for the head), C (cluster scores), L (the best clusters); `best`: every program's best score and token as one number.
 Nothing here can change an answer: no row invariance.
 """
 
@@ -58,7 +59,9 @@ def sync(counter, tick, spins, G: tl.constexpr, SYNC: tl.constexpr):
     if SYNC:
         tl.debug_barrier()
         at = counter.to(tl.int64, bitcast=True)
-        spins = tl.inline_asm_elementwise(ARRIVE, "=&r,l,r,r", [at, (tick + 1) * G, spins], dtype=tl.int32, is_pure=False, pack=1)
+        spins = tl.inline_asm_elementwise(
+            ARRIVE, "=&r,l,r,r", [at, (tick + 1) * G, spins], dtype=tl.int32, is_pure=False, pack=1
+        )
         tl.debug_barrier()
     return spins
 
@@ -69,7 +72,12 @@ def fetch(ptr, count: tl.constexpr, SYNC: tl.constexpr):
     if SYNC:
         size: tl.constexpr = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
         tl.inline_asm_elementwise(
-            BULK, "=r,l,r", [ptr.to(tl.int64, bitcast=True), tl.full((), size, tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+            BULK,
+            "=r,l,r",
+            [ptr.to(tl.int64, bitcast=True), tl.full((), size, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 
@@ -99,9 +107,12 @@ def keep(ptr, x, R: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def put(ptrs, y, SYNC: tl.constexpr):
-    """Store a sum from where it lies, by every thread that has it: tl.store would first move it through shared memory."""
+    """Store a sum from where it lies, by every thread that has it: tl.store would first move it through shared
+    memory."""
     if SYNC:
-        tl.inline_asm_elementwise(STORE, "=r,l,f", [ptrs.to(tl.int64, bitcast=True), y], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            STORE, "=r,l,f", [ptrs.to(tl.int64, bitcast=True), y], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         tl.store(ptrs, y)
 
@@ -146,7 +157,8 @@ def angles(s, position, freqs, HALF: tl.constexpr):
     tl.store(s + HALF + i, tl.sin(angle))
 
 
-# ---- phases -----------------------------------------------------------------------------------------------------------------
+# ---- phases
+# -----------------------------------------------------------------------------------------------------------------
 @triton.jit
 def pre_phase(
     w, table, features, feature_stride, last, out, s0, best, step, steps, batch, table_scale, tick, spins, counter,
@@ -181,7 +193,8 @@ def pre_phase(
 @triton.jit
 def q_phase(
     w, norms, before, s0, first, batch, tick, spins, counter,
-    H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr,
+    Y: tl.constexpr,
     Q: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
@@ -230,12 +243,14 @@ def span(position, split, S: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexp
 @triton.jit
 def attend_phase(
     keys, values, tables, table_stride, page_stride, positions, q_norm, s0, batch, tick, spins, counter,
-    SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr, EPS: tl.constexpr,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+    S: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
+    EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come before the
-    wait, rows of which a warp keeps to itself until all are done."""
+    """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come
+    before the wait, rows of which a warp keeps to itself until all are done."""
     pid = tl.program_id(0)
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -277,7 +292,9 @@ def attend_phase(
             mass = mass * fade + p
             top = new
             ka, kb, va, vb = ka2, kb2, va2, vb2
-            ka2, kb2, va2, vb2 = block_at(keys, values, pages, head // GROUP, start + 2 * BN, hi, page_stride, PAGE, D, BN)
+            ka2, kb2, va2, vb2 = block_at(
+                keys, values, pages, head // GROUP, start + 2 * BN, hi, page_stride, PAGE, D, BN
+            )
         most = tl.max(top, 0)  # -inf: a split without keys
         share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
         to = u % UNITS
@@ -320,7 +337,8 @@ def out_phase(
 @triton.jit
 def gate_phase(
     w, norms, s0, batch, tick, spins, counter,
-    H: tl.constexpr, GROUPS: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr, X0: tl.constexpr,
+    H: tl.constexpr, GROUPS: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
+    X0: tl.constexpr,
     X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
@@ -367,13 +385,15 @@ def down_phase(
 
 @triton.jit
 def head_phase(
-    mix, centroids, norms, final_norm, cluster_ids, s0, temperature, sampled, seed, position, warm, step, batch, tick, spins, counter,
-    H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr, MG: tl.constexpr,
+    mix, centroids, norms, final_norm, cluster_ids, s0, temperature, sampled, seed, position, warm, step, batch, tick,
+    spins, counter,
+    H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr,
+    MG: tl.constexpr,
     GN: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """g = norm(x); scores of the clusters, with the cluster_bonus of those that sample (reference.cluster_bonus); what g adds to the next
-    input (mix [H, H]). warm: whether any of the batch samples."""
+    """g = norm(x); scores of the clusters, with the cluster_bonus of those that sample (reference.cluster_bonus); what
+    g adds to the next input (mix [H, H]). warm: whether any of the batch samples."""
     pid = tl.program_id(0)
     row, r = pid * R, tl.arange(0, R)
     tile, mixer = tile_of(centroids, row % CLUSTERS, H, R, H), tile_of(mix, row % H, H, R, H)
@@ -406,11 +426,12 @@ def head_phase(
 @triton.jit
 def rank_phase(
     head, s0, batch, tick, spins, counter,
-    H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr,
+    C: tl.constexpr, L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """A cluster's place is the number of clusters that beat it; every program counts for SOME of them. Exact ties share a place:
-    the one left over keeps a cluster of an earlier step."""
+    """A cluster's place is the number of clusters that beat it; every program counts for SOME of them. Exact ties share
+    a place: the one left over keeps a cluster of an earlier step."""
     pid = tl.program_id(0)
     spins = sync(counter, tick, spins, G, SYNC)
     if pid * SOME < CLUSTERS:
@@ -431,12 +452,14 @@ def rank_phase(
 
 @triton.jit
 def score_phase(
-    head, cluster_ids, table, s0, best, scores, tokens, temperature, sampled, seed, position, step, batch, tick, spins, counter,
-    H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr, L: tl.constexpr,
+    head, cluster_ids, table, s0, best, scores, tokens, temperature, sampled, seed, position, step, batch, tick, spins,
+    counter,
+    H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr,
+    L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them, and for trees the two best of every step
-    (scores, tokens [B, 16, 2, 256])."""
+    """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them, and for trees the two best
+    of every step (scores, tokens [B, 16, 2, 256])."""
     pid = tl.program_id(0)
     BN: tl.constexpr = SIZE // PIECES
     x = spread(s0 + GN, BN, H)
@@ -445,7 +468,12 @@ def score_phase(
         s = s0 + b * STRIDE
         if b > 0:
             x = spread(s + GN, BN, H)
-        warm, key, at, heat = tl.load(sampled + b) != 0, tl.load(seed + b), tl.load(position + b) + step, tl.load(temperature + b)
+        warm, key, at, heat = (
+            tl.load(sampled + b) != 0,
+            tl.load(seed + b),
+            tl.load(position + b) + step,
+            tl.load(temperature + b),
+        )
         top = tl.full((), -0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
         next_ = top
         for u in range(pid, TOP * PIECES, G):

@@ -1,9 +1,11 @@
-"""Gemma 4's larger drafters on a GPU: `SteppedDrafter` runs a round as some thirty short kernels a step (draft_steps_kernel.py).
+"""Gemma 4's larger drafters on a GPU: `SteppedDrafter` runs a round as some thirty short kernels a step
+(draft_steps_kernel.py).
 
-A step of the plain drafter is 47 kernels over a gigabyte of weights (31B): here norms, rotation, embedding and residual are the
-beginning of the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix is int8 with one
-factor a row: a draft need not be exact, and half the bytes are half the time. The product of `pre`'s second half with `post` is
-taken once, so that the fed-back state stays in the drafter's width. One sequence only (`most`).
+A step of the plain drafter is 47 kernels over a gigabyte of weights (31B): here norms, rotation, embedding and residual
+are the beginning of the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix
+is int8 with one factor a row: a draft need not be exact, and half the bytes are half the time. The product of `pre`'s
+second half with `post` is taken once, so that the fed-back state stays in the drafter's width. One sequence only
+(`most`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class StepTiles:
     chunk: int = 1024  # columns of the input a program
 
 
-BF16_TILES = StepTiles(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))  # bfloat16: twice the bytes
+BF16_TILES = StepTiles(
+    q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4)
+)  # bfloat16: twice the bytes
 INT8_TILES = StepTiles(out=(32768, 2, 8), down=(8192, 1, 4))
 
 
@@ -49,12 +53,24 @@ def unsupported(drafter: Any) -> str | None:
     config = drafter.config
     if not config.gemma or config.clusters or config.taps:
         return "not one of Gemma 4's larger drafters"
-    weights = [drafter.pre, drafter.post, drafter.head, *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))]
+    weights = [
+        drafter.pre,
+        drafter.post,
+        drafter.head,
+        *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down)),
+    ]
     if not all(isinstance(m, Tensor) for m in weights):
         return "packed weights"
     specs = [b.spec for b in drafter.blocks]
-    numbers = [config.hidden, config.vocab_size, *(b.down.shape[1] for b in drafter.blocks), *(s.heads * s.head_dim for s in specs)]
-    if not all(power(n) for n in numbers) or any(not power(s.head_dim) or s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs):
+    numbers = [
+        config.hidden,
+        config.vocab_size,
+        *(b.down.shape[1] for b in drafter.blocks),
+        *(s.heads * s.head_dim for s in specs),
+    ]
+    if not all(power(n) for n in numbers) or any(
+        not power(s.head_dim) or s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs
+    ):
         return "sizes that are no powers of two"
     return None
 
@@ -85,7 +101,8 @@ class SteppedDrafter:
     most = 1  # sequences in a round: more of them are sooner step by step, where products share the weights among rows
 
     def __init__(
-        self, drafter: Any, narrow: bool = True, cuts: StepTiles | None = None, pdl: bool = False, sms: int | None = None
+        self, drafter: Any, narrow: bool = True, cuts: StepTiles | None = None, pdl: bool = False,
+        sms: int | None = None
     ):  # fmt: skip
         """pdl: as TritonOps; sms: None asks the device."""
         config, device = drafter.config, drafter.device
@@ -125,7 +142,11 @@ class SteppedDrafter:
             pre[i, :, : right - left] = drafter.pre[:, left:right]
             pre[self.chunks + i, :, : right - left] = drafter.pre[:, wide + left : wide + right]
         pre[-1, :, :h] = (drafter.pre[:, wide:].float() @ drafter.post.float()).to(drafter.dtype)
-        ones = torch.ones(max(2 * b.down.shape[1] for b in drafter.blocks) + pre.shape[0] * h, dtype=torch.float32, device=drafter.device)
+        ones = torch.ones(
+            max(2 * b.down.shape[1] for b in drafter.blocks) + pre.shape[0] * h,
+            dtype=torch.float32,
+            device=drafter.device,
+        )
 
         def made(dense: Tensor) -> tuple[Tensor, Tensor]:
             return rounded(dense) if self.narrow else (dense.contiguous(), ones)
@@ -149,19 +170,27 @@ class SteppedDrafter:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=drafter.device)
 
-        self.before, self.between, self.y = floats(h), floats(h), floats(parts, h)  # the stream before attention, before the MLP
+        self.before, self.between, self.y = (
+            floats(h),
+            floats(h),
+            floats(parts, h),
+        )  # the stream before attention, before the MLP
         self.inputs, self.q, self.g = floats(2 * self.chunks, h), floats(wide), floats(h)
         self.part = floats(max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
         self.ml = floats(max(s.heads * self._splits(s)[0] for s in specs), 2)
         self.mixed, self.act, self.kept = (self._words(floats(size)) for size in (wide, inter, h))
         wide = -(-self.programs // 64) * 64  # every step begins at a line of its own
-        self.best, self.ids = floats(MAX_DRAFT, wide), torch.zeros((MAX_DRAFT, wide), dtype=torch.int32, device=drafter.device)
+        self.best, self.ids = (
+            floats(MAX_DRAFT, wide),
+            torch.zeros((MAX_DRAFT, wide), dtype=torch.int32, device=drafter.device),
+        )
 
     def _words(self, x: Tensor) -> Tensor:
         return x.view(torch.int32) if self.narrow else x
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
+        seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
@@ -175,37 +204,52 @@ class SteppedDrafter:
             self._head(noise, step)
         space = triton.next_power_of_2(self.programs)
         found = (self.best[steps - 1], self.ids[steps - 1])
-        kernels.finish_kernel[(1,)](*found, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
+        kernels.finish_kernel[(1,)](
+            *found, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch
+        )
         return out, None, torch.full_like(last, steps)
 
     def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Tokens that one program of the head scored hide each other: of several hundred programs, two of the best rarely share one."""
+        """Tokens that one program of the head scored hide each other: of several hundred programs, two of the best
+        rarely share one."""
         return self.best[None, :steps, : self.programs], self.ids[None, :steps, : self.programs]
 
     def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int) -> None:
         h, (rows, warps) = self.config.hidden, self.cuts.pre
         kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
-            *self.pre, self.target.table, features, self.g, last, self.best[max(0, step - 1)], self.ids[max(0, step - 1)], out, self.inputs,
+            *self.pre, self.target.table, features, self.g, last, self.best[max(0, step - 1)],
+            self.ids[max(0, step - 1)], out, self.inputs,
             self.table_scale, step,
             H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
-            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how, **self.launch,
+            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how,
+            **self.launch,
         )  # fmt: skip
 
     def _ready(self, stream: tuple[Tensor, ...], to: Tensor, last: bool, **how: int) -> None:
         """stream: what `stream_of` takes, and the norm after it."""
         kernels.ready_kernel[(1,)](
-            *stream, self.kept, to, H=self.config.hidden, LAST=last, EPS=self.config.norm_eps, Q8=self.narrow, num_warps=4, **how,
+            *stream, self.kept, to, H=self.config.hidden, LAST=last, EPS=self.config.norm_eps, Q8=self.narrow,
+            num_warps=4, **how,
             **self.launch,
         )  # fmt: skip
 
-    def _rows(self, weights: tuple[Tensor, Tensor], stream: tuple[Tensor, ...], to: Tensor, out: Tensor, gated: bool, **how: int) -> None:
+    def _rows(
+        self,
+        weights: tuple[Tensor, Tensor],
+        stream: tuple[Tensor, ...],
+        to: Tensor,
+        out: Tensor,
+        gated: bool,
+        **how: int,
+    ) -> None:
         """q or gate_up: of norm(stream), which is kept in `to`."""
         (rows, warps), ready = (self.cuts.gate, self.cuts.ready_gate) if gated else (self.cuts.q, self.cuts.ready_q)
         if ready:
             self._ready(stream, to, False, **how)
         n = weights[0].shape[0] // (2 if gated else 1)
         kernels.rows_kernel[(n // rows,)](
-            *weights, self.kept, *stream, to, out, H=self.config.hidden, N=n, BN=rows, GATED=gated, ACTIVATION=self.config.activation,
+            *weights, self.kept, *stream, to, out, H=self.config.hidden, N=n, BN=rows, GATED=gated,
+            ACTIVATION=self.config.activation,
             EPS=self.config.norm_eps, READY=ready, num_warps=warps, **how, **self.how, **self.launch,
         )  # fmt: skip
 
@@ -229,8 +273,10 @@ class SteppedDrafter:
         splits, block_keys = self._splits(spec)
         same = dict(HEADS=spec.heads, D=spec.head_dim, WINDOW=spec.window or 0, S=splits, BN=block_keys, **self.launch)
         kernels.attend_kernel[(spec.kv_heads * splits,)](
-            self.q, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml, keys.stride(0),
-            SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps, num_warps=self.cuts.attend[1], **same,
+            self.q, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml,
+            keys.stride(0),
+            SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps,
+            num_warps=self.cuts.attend[1], **same,
         )  # fmt: skip
         piece = min(64, spec.head_dim)
         kernels.combine_kernel[(spec.heads, spec.head_dim // piece)](
@@ -246,6 +292,7 @@ class SteppedDrafter:
         stream = (self.between, self.y, block.post_mlp_norm, block.scalar, block.next_norm)
         self._ready(stream, self.g, True, CHUNKS=0, PARTS=self.down_parts, SCALED=True)
         kernels.head_kernel[(self.programs,)](
-            *self.head, self.kept, self.best[step], self.ids[step], *noise, step, H=self.config.hidden, V=self.config.vocab_size, BN=rows,
+            *self.head, self.kept, self.best[step], self.ids[step], *noise, step, H=self.config.hidden,
+            V=self.config.vocab_size, BN=rows,
             PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip

@@ -2,12 +2,12 @@
 
 A program loads its whole tile of weights into registers before it waits for the kernel ahead: with several programs a
 SM, and the next kernels' programs let in early, the memory has something to do while sums and norms are made. The
-stream is only H wide: a program makes the norm it needs for itself, or (READY) finds it made by `ready_kernel`: a launch more,
-but a product that has little to do after the wait and registers for twice the weights.
+stream is only H wide: a program makes the norm it needs for itself, or (READY) finds it made by `ready_kernel`: a
+launch more, but a product that has little to do after the wait and registers for twice the weights.
 
-Weights are bfloat16, or int8 with one factor a row, seen as words of four. Activations between kernels are float32, or with
-int8 weights 16 bits with one factor for every 16 of them: a word of four high bytes, a word of four low ones, so that the
-product is two instructions a word. A row of K such values takes K words: K/4 high, K/4 low, K/16 factors.
+Weights are bfloat16, or int8 with one factor a row, seen as words of four. Activations between kernels are float32, or
+with int8 weights 16 bits with one factor for every 16 of them: a word of four high bytes, a word of four low ones, so
+that the product is two instructions a word. A row of K such values takes K words: K/4 high, K/4 low, K/16 factors.
 Nothing here can change an answer: no row invariance, only the same bits for the same input.
 """
 
@@ -28,7 +28,9 @@ def tile_of(w, rows, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr)
     """Columns first .. first + KC of some rows: [BN, KC / 16, 4] words, or [BN, KC]."""
     if Q8:
         k = first // 4 + tl.arange(0, KC // 4)
-        words = tl.load(w + rows[:, None] * (K // 4) + k[None, :], eviction_policy="evict_first")  # flat: lanes side by side
+        words = tl.load(
+            w + rows[:, None] * (K // 4) + k[None, :], eviction_policy="evict_first"
+        )  # flat: lanes side by side
         return tl.reshape(words, (rows.shape[0], KC // 16, 4))
     else:
         return tl.load(w + rows[:, None] * K + (first + tl.arange(0, KC))[None, :], eviction_policy="evict_first")
@@ -97,7 +99,17 @@ def normed(x, w, EPS: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def stream_of(base, y, post, factor, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr):
+def stream_of(
+    base,
+    y,
+    post,
+    factor,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    EPS: tl.constexpr,
+    H: tl.constexpr,
+):
     """The sum of CHUNKS rows at base, or (base + norm(sum of PARTS rows at y)) * factor."""
     h = tl.arange(0, H)
     x = tl.load(base + h)
@@ -123,7 +135,8 @@ def best_token(best, ids, PROGRAMS: tl.constexpr, SPACE: tl.constexpr):
     return tl.min(tl.where(value == tl.max(value, 0), token, 0x7FFFFFFF), 0)
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------------------
+# ---- kernels
+# ------------------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["last", "out"])
 def pre_kernel(
     w, ws, table, features, g, last, best, ids, out, parts, table_scale, step,
@@ -131,9 +144,10 @@ def pre_kernel(
     PROGRAMS: tl.constexpr, SPACE: tl.constexpr,
     Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in `parts`
-    [2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST), and the product
-    of `pre`'s second half with `post`, which takes g itself. The newest token is what the head's programs left."""
+    """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in
+    `parts` [2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST),
+    and the product of `pre`'s second half with `post`, which takes g itself. The newest token is what the head's
+    programs left."""
     c = tl.program_id(1)
     which = c if FIRST else tl.where(c < CHUNKS, c, 2 * CHUNKS)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -165,10 +179,12 @@ def pre_kernel(
 
 @triton.jit
 def ready_kernel(
-    base, y, post, factor, norm, kept, out, H: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
+    base, y, post, factor, norm, kept, out, H: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
     LAST: tl.constexpr, EPS: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm itself."""
+    """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm
+    itself."""
     h = tl.arange(0, H)
     after, weight = tl.load(post + h), tl.load(norm + h)
     pdl_start(PDL)
@@ -180,12 +196,14 @@ def ready_kernel(
 
 @triton.jit
 def rows_kernel(
-    w, ws, kept, base, y, post, factor, norm, stream, out, H: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr, READY: tl.constexpr,
+    w, ws, kept, base, y, post, factor, norm, stream, out, H: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr,
+    READY: tl.constexpr,
     Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """w [N, H] (GATED: [2N, H]) times norm(x): `kept` (READY), or with x the stream as `stream_of` makes it and as `stream` keeps
-    it."""
+    """w [N, H] (GATED: [2N, H]) times norm(x): `kept` (READY), or with x the stream as `stream_of` makes it and as
+    `stream` keeps it."""
     pid = tl.program_id(0)
     rows = pid * BN + tl.arange(0, BN)
     h = tl.arange(0, H)
@@ -222,7 +240,8 @@ def rows_kernel(
 
 @triton.jit
 def wide_kernel(
-    w, ws, x, y, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr,
+    w, ws, x, y, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, Q8: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """w [H, K] times x, the sum over K in PARTS left apart: y [PARTS, H]."""
@@ -269,7 +288,8 @@ def _wide(x):
 @triton.jit(do_not_specialize_on_alignment=["table", "positions"])
 def attend_kernel(
     q, keys, values, table, positions, cos, sin, q_norm, part, ml, page_stride,
-    SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+    S: tl.constexpr,
     BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The heads of one K/V head over one split of the keys a program; K/V stands since before the round."""
@@ -324,7 +344,8 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def combine_kernel(
-    part, ml, positions, out, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
+    part, ml, positions, out, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
+    S: tl.constexpr,
     BN: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A piece of one head a program."""
@@ -346,7 +367,8 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["temperature", "sampled", "seed", "position"])
 def head_kernel(
-    w, ws, kept, best, ids, temperature, sampled, seed, position, step, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
+    w, ws, kept, best, ids, temperature, sampled, seed, position, step, H: tl.constexpr, V: tl.constexpr,
+    BN: tl.constexpr,
     PROGRAMS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores of every PROGRAMS-th tile of tokens a program, and the best of them."""

@@ -1,8 +1,8 @@
 """Keys and values as matrix products take them, whether they are kv_tensors as they are computed or in eight bits.
 
-Of eight bits a word of 16 holds two neighbouring columns, and a product runs over the even columns and then over the odd ones: this is the
-order of its sums at every number of rows and in every kernel (queries are sorted likewise; of values it is only where a sum stands).
-Kernels fetch words and get both as a tuple.
+Of eight bits a word of 16 holds two neighbouring columns, and a product runs over the even columns and then over the
+odd ones: this is the order of its sums at every number of rows and in every kernel (queries are sorted likewise; of
+values it is only where a sum stands). Kernels fetch words and get both as a tuple.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def kv_tensors(kv: KVView, spec: AttnSpec) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def widen_columns(x, KIND: tl.constexpr, ASM: tl.constexpr):
-    """Keys or values as matrix products of KIND take them: a tuple of what was given; or, where words of 16 bits hold two neighbouring
-    columns of eight bits, exactly, the even columns and the odd ones.
+    """Keys or values as matrix products of KIND take them: a tuple of what was given; or, where words of 16 bits hold
+    two neighbouring columns of eight bits, exactly, the even columns and the odd ones.
 
-    Words, because the compiler then fetches and hands them out as it does bfloat16: a thread gets in one instruction what it multiplies
-    and widens it where it is. Bytes it would give to other threads, four neighbouring columns each at some numbers of rows, and sums
-    would round differently; or, not seen through, it would exchange them once more through shared memory, which took longer than
-    bfloat16 takes."""
+    Words, because the compiler then fetches and hands them out as it does bfloat16: a thread gets in one instruction
+    what it multiplies and widens it where it is. Bytes it would give to other threads, four neighbouring columns each
+    at some numbers of rows, and sums would round differently; or, not seen through, it would exchange them once more
+    through shared memory, which took longer than bfloat16 takes."""
     if x.dtype == KIND:
         return (x,)
     elif ASM and tl.bfloat16 == KIND:

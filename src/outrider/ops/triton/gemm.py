@@ -1,11 +1,12 @@
 """Products y = x · wᵀ whose rows stand alone: a row has the same bits whether it comes by itself or among 2,048 others.
 
-What fixes a sum is the weight's own cut (tiles.py): the inner dimension falls into `splits` spans, a span is one chain of matrix
-instructions of 16 columns each, and the spans are added in order. Everything else follows from the number of rows and changes
-no bit: how many rows and columns a program takes, which of the two operands is on the long side of the instruction, how many
-columns are fetched at a time, and whether the spans of a tile run in several programs (the last one to epilogue adds them up) or
-one after the other in a single program, which is what a pass of many rows does. Where TMA fetches, passes of several
-hundred rows go to `wide`, and those whose rows are a power of two and some more to `dealt`.
+What fixes a sum is the weight's own cut (tiles.py): the inner dimension falls into `splits` spans, a span is one chain
+of matrix instructions of 16 columns each, and the spans are added in order. Everything else follows from the number of
+rows and changes no bit: how many rows and columns a program takes, which of the two operands is on the long side of the
+instruction, how many columns are fetched at a time, and whether the spans of a tile run in several programs (the last
+one to epilogue adds them up) or one after the other in a single program, which is what a pass of many rows does. Where
+TMA fetches, passes of several hundred rows go to `wide`, and those whose rows are a power of two and some more to
+`dealt`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def linear_kernel(
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
-    SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are powers of two, batches not)."""
+    SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are powers
+    of two, batches not)."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
@@ -78,10 +80,24 @@ def linear_kernel(
         if SWAP_AB:
             acc = tl.trans(tl.zeros((WIDE, BM), dtype=tl.float32))
         for s in range(SPLITS):
-            acc += chain(x_row, rows < M, w + w_row, s * k_span, tl.minimum(s * k_span + k_span, K), BM, WIDE, BK, SWAP_AB, EVEN, PREC)
+            acc += chain(
+                x_row,
+                rows < M,
+                w + w_row,
+                s * k_span,
+                tl.minimum(s * k_span + k_span, K),
+                BM,
+                WIDE,
+                BK,
+                SWAP_AB,
+                EVEN,
+                PREC,
+            )
     else:
         acc = chain(x_row, rows < M, w + w_row, k_from, k_to, BM, WIDE, BK, SWAP_AB, EVEN, PREC)
-    if TRIGGER_LATE:  # a big dense_gemm: were the next kernel let in at once, its waiting programs would crowd out this one's
+    if (
+        TRIGGER_LATE
+    ):  # a big dense_gemm: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
 
     if SPLITS > 1 and not SERIAL_SPLITK:
@@ -93,19 +109,23 @@ def linear_kernel(
         if BM2 > 0:
             _leave(base + split * SIZE + BM * WIDE, also, more < M, BM2, WIDE)
         tl.debug_barrier()
-        done = tl.atomic_add( semaphores + tile, 1, sem="acq_rel")
+        done = tl.atomic_add(semaphores + tile, 1, sem="acq_rel")
         if done == SPLITS - 1:
             tl.debug_barrier()
             acc = _gather(base, rows < M, BM, WIDE, SIZE, SPLITS)
-            tl.store( semaphores + tile, 0)
+            tl.store(semaphores + tile, 0)
             _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
             if BM2 > 0:
                 also = _gather(base + BM * WIDE, more < M, BM2, WIDE, SIZE, SPLITS)
-                _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+                _finish(
+                    also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP
+                )
     else:
         _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
         if BM2 > 0:
-            _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+            _finish(
+                also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP
+            )
 
 
 @triton.jit
@@ -132,8 +152,8 @@ def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def weight_rows(first, N, BN: tl.constexpr, GATED: tl.constexpr):
-    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate and eight of up in
-    turns, so that the two halves of a pair meet in one thread."""
+    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate and
+    eight of up in turns, so that the two halves of a pair meet in one thread."""
     if GATED:
         r = tl.arange(0, 2 * BN)
         row = tl.minimum(first + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
@@ -234,17 +254,20 @@ def variant(kind: GemmKind, rows: int) -> GemmConfig:
 
 
 def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
-    """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the real ones."""
+    """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the real
+    ones."""
 
     def shell(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     sides = 2 if kind.gated else 1
     launch = _call(
-        shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype), shell(NUM_SEMAPHORES, dtype=torch.int32),
+        shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype),
+        shell(NUM_SEMAPHORES, dtype=torch.int32),
         bias=None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias),
         mul=None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n],
-        act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl, tile=None, shape=None,
+        act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl,
+        tile=None, shape=None,
         shared=shared,
     )  # fmt: skip
     launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
@@ -253,17 +276,22 @@ def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
 def dense_gemm(
     x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
-    tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None, shared: int | None = None,
+    tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None,
+    shared: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a program may take,
-    where the device is not to be asked."""
+    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a
+    program may take, where the device is not to be asked."""
     if ahead is not None:
         n = w.shape[0] // 2 if gated else w.shape[0]
         beside = None if mul is None else (mul.dtype, mul.stride(0))
         biased = None if bias is None else bias.dtype
-        ahead.before(GemmKind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None), x.shape[0])
+        ahead.before(
+            GemmKind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None),
+            x.shape[0],
+        )
     launch = _call(
-        x if x.stride(1) == 1 else x.contiguous(), w, semaphores, bias=bias, mul=mul, act=act, gated=gated, softcap=softcap,
+        x if x.stride(1) == 1 else x.contiguous(), w, semaphores, bias=bias, mul=mul, act=act, gated=gated,
+        softcap=softcap,
         out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape, shared=shared or max_smem(x.device),
     )  # fmt: skip
     launch.kernel[launch.grid](*launch.arguments, **launch.options)
@@ -280,7 +308,8 @@ class GemmLaunch:
 
 
 def _call(
-    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool, softcap: float | None,
+    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool,
+    softcap: float | None,
     out_dtype: torch.dtype, pdl: bool, tile: GemmReduction | None, shape: GemmConfig | None, shared: int,
 ) -> GemmLaunch:  # fmt: skip
     rows, k = x.shape
@@ -288,12 +317,15 @@ def _call(
     tile = tile or choose_reduction(n, k, gated, w.element_size())
     span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
     splits = triton.cdiv(k, span)
-    shape = shape or fit_smem(config_for_rows(tile, n, k, rows, gated, w.element_size()), 2 if gated else 1, w.element_size(), shared)
+    shape = shape or fit_smem(
+        config_for_rows(tile, n, k, rows, gated, w.element_size()), 2 if gated else 1, w.element_size(), shared
+    )
     serial_splitk = splits > 1 and shape.serial_splitk
     assert not shape.bm2 or (shape.swap_ab and not serial_splitk)
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     ends: dict[str, int | str | bool] = dict(
-        GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None, SPLITS=splits, PDL=pdl,
+        GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None, SPLITS=splits,
+        PDL=pdl,
         num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     use_tma = shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w)
@@ -301,9 +333,15 @@ def _call(
         tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
         programs = tiles * splits if splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES else min(tiles, sm_count(x.device))
         cut = tiles % programs > 0
-        sums = (programs if splits > 1 else programs + 1 if cut else 0) * (shape.bm + shape.bm2) * shape.bn * (2 if gated else 1)
+        sums = (
+            (programs if splits > 1 else programs + 1 if cut else 0)
+            * (shape.bm + shape.bm2)
+            * shape.bn
+            * (2 if gated else 1)
+        )
         given = (
-            tile_descriptor(x, shape.bm, shape.bk), tile_descriptor(x, shape.bm2, shape.bk), tile_descriptor(w, shape.bn, shape.bk),
+            tile_descriptor(x, shape.bm, shape.bk), tile_descriptor(x, shape.bm2, shape.bk),
+            tile_descriptor(w, shape.bn, shape.bk),
             bias if bias is not None else out, mul if mul is not None else out, out,
             torch.empty((sums,), dtype=torch.float32, device=x.device) if sums else out, semaphores,
             rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
@@ -314,12 +352,15 @@ def _call(
         return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(CUT=cut), out)
     if use_tma:
         tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
-        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its fetching needs.
+        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its
+        # fetching needs.
         several = splits == 1 and out_dtype.itemsize == 2
         programs = min(tiles, sm_count(x.device)) if several else tiles
         fetches = (
-            matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(w, shape.bn, shape.bk, gated), bias if bias is not None else out,
-            mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+            matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(w, shape.bn, shape.bk, gated),
+            bias if bias is not None else out,
+            mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span,
+            float(softcap or 0.0),
         )  # fmt: skip
         ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, L2_ROWS=max(1, L2_ROWS // shape.bm))
         return GemmLaunch(tma_kernel, (programs,), fetches, ends, out)
@@ -333,7 +374,9 @@ def _call(
     )  # fmt: skip
     ends |= dict(
         BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SWAP_AB=shape.swap_ab,
-        EVEN=k % shape.bk == 0 and span % shape.bk == 0, SERIAL_SPLITK=serial_splitk, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
-        PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0, TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
+        EVEN=k % shape.bk == 0 and span % shape.bk == 0, SERIAL_SPLITK=serial_splitk,
+        PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
+        PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
+        TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
     )  # fmt: skip
     return GemmLaunch(linear_kernel, grid, arguments, ends, out)

@@ -1,9 +1,9 @@
 """How each weight matrix of the family is cut, and which tiles serve how many rows: the one place that says so.
 
-`GemmReduction` is a weight's own: what it says about spans fixes the order of its sums. `GemmConfig` is a pass's: how many rows and columns a
-program takes; it follows from the number of rows and changes no bit. The matrix instructions of one warp (`mma.sync`, 16 rows)
-and of four (`wgmma`, 64 rows) add 16 columns at a time in the same way, bit for bit, so a pass may take either.
-Measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not.
+`GemmReduction` is a weight's own: what it says about spans fixes the order of its sums. `GemmConfig` is a pass's: how
+many rows and columns a program takes; it follows from the number of rows and changes no bit. The matrix instructions of
+one warp (`mma.sync`, 16 rows) and of four (`wgmma`, 64 rows) add 16 columns at a time in the same way, bit for bit, so
+a pass may take either. Measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ NUM_SEMAPHORES = 1 << 16  # tiles of a product whose spans have programs of thei
 
 @dataclass(frozen=True)
 class GemmReduction:
-    """How one weight matrix is cut: a function of (N, K, gated, dtype) alone. `splits` and `bk` fix the spans of its sums; the rest
-    is what a program takes at 1 to 16 rows."""
+    """How one weight matrix is cut: a function of (N, K, gated, dtype) alone. `splits` and `bk` fix the spans of its
+    sums; the rest is what a program takes at 1 to 16 rows."""
 
     bn: int  # columns of the result; a gated product reads two rows of weights for each
     bk: int  # columns of the weights fetched at a time; a span is a whole number of them
     splits: int
     stages: int
-    swap_ab: bool = False  # the weights' rows are on the long side of the matrix instruction (64 or 128), the tokens on the short one
+    # the weights' rows are on the long side of the matrix instruction (64 or 128), the tokens on the short one
+    swap_ab: bool = False
     many: tuple[int, int, int, int] | None = None  # (bn, bk, stages, warps) at 17..32 rows; None: by rule
 
 
@@ -43,7 +44,9 @@ class GemmConfig:
     swap_ab: bool = True
     bm2: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
     serial_splitk: bool = False  # a program walks all spans of its tile; otherwise each has a program of its own
-    tma: bool = False  # by TMA: `wide` (rows are on the long side, a program walks all spans), or with more rows `dealt`
+    tma: bool = (
+        False  # by TMA: `wide` (rows are on the long side, a program walks all spans), or with more rows `dealt`
+    )
 
 
 MEASURED = {  # (N, K, gated)
@@ -127,7 +130,8 @@ def choose_reduction(n: int, k: int, gated: bool, bytes_per: int) -> GemmReducti
 
 
 def rule(n: int, k: int, gated: bool) -> GemmReduction:
-    """64 rows of weights a program, and about as many programs as the 132 multiprocessors hold: the fewer columns, the more spans."""
+    """64 rows of weights a program, and about as many programs as the 132 multiprocessors hold: the fewer columns, the
+    more spans."""
     bn = 32 if gated else 64
     splits = max(1, min(round(132 / triton.cdiv(n, bn)), k // 256))
     return GemmReduction(bn, 64, splits, 6, swap_ab=True)
@@ -145,14 +149,22 @@ def config_for_rows(tile: GemmReduction, n: int, k: int, rows: int, gated: bool,
         bn, bk, stages, warps = tile.many
         return GemmConfig(32, bn, bk, stages, warps, tile.swap_ab)
     if rows > 128:
-        options = [*_many_row_configs(tile, n, k, rows, sides), *_tma_configs(tile, n, k, rows, sides), *_streamk_configs(tile, n, k, rows, sides)]
+        options = [
+            *_many_row_configs(tile, n, k, rows, sides),
+            *_tma_configs(tile, n, k, rows, sides),
+            *_streamk_configs(tile, n, k, rows, sides),
+        ]
         return min(options, key=lambda option: option[0])[1]
     tiles = triton.cdiv(n * sides, 128)
-    if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:  # few weights: more programs are worth more than what they share
+    if (
+        rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0
+    ):  # few weights: more programs are worth more than what they share
         return GemmConfig(32, 64 // sides, 128, 3)
     wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights a program
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
-    if rows > 64 and wide == 64 and tile.splits * tiles >= 36:  # two programs for the rows would read each weight twice in 64s
+    if (
+        rows > 64 and wide == 64 and tile.splits * tiles >= 36
+    ):  # two programs for the rows would read each weight twice in 64s
         wide, bm = 128, 128 if gated and tiles >= 90 else 64
     if bm >= 64 and gated and k <= 2048 and tiles >= 180:
         wide = 256
@@ -161,13 +173,19 @@ def config_for_rows(tile: GemmReduction, n: int, k: int, rows: int, gated: bool,
 
 
 def _swap_ab_config(bm: int, more: int, wide: int, sides: int, serial_splitk: bool, bk: int = 64) -> GemmConfig:
-    stages = max(2, min(4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6, MAX_SMEM // ((bm + more + wide) * bk * 2)))
+    stages = max(
+        2,
+        min(
+            4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6,
+            MAX_SMEM // ((bm + more + wide) * bk * 2),
+        ),
+    )
     return GemmConfig(bm, wide // sides, bk, stages, 8 if bm * wide >= 16384 else 4, True, more, serial_splitk)
 
 
 def fit_smem(shape: GemmConfig, sides: int, bytes_per: int, shared: int) -> GemmConfig:
-    """The shape where a program may take less shared memory than tiles were measured with: fewer stages, then smaller tiles. Neither
-    changes a bit."""
+    """The shape where a program may take less shared memory than tiles were measured with: fewer stages, then smaller
+    tiles. Neither changes a bit."""
     if shared >= MAX_SMEM:
         return shape
     if shape.tma:  # a card before Hopper, or one with less room: the same tile by plain loads
@@ -179,8 +197,10 @@ def fit_smem(shape: GemmConfig, sides: int, bytes_per: int, shared: int) -> Gemm
     return replace(shape, stages=max(2, min(shape.stages, shared // each)))
 
 
-POINTER_RATES = {  # (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
-    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.72, (128, 0, 128): 0.79,
+# (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
+POINTER_RATES = {
+    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.72,
+    (128, 0, 128): 0.79,
     (64, 0, 256): 0.68, (64, 0, 128): 0.6, (64, 0, 64): 0.45,
 }  # fmt: skip
 
@@ -208,10 +228,11 @@ def _tma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> 
         yield triton.cdiv(tiles, 132) * each + 8, shape  # the first fetches are late
 
 
-# Programs of `dealt`: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may be. A few that leave
-# sms idle have a higher clock.
+# Programs of `dealt`: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may
+# be. A few that leave sms idle have a higher clock.
 STREAMK_RATES = {
-    (128, 32, 64): (0.85, 7, 4, 96), (128, 32, 128): (0.79, 6, 8, 132), (256, 64, 64): (1.05, 4, 4, 96), (256, 64, 128): (0.93, 4, 8, 132),
+    (128, 32, 64): (0.85, 7, 4, 96), (128, 32, 128): (0.79, 6, 8, 132), (256, 64, 64): (1.05, 4, 4, 96),
+    (256, 64, 128): (0.93, 4, 8, 132),
 }  # fmt: skip
 SPLITK_RATES = {
     (128, 32, 128): (0.7, 5, 8),
@@ -220,13 +241,14 @@ SPLITK_RATES = {
 }  # those that take several tiles and parts of one
 SPLITK_GATED_RATES = {(128, 32, 128): (0.79, 5, 4)}
 STREAMK_MAX_ROWS = 640  # up to which these were measured
-# Tiles up to which each is a program's own, on smaller cards too: cut ones need more shared memory than the stages of STREAMK_RATES leave.
+# Tiles up to which each is a program's own, on smaller cards too: cut ones need more shared memory than the stages of
+# STREAMK_RATES leave.
 STREAMK_MAX_WHOLE_TILES = 132
 
 
 def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """As `_many_row_configs`, for programs of `dealt`. Tiles are cut only where each has weights of its own: they would be fetched from memory once
-    for every row of tiles."""
+    """As `_many_row_configs`, for programs of `dealt`. Tiles are cut only where each has weights of its own: they would
+    be fetched from memory once for every row of tiles."""
     spans = tile.splits
     if rows > STREAMK_MAX_ROWS:
         return
@@ -241,14 +263,16 @@ def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int)
     for (bm, more, wide), (rate, stages, warps) in (SPLITK_RATES if sides == 1 else SPLITK_GATED_RATES).items():
         tiles = triton.cdiv(n * sides, wide)
         if spans == 1 and rows <= bm + more and tiles > STREAMK_MAX_WHOLE_TILES:
-            each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11  # nothing is fetched for the next tile while this one is stored
+            each = (bm + more) * wide * k * 2 / (
+                rate * 6e6
+            ) + 11  # nothing is fetched for the next tile while this one is stored
             yield (tiles / 132 + 0.1) * each, GemmConfig(bm, wide // sides, 64, stages, warps, True, more, tma=True)
 
 
 def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """Shapes for more than 128 rows, each with an estimate of its microseconds: the waves of its programs on 132 multiprocessors of
-    6 TFLOP/s, a program's start and end, and what is written and read again of spans that have programs of their own. On the
-    shapes of 31B it is right to 5 %."""
+    """Shapes for more than 128 rows, each with an estimate of its microseconds: the waves of its programs on 132
+    multiprocessors of 6 TFLOP/s, a program's start and end, and what is written and read again of spans that have
+    programs of their own. On the shapes of 31B it is right to 5 %."""
     for (bm, more, wide), rate in POINTER_RATES.items():
         tiles = triton.cdiv(rows, bm + more) * triton.cdiv(n * sides, wide)
         for serial_splitk in (False, True) if tile.splits > 1 else (False,):
@@ -259,6 +283,11 @@ def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int
             ):
                 continue
             spans = tile.splits if not serial_splitk else 1
-            each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5 + (tile.splits if serial_splitk else 0) + _logits(n)
+            each = (
+                (bm + more) * wide * (k / spans) * 2 / (rate * 6e6)
+                + 2.5
+                + (tile.splits if serial_splitk else 0)
+                + _logits(n)
+            )
             rest = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
             yield triton.cdiv(tiles * spans, 132) * each + rest, _swap_ab_config(bm, more, wide, sides, serial_splitk)

@@ -1,12 +1,13 @@
-"""Products of 129 to some hundred rows, fetched by TMA of Hopper and later cards: the chains of sums of `linear`, so the same
-bits.
+"""Products of 129 to some hundred rows, fetched by TMA of Hopper and later cards: the chains of sums of `linear`, so
+the same bits.
 
-The engine brings whole tiles of x and of the weights into shared memory, with zeros past their ends: threads compute no addresses and
-hold no masks. A program takes BM and BM2 rows (five of 32 or 64 sequences are 160 or 320, and tiles are powers of two) through the
-same weights, whose rows are on the long side of the instruction. There are as many programs as sms, and they take the tiles in
-rounds. What is left over of the last round is cut along the chains: a program begins with the first partial_out of a tile, leaves the sums,
-and ends with the last partial_out of the tile that the program before it began with. A chain goes on from the very sums that were left, so
-nothing is added in another order, and all end at once.
+The engine brings whole tiles of x and of the weights into shared memory, with zeros past their ends: threads compute no
+addresses and hold no masks. A program takes BM and BM2 rows (five of 32 or 64 sequences are 160 or 320, and tiles are
+powers of two) through the same weights, whose rows are on the long side of the instruction. There are as many programs
+as sms, and they take the tiles in rounds. What is left over of the last round is cut along the chains: a program begins
+with the first partial_out of a tile, leaves the sums, and ends with the last partial_out of the tile that the program
+before it began with. A chain goes on from the very sums that were left, so nothing is added in another order, and all
+end at once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def streamk_kernel(
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K] in tiles of BM rows, y the same in tiles of BM2, w [N, K] (GATED: [2N, K], gate rows first), as descriptors -> out [M, N].
-    CUT: the rounds do not come out even; partial_out: room for the sums of a tile for each program, semaphores: whether they are there."""
+    """x [M, K] in tiles of BM rows, y the same in tiles of BM2, w [N, K] (GATED: [2N, K], gate rows first), as
+    descriptors -> out [M, N]. CUT: the rounds do not come out even; partial_out: room for the sums of a tile for each
+    program, semaphores: whether they are there."""
     tl.static_assert(SPLITS == 1)
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)  # of a tile's sums
@@ -47,12 +49,13 @@ def streamk_kernel(
         row, col = tile % tiles_m * (BM + BM2), tile // tiles_m * BN
         if CUT and low > 0:
             # Begun by the program before this one, which did so first of all: there is hardly ever a wait.
-            while tl.atomic_add( semaphores + me, 0, sem="acquire") == 0:
+            while tl.atomic_add(semaphores + me, 0, sem="acquire") == 0:
                 pass
             a, b, c, d = _take(partial_out + me * SIZE, BM, BM2, BN, GATED)
             tl.debug_barrier()
-            tl.store( semaphores + me, 0)
-            # One step by itself: sums that enter the loop as they were loaded make every matrix instruction wait for the one before.
+            tl.store(semaphores + me, 0)
+            # One step by itself: sums that enter the loop as they were loaded make every matrix instruction wait for
+            # the one before.
             a, b, c, d = _step(x, y, w, row, col, low * BK, N, a, b, c, d, BM, GATED)
             a, b, c, d = _chain(x, y, w, row, col, low * BK + BK, high * BK, N, a, b, c, d, BM, BK, GATED)
         else:
@@ -61,12 +64,46 @@ def streamk_kernel(
         if CUT and high < steps:
             _leave(partial_out + (me + 1) * SIZE, a, b, c, d, BM, BM2, BN, GATED)
             tl.debug_barrier()
-            tl.atomic_xchg( semaphores + me + 1, 1, sem="release")
+            tl.atomic_xchg(semaphores + me + 1, 1, sem="release")
         else:
             cols = col + tl.arange(0, BN)
             rows, more = row + tl.arange(0, BM), row + BM + tl.arange(0, BM2)
-            epilogue(tl.trans(a), tl.trans(c), bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
-            epilogue(tl.trans(b), tl.trans(d), bias, mul, out, more, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+            epilogue(
+                tl.trans(a),
+                tl.trans(c),
+                bias,
+                mul,
+                out,
+                rows,
+                cols,
+                M,
+                N,
+                mul_stride,
+                softcap,
+                GATED,
+                ACT,
+                BIAS,
+                MUL,
+                SOFTCAP,
+            )
+            epilogue(
+                tl.trans(b),
+                tl.trans(d),
+                bias,
+                mul,
+                out,
+                more,
+                cols,
+                M,
+                N,
+                mul_stride,
+                softcap,
+                GATED,
+                ACT,
+                BIAS,
+                MUL,
+                SOFTCAP,
+            )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -76,8 +113,8 @@ def splitk_kernel(
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for weights of several spans, each of which has a program of its own: all leave their sums, and the last one adds them in
-    order."""
+    """The same for weights of several spans, each of which has a program of its own: all leave their sums, and the last
+    one adds them in order."""
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)
     tiles_n = tl.cdiv(N, BN)
@@ -89,10 +126,10 @@ def splitk_kernel(
     base = partial_out + tile.to(tl.int64) * SPLITS * SIZE
     _leave(base + split * SIZE, a, b, c, d, BM, BM2, BN, GATED)
     tl.debug_barrier()
-    done = tl.atomic_add( semaphores + tile, 1, sem="acq_rel")
+    done = tl.atomic_add(semaphores + tile, 1, sem="acq_rel")
     if done == SPLITS - 1:
         tl.debug_barrier()
-        tl.store( semaphores + tile, 0)
+        tl.store(semaphores + tile, 0)
         a, b, c, d = _zeros(BM, BM2, BN, GATED)
         for s in range(SPLITS):
             e, f, g, h = _take(base + s * SIZE, BM, BM2, BN, GATED)
@@ -103,8 +140,42 @@ def splitk_kernel(
                 d += h
         cols = col + tl.arange(0, BN)
         rows, more = row + tl.arange(0, BM), row + BM + tl.arange(0, BM2)
-        epilogue(tl.trans(a), tl.trans(c), bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
-        epilogue(tl.trans(b), tl.trans(d), bias, mul, out, more, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+        epilogue(
+            tl.trans(a),
+            tl.trans(c),
+            bias,
+            mul,
+            out,
+            rows,
+            cols,
+            M,
+            N,
+            mul_stride,
+            softcap,
+            GATED,
+            ACT,
+            BIAS,
+            MUL,
+            SOFTCAP,
+        )
+        epilogue(
+            tl.trans(b),
+            tl.trans(d),
+            bias,
+            mul,
+            out,
+            more,
+            cols,
+            M,
+            N,
+            mul_stride,
+            softcap,
+            GATED,
+            ACT,
+            BIAS,
+            MUL,
+            SOFTCAP,
+        )
 
 
 # The sums of a tile are four blocks: [BN, BM] and [BN, BM2], and the same of up; ungated, the latter stand for nothing.

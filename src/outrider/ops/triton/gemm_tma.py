@@ -1,7 +1,8 @@
-"""Products of several hundred rows, fetched by TMA of Hopper and later cards: the chains of sums of `linear`, so the same bits.
+"""Products of several hundred rows, fetched by TMA of Hopper and later cards: the chains of sums of `linear`, so the
+same bits.
 
-The engine brings whole tiles of x and of the weights into shared memory, with zeros past their ends. Threads compute no addresses and
-hold no masks, which is what keeps `linear_kernel` from the rate of the matrix units.
+The engine brings whole tiles of x and of the weights into shared memory, with zeros past their ends. Threads compute no
+addresses and hold no masks, which is what keeps `linear_kernel` from the rate of the matrix units.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from .common import epilogue, pdl_start
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
     x, w, bias, mul, out, M, N, K, mul_stride, k_span, softcap,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    MUL: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SEVERAL: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K], w [N, K] (GATED: [2, N, K], the gate first; one instruction takes rows of both), both as descriptors -> out [M, N].
-    SEVERAL: a program takes more than one tile, and fetches for the next while it stores this one."""
+    """x [M, K], w [N, K] (GATED: [2, N, K], the gate first; one instruction takes rows of both), both as descriptors ->
+    out [M, N]. SEVERAL: a program takes more than one tile, and fetches for the next while it stores this one."""
     pdl_start(PDL)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     SIDES: tl.constexpr = 2 if GATED else 1

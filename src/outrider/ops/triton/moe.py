@@ -1,9 +1,9 @@
 """Mixture of experts: each needed expert is read once a tile of pairs, and a row's answer depends on that row alone.
 
-A pair is (row, slot): one of a row's chosen experts. `routing` picks the experts of each row and lists the pairs by expert; the
-grouped_gemm products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their order. How many pairs a tile
-takes follows from their number; a pair's sums are one chain over the inner dimension whatever the tile (linear.chain). Quantised
-experts have a product of their own (`quant_moe`).
+A pair is (row, slot): one of a row's chosen experts. `routing` picks the experts of each row and lists the pairs by
+expert; the grouped_gemm products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their
+order. How many pairs a tile takes follows from their number; a pair's sums are one chain over the inner dimension
+whatever the tile (linear.chain). Quantised experts have a product of their own (`quant_moe`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def experts_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile of pairs, counted
-    through the experts; programs past the last tile leave at once."""
+    """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile of
+    pairs, counted through the experts; programs past the last tile leave at once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
@@ -60,18 +60,21 @@ def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: t
     pdl_start(PDL)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(TOP):
-        acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(tl.float32)
+        acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + row * n + i, acc.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def mix_epilogue_kernel(
     y, weight, dense, dense_w, post_w, x, out_w, scale, next_w, x_out, h_out, n, eps,
-    TOP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr,
+    TOP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr,
+    NEXT: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes of x and both. PARTS:
-    dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is done."""
+    """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes of x
+    and both. PARTS: dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is done."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -86,7 +89,9 @@ def mix_epilogue_kernel(
     pdl_start(PDL)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(TOP):
-        acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(tl.float32)
+        acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(
+            tl.float32
+        )
     if PARTS == 0:
         a = tl.load(dense + row * n + i, mask=ok, other=0.0).to(tl.float32)
     else:
@@ -136,10 +141,16 @@ def expert_tiling(pairs: int, experts: int) -> ExpertTiling:
 Cut = ExpertTiling | ExpertTile
 
 
-def grouped_gemm(source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, cut: Cut | None) -> None:
+def grouped_gemm(
+    source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, cut: Cut | None
+) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     if isinstance(w, QuantExperts):
-        tile = cut if isinstance(cut, ExpertTile) else choose_tile(pairs, w.matrix, act is not None, max_smem(source.device))
+        tile = (
+            cut
+            if isinstance(cut, ExpertTile)
+            else choose_tile(pairs, w.matrix, act is not None, max_smem(source.device))
+        )
         quant_product(source, w, to, pairs, share, act, pdl, tile)
         return
     g = cut if isinstance(cut, ExpertTiling) else expert_tiling(pairs.count, pairs.experts)
@@ -156,7 +167,8 @@ def grouped_gemm(source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, shar
 
 @dataclass(frozen=True)
 class MoeEpilogue:
-    """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is added to."""
+    """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is added
+    to."""
 
     dense: Tensor  # [R, H]; or float32 [parts, R, H]: spans that are still to be added
     dense_w: Tensor
@@ -169,7 +181,15 @@ class MoeEpilogue:
     parts: int = 0  # of dense
 
 
-def products(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
+def products(
+    pairs: Pairs,
+    x: Tensor,
+    gate_up: DeviceWeight,
+    down: DeviceWeight,
+    act: str,
+    pdl: bool,
+    cut: tuple[Cut, Cut] | None = None,
+) -> Tensor:
     """x [R, H] -> [pairs, H]. cut: other tiles than the rule's, for measuring."""
     inner_out = torch.empty((pairs.count, down.shape[2]), dtype=x.dtype, device=x.device)
     pair_out = torch.empty((pairs.count, x.shape[1]), dtype=x.dtype, device=x.device)
@@ -179,18 +199,28 @@ def products(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight,
     return pair_out
 
 
-def experts(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
+def experts(
+    pairs: Pairs,
+    x: Tensor,
+    gate_up: DeviceWeight,
+    down: DeviceWeight,
+    act: str,
+    pdl: bool,
+    cut: tuple[Cut, Cut] | None = None,
+) -> Tensor:
     """x [R, H] -> [R, H]; pairs: of these rows."""
     pair_out, out = products(pairs, x, gate_up, down, act, pdl, cut), torch.empty_like(x)
     rows, hidden = x.shape
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](
-        pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
 
 def mix(pair_out: Tensor, weight: Tensor, beside: MoeEpilogue, pdl: bool) -> tuple[Tensor, Tensor]:
-    """pair_out [pairs, H], weight float32 [pairs] -> the residual stream, and its norm by next_w (itself where there is none)."""
+    """pair_out [pairs, H], weight float32 [pairs] -> the residual stream, and its norm by next_w (itself where there is
+    none)."""
     (rows, hidden), x = beside.x.shape, beside.x.contiguous()
     whole = rows < PROMPT  # else two launches: more programs at a time are worth more than what one would save
     next_w, given = beside.next_w, (beside.out_w, beside.scale, beside.next_w)
@@ -198,9 +228,12 @@ def mix(pair_out: Tensor, weight: Tensor, beside: MoeEpilogue, pdl: bool) -> tup
     h_out = torch.empty_like(x) if whole and next_w is not None else x_out
     block, warps = width_warps(hidden)
     mix_epilogue_kernel[(rows,)](
-        pair_out, weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, x, *(x if w is None else w for w in given),
-        x_out, h_out, hidden, beside.eps, TOP=len(weight) // rows, PARTS=beside.parts, ADD=whole, OUT=whole and beside.out_w is not None,
-        SCALE=whole and beside.scale is not None, NEXT=whole and next_w is not None, BLOCK=block, PDL=pdl, num_warps=warps,
+        pair_out, weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, x,
+        *(x if w is None else w for w in given),
+        x_out, h_out, hidden, beside.eps, TOP=len(weight) // rows, PARTS=beside.parts, ADD=whole,
+        OUT=whole and beside.out_w is not None,
+        SCALE=whole and beside.scale is not None, NEXT=whole and next_w is not None, BLOCK=block, PDL=pdl,
+        num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return (x_out, h_out) if whole else residual_norm(x, x_out, beside.out_w, beside.scale, next_w, beside.eps, pdl)[:2]

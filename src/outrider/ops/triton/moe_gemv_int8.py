@@ -1,9 +1,10 @@
-"""The experts of 1 to 3 tokens in int8, and the dense MLP beside them where it is in int8 too, in CUDA C++ (`ops/cuda/moe_gemv_int8.cu`): the
-bits of `routing`, `quant_moe` and `quant`, sooner, and in three launches instead of six or seven.
+"""The experts of 1 to 3 tokens in int8, and the dense MLP beside them where it is in int8 too, in CUDA C++
+(`ops/cuda/moe_gemv_int8.cu`): the bits of `routing`, `quant_moe` and `quant`, sooner, and in three launches instead of
+six or seven.
 
-`Plan.of` is the rule, in one place: bfloat16, gate_up in groups of 128 columns, down with a factor for each row, which is what
-`--quantize int8` makes of Gemma's 26B-A4B; and `FewExperts.of` the device: Hopper, where both were seen to give the same bits. Everything
-else, and every larger number of rows, goes to Triton; so does all where NVRTC cannot be had.
+`Plan.of` is the rule, in one place: bfloat16, gate_up in groups of 128 columns, down with a factor for each row, which
+is what `--quantize int8` makes of Gemma's 26B-A4B; and `FewExperts.of` the device: Hopper, where both were seen to give
+the same bits. Everything else, and every larger number of rows, goes to Triton; so does all where NVRTC cannot be had.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ from .wna16_gemv import ACTS
 SOURCE = FOLDER / "moe_gemv_int8.cu"
 MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
 MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router
-WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040  # of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
+WORDS, STAGE, X_BYTES, CHOICES = (
+    2048,
+    2112,
+    256,
+    1040,
+)  # of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
 NUMBERS = (
-    "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span", "down_splits",
+    "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span",
+    "down_splits",
 )  # fmt: skip
 MAX_MOE_GEMV_ROWS = 3  # rows up to which they were: five take 95 us a layer on an H200, in Triton's tiles 89
 
@@ -50,16 +57,32 @@ class SharedMLP:
     @staticmethod
     def of(gate_up: DeviceWeight, down: DeviceWeight, hidden: int, most: int) -> SharedMLP | None:
         """most: chunks that a warp can take of down."""
-        if not isinstance(gate_up, QuantWeight) or not isinstance(down, QuantWeight) or not grouped(gate_up) or not by_row(down):
+        if (
+            not isinstance(gate_up, QuantWeight)
+            or not isinstance(down, QuantWeight)
+            or not grouped(gate_up)
+            or not by_row(down)
+        ):
             return None
         inner = down.shape[1]
-        fits = gate_up.shape == (2 * inner, hidden) and down.shape[0] == hidden and inner % 8 == 0 and spans(down)[0] <= most
+        fits = (
+            gate_up.shape == (2 * inner, hidden)
+            and down.shape[0] == hidden
+            and inner % 8 == 0
+            and spans(down)[0] <= most
+        )
         return SharedMLP(gate_up, down) if fits else None
 
 
 def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
-    """Columns of a span, and spans, in the order of sums that a router [E, H] has in Triton; None: not one for the kernel."""
-    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16 or not router.is_contiguous() or router.shape[0] % 8:
+    """Columns of a span, and spans, in the order of sums that a router [E, H] has in Triton; None: not one for the
+    kernel."""
+    if (
+        not isinstance(router, Tensor)
+        or router.dtype != torch.bfloat16
+        or not router.is_contiguous()
+        or router.shape[0] % 8
+    ):
         return None
     n, k = router.shape
     tile = choose_reduction(n, k, False, router.element_size())
@@ -83,7 +106,16 @@ class MoeGemvPlan:
     told: tuple[int, ...]  # NUMBERS
 
     @staticmethod
-    def of(rows: int, router: DeviceWeight, gate_up: DeviceWeight, down: DeviceWeight, top: int, beside: SharedMLP | None, sms: int, room: int) -> MoeGemvPlan | None:
+    def of(
+        rows: int,
+        router: DeviceWeight,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
+        top: int,
+        beside: SharedMLP | None,
+        sms: int,
+        room: int,
+    ) -> MoeGemvPlan | None:
         if (
             not isinstance(gate_up, QuantExperts)
             or not isinstance(down, QuantExperts)
@@ -97,7 +129,9 @@ class MoeGemvPlan:
         experts, hidden, inner = down.shape
         chunks, deep = gate_up.matrix.chunks, down.matrix.chunks
         most = 1 if rows == 1 else MOST_ROWS
-        chosen = top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS  # a warp chooses; among several rows a place has four bits
+        chosen = (
+            top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS
+        )  # a warp chooses; among several rows a place has four bits
         fits = 0 < rows <= MOST_ROWS and chosen and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
         if not fits or gate_up.shape != (experts, 2 * inner, hidden) or hidden % 128 or inner % 8:
             return None
@@ -107,7 +141,8 @@ class MoeGemvPlan:
             dense, down_chunks = beside.down.shape[1], beside.down.chunks
             (span, splits), (down_span, down_splits) = spans(beside.gate_up), spans(beside.down)
             tiles, units = tiles + dense // 8, units + hidden // 16 * down_splits
-        # One token: the sums of all tiles of a block, a warp for every unit of down. Several: those of two tiles, as many warps as fit.
+        # One token: the sums of all tiles of a block, a warp for every unit of down. Several: those of two tiles, as
+        # many warps as fit.
         each, (listed, pad) = -(-tiles // sms), (CHOICES, 64) if most > 1 else (0, 0)
         sums = chunks * (each if most == 1 else 2) * (64 + most * (64 + pad // 4)) + listed
         stages = min(MOST_STAGES, each, (room - sums) // (chunks * STAGE))
@@ -117,18 +152,29 @@ class MoeGemvPlan:
         if stages < 2 or not most <= warps <= fit:
             return None
         told = (rows, experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
-        return MoeGemvPlan(most, routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, listed + warps * warp, told)
+        return MoeGemvPlan(
+            most, routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, listed + warps * warp, told
+        )
 
 
 def grouped(w: QuantWeight) -> bool:
     """int8 with a bfloat16 factor for each chunk of 128 columns and nothing besides."""
     plain = w.codes is Codes.INT8 and w.plane == 32 and w.per == 4 and not w.half
-    return plain and w.zero_point is None and w.factor is None and w.order is None and w.shape[1] % w.columns_of_chunk == 0
+    return (
+        plain and w.zero_point is None and w.factor is None and w.order is None and w.shape[1] % w.columns_of_chunk == 0
+    )
 
 
 def by_row(w: QuantWeight) -> bool:
     """int8 with a factor for each row."""
-    return w.codes is Codes.INT8 and w.plane == 32 and w.per == 0 and w.factor is not None and w.order is None and w.shape[1] % 8 == 0
+    return (
+        w.codes is Codes.INT8
+        and w.plane == 32
+        and w.per == 0
+        and w.factor is not None
+        and w.order is None
+        and w.shape[1] % 8 == 0
+    )
 
 
 def spans(w: QuantWeight) -> tuple[int, int]:
@@ -156,24 +202,42 @@ class MoeGemvInt8(NvrtcKernels):
 
     source, what = SOURCE, "experts in int8 at up to 3 tokens go"
 
-    def plan(self, x: Tensor, router: DeviceWeight, gate_up: DeviceWeight, down: DeviceWeight, top: int, beside: SharedMLP | None) -> MoeGemvPlan | None:
+    def plan(
+        self,
+        x: Tensor,
+        router: DeviceWeight,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
+        top: int,
+        beside: SharedMLP | None,
+    ) -> MoeGemvPlan | None:
         """None: not one of these."""
         if not self.usable or x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
             return None
         return MoeGemvPlan.of(x.shape[0], router, gate_up, down, top, beside, self.sms, self.room)
 
-    def logits(self, kernels: MoeGemvKernels, plan: MoeGemvPlan, router_in: Tensor, router: Tensor, pdl: bool) -> Tensor:
+    def logits(
+        self, kernels: MoeGemvKernels, plan: MoeGemvPlan, router_in: Tensor, router: Tensor, pdl: bool
+    ) -> Tensor:
         """router_in [R, H] -> float32 [R, E]."""
         z = torch.empty((len(router_in), len(router)), dtype=torch.float32, device=router_in.device)
         given, (span, splits) = [router_in.data_ptr(), router.data_ptr(), z.data_ptr()], plan.router
-        kernels.router(len(router) // 8, 32 * splits, splits * (8 * (2 * span + 32) + 256), [*given, MoeGemvProblem(*plan.told)], pdl)
+        kernels.router(
+            len(router) // 8,
+            32 * splits,
+            splits * (8 * (2 * span + 32) + 256),
+            [*given, MoeGemvProblem(*plan.told)],
+            pdl,
+        )
         return z
 
     def answers(
-        self, kernels: MoeGemvKernels, plan: MoeGemvPlan, z: Tensor, expert_scale: Tensor, x: Tensor, gate_up: QuantExperts, down: QuantExperts,
+        self, kernels: MoeGemvKernels, plan: MoeGemvPlan, z: Tensor, expert_scale: Tensor, x: Tensor,
+        gate_up: QuantExperts, down: QuantExperts,
         h: Tensor, beside: SharedMLP | None, pdl: bool,
     ) -> MoeGemvBuffers:  # fmt: skip
-        """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP reads."""
+        """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP
+        reads."""
         told = dict(zip(NUMBERS, plan.told, strict=True))
         rows, hidden, inner, dense = (told[name] for name in ("rows", "hidden", "inner", "dense"))
         count = rows * told["top"]

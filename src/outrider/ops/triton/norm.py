@@ -1,4 +1,5 @@
-"""Row-wise kernels: RMSNorm, the fused residual step, embedding rows, gating. One row a program, so a row stands alone."""
+"""Row-wise kernels: RMSNorm, the fused residual step, embedding rows, gating. One row a program, so a row stands
+alone."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def per_layer_kernel(ids, table, projected, w, out, layers, scale, factor, eps, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def per_layer_kernel(
+    ids, table, projected, w, out, layers, scale, factor, eps, n, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """One layer's part of one row a program."""
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -57,10 +60,16 @@ def per_layer_kernel(ids, table, projected, w, out, layers, scale, factor, eps, 
     e = tl.load(table + tl.load(ids + row) * layers * n + at, mask=ok, other=0.0).to(tl.float32)
     h = (tl.load(projected + row * layers * n + at, mask=ok, other=0.0).to(tl.float32) * scale).to(kind).to(tl.float32)
     h = (h * tl.rsqrt(tl.sum(h * h, 0) / n + eps) * gain).to(kind).to(tl.float32) + (e * factor).to(kind).to(tl.float32)
-    tl.store(out + (layer * tl.num_programs(0) + row) * n + i, (h.to(kind).to(tl.float32) * 0.7071067811865476).to(kind), mask=ok)
+    tl.store(
+        out + (layer * tl.num_programs(0) + row) * n + i,
+        (h.to(kind).to(tl.float32) * 0.7071067811865476).to(kind),
+        mask=ok,
+    )
 
 
-def per_layer_inputs(ids: Tensor, table: Tensor, projected: Tensor, scale: float, w: Tensor, eps: float, pdl: bool) -> Tensor:
+def per_layer_inputs(
+    ids: Tensor, table: Tensor, projected: Tensor, scale: float, w: Tensor, eps: float, pdl: bool
+) -> Tensor:
     rows, width = projected.shape[0], w.shape[0]
     layers = projected.shape[1] // width
     out = torch.empty((layers, rows, width), dtype=projected.dtype, device=projected.device)
@@ -76,11 +85,12 @@ def per_layer_inputs(ids: Tensor, table: Tensor, projected: Tensor, scale: float
 @triton.jit
 def residual_norm_kernel(
     x, y, post_w, scale, next_w, second_w, third_w, x_out, h_out, second_out, third_out, n, eps,
-    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """MORE: three norms of the sum instead of one. EARLY: weights are fetched while the kernel ahead still runs; where there are many rows,
-    more programs at a time are worth more than the registers that this takes."""
+    """MORE: three norms of the sum instead of one. EARLY: weights are fetched while the kernel ahead still runs; where
+    there are many rows, more programs at a time are worth more than the registers that this takes."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -121,8 +131,8 @@ def residual_norm(
     x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
     more: tuple[Tensor, Tensor] | None = None, early: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for). early: other than the rule's, for
-    measuring."""
+    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for). early: other than the
+    rule's, for measuring."""
     rows, width = x.shape
     early = rows < PROMPT if early is None else early
     x, y = x.contiguous(), y.contiguous()
@@ -131,9 +141,11 @@ def residual_norm(
     second, third = (x_out, x_out) if more is None else (torch.empty_like(x), torch.empty_like(x))
     block, warps = width_warps(width)
     residual_norm_kernel[(rows,)](
-        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, *(more or (x, x)),
+        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w,
+        *(more or (x, x)),
         x_out, h_out, second, third, width, eps,
-        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block, EARLY=early,
+        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block,
+        EARLY=early,
         PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}), **({} if early else {"maxnreg": 64}),
     )  # fmt: skip
     return x_out, h_out, second, third
@@ -156,7 +168,8 @@ def embed(ids: Tensor, table: Tensor, scale: float, pdl: bool) -> Tensor:
     out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
     factor = float(torch.tensor(scale, dtype=table.dtype))  # on the host: rounded as the twin rounds it
     embed_kernel[(ids.shape[0], triton.cdiv(width, 2048))](
-        ids, table, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        ids, table, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
@@ -177,6 +190,7 @@ def act_mul(x: Tensor, y: Tensor, act: str, pdl: bool) -> Tensor:
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     act_mul_kernel[(rows, triton.cdiv(width, 1024))](
-        x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

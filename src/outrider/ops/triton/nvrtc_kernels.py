@@ -1,5 +1,6 @@
-"""What stands beside Triton's kernels: others in CUDA C++ with the same bits, compiled at first need. They are for Hopper, where both were
-seen to give the same bits; elsewhere, and where they cannot be compiled, everything goes through Triton, and a line of the log says so."""
+"""What stands beside Triton's kernels: others in CUDA C++ with the same bits, compiled at first need. They are for
+Hopper, where both were seen to give the same bits; elsewhere, and where they cannot be compiled, everything goes
+through Triton, and a line of the log says so."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class NvrtcKernels:
         """A function of the source, compiled with these; None: it cannot be."""
         if (name, flags) not in self.made:
             try:
-                self.made[name, flags] = Kernel(self.source.read_text(), name, dict(flags), self.device, self.room, self.own)
+                self.made[name, flags] = Kernel(
+                    self.source.read_text(), name, dict(flags), self.device, self.room, self.own
+                )
             except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
                 self.say(error)
                 self.usable = False

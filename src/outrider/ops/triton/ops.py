@@ -27,22 +27,37 @@ SIDE_STREAM_ROWS = 8  # rows up to which experts and the dense MLP beside them r
 class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
-        independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=8192,
+        independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024,
+        packed_rows=8192,
         prefill_with_decodes=512, prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
     )  # fmt: skip
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
-        self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
-        self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
+        self.pdl = (
+            torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
+        )
+        self.semaphores = torch.zeros(
+            NUM_SEMAPHORES, dtype=torch.int32, device=device
+        )  # every kernel leaves its counters at 0
         self.pointers = trees.Pointers()
         on_gpu = torch.device(device).type == "cuda"
         self.shared = max_smem(torch.device(device))
-        self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9  # what tiles of prompts were made for and seen on
-        self.ahead = Precompiler[GemmKind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant) if on_gpu else None
+        self.hopper = (
+            not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
+        )  # what tiles of prompts were made for and seen on
+        self.ahead = (
+            Precompiler[GemmKind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant)
+            if on_gpu
+            else None
+        )
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        if asked == "fp8" and self.semaphores.is_cuda and torch.cuda.get_device_capability(self.semaphores.device) < (8, 9):
+        if (
+            asked == "fp8"
+            and self.semaphores.is_cuda
+            and torch.cuda.get_device_capability(self.semaphores.device) < (8, 9)
+        ):
             raise OutriderError("--kv-dtype fp8: this GPU has no eight-bit floats (sm_89 and later have); leave it out")
         return super().kv_dtype(dtype, asked)
 
@@ -62,7 +77,9 @@ class TritonOps(ReferenceOps):
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
 
-    def per_layer_inputs(self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
+    def per_layer_inputs(
+        self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
+    ) -> Tensor:
         return norm.per_layer_inputs(ids, as_tensor(table), projected, scale, w, eps, self.pdl)
 
     def residual_norm(
@@ -70,21 +87,32 @@ class TritonOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         return norm.residual_norm(x, y, post_w, scale, next_w, eps, self.pdl)[:2]
 
-    def residual_norms(self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def residual_norms(
+        self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return norm.residual_norm(x, y, post_w, None, w[0], eps, self.pdl, w[1:])
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return norm.act_mul(x, y, act, self.pdl)
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
-        return dense_gemm(h, as_tensor(w), self.semaphores, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl, ahead=self.ahead)
+        return dense_gemm(
+            h, as_tensor(w), self.semaphores, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl, ahead=self.ahead
+        )
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         return rope.rope_angles(positions, inv_freq, self.pdl)
 
     def rope_write(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        spec: AttnSpec,
+        kv: KVView,
     ) -> Tensor:
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
@@ -94,7 +122,9 @@ class TritonOps(ReferenceOps):
         return attention.attend(q, spec, kv, self.pdl)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
-    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int) -> Frontier:
+    def branch(
+        self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
+    ) -> Frontier:
         return trees.branch(logits, ids, noise, front, nodes, level, self.pdl)
 
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
@@ -104,7 +134,8 @@ class TritonOps(ReferenceOps):
         return trees.build_fixed_tree(nodes, count, depth, self.pdl)
 
     def accept_path(
-        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int,
+        limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return trees.accept_path(chosen, ids, parent_rows, MAX_DRAFT + 1, start, deepest, limit, self.pdl)
 
@@ -113,24 +144,37 @@ class TritonOps(ReferenceOps):
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        router: DeviceWeight,
+        expert_scale: Tensor,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
+        top_k: int,
+        act: str,
     ) -> Tensor:
         z = self.logits(router_in, router, None)  # float32: a choice between experts should not hang on bf16 rounding
         return moe.experts(list_pairs(z, expert_scale, top_k, self.pdl), x, gate_up, down, act, self.pdl)
 
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str,
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
+        down: DeviceWeight, top_k: int, act: str,
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dense, join = self.dense_mlp(h, mlp_gate_up, mlp_down, act)
         pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
         pair_out = moe.products(pairs, x, gate_up, down, act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, moe.MoeEpilogue(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), join())
+        return moe.mix(
+            pair_out, pairs.weight, moe.MoeEpilogue(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), join()
+        )
 
-    def dense_mlp(self, h: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str) -> tuple[Tensor, Callable[[], bool]]:
-        """The MLP beside experts. Of few rows it runs while they do, on a stream of its own: who reads it first calls what comes with it,
-        which says whether that reader may begin before the kernel ahead is done."""
+    def dense_mlp(
+        self, h: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str
+    ) -> tuple[Tensor, Callable[[], bool]]:
+        """The MLP beside experts. Of few rows it runs while they do, on a stream of its own: who reads it first calls
+        what comes with it, which says whether that reader may begin before the kernel ahead is done."""
         if not self.semaphores.is_cuda or len(h) > SIDE_STREAM_ROWS:
             return self.linear(self.gated_linear(h, gate_up, act), down), lambda: self.pdl
         ops, side = self.side_stream
@@ -156,7 +200,9 @@ class TritonOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return choose.cluster_scores(self.logits(g, centroids, None), cluster_bonus, g, as_tensor(rows), top, self.pdl)
 
-    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor:
+    def cluster_bonus(
+        self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
+    ) -> Tensor:
         return choose.cluster_bonus(tokens, seed, position, temperature, sampled, self.pdl)
 
     def compile_drafter(self, drafter: M) -> M:
@@ -167,10 +213,16 @@ class TritonOps(ReferenceOps):
             return drafter
         if draft.unsupported(drafter) is None:
             return cast(M, draft.FusedDrafter(drafter, pdl=True))
-        return cast(M, draft_steps.SteppedDrafter(drafter, pdl=True)) if draft_steps.unsupported(drafter) is None else drafter
+        return (
+            cast(M, draft_steps.SteppedDrafter(drafter, pdl=True))
+            if draft_steps.unsupported(drafter) is None
+            else drafter
+        )
 
     def argmax(self, z: Tensor) -> Tensor:
         return choose.argmax(z, self.pdl)
 
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor:
+    def gumbel_argmax(
+        self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
+    ) -> Tensor:
         return choose.gumbel_argmax(z, seed, position, tokens, sampled, self.pdl)

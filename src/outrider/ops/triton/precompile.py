@@ -1,9 +1,10 @@
 """Compiling side by side what a pass of another size will need.
 
-A pass of more rows takes larger tiles, and a model has some ten kinds of products: compiled one after the other when they are first
-launched they would hold up whoever is being served for a quarter of a minute, once a machine. So the products that were asked for are
-remembered, and when the first of them comes with a new number of rows, all of them are compiled for it at once, a thread each.
-Nothing is launched here, and nothing depends on it: what could not be compiled ahead is compiled when it is needed.
+A pass of more rows takes larger tiles, and a model has some ten kinds of products: compiled one after the other when
+they are first launched they would hold up whoever is being served for a quarter of a minute, once a machine. So the
+products that were asked for are remembered, and when the first of them comes with a new number of rows, all of them are
+compiled for it at once, a thread each. Nothing is launched here, and nothing depends on it: what could not be compiled
+ahead is compiled when it is needed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ log = logging.getLogger("outrider")
 
 class Precompiler(Generic[Asked]):
     def __init__(self, compile_one: Callable[[Asked, int], None], variant: Callable[[Asked, int], Hashable]):
-        """compile_one(asked, rows): compiles, launches nothing; may fail. variant(asked, rows): numbers of rows that share it share
-        the kernel."""
+        """compile_one(asked, rows): compiles, launches nothing; may fail. variant(asked, rows): numbers of rows that
+        share it share the kernel."""
         self._compile, self._variant = compile_one, variant
         self._asked, self._rows = dict[Asked, None](), set[int]()
         self._made: set[tuple[Asked, Hashable]] = set()

@@ -1,9 +1,9 @@
 """Attention of prompt chunks: many queries of a sequence, heads of 256 and 512, splits of one block.
 
-The sums of `attention`, so the same bits, arranged for the matrix units. A split's product with the values is made for a quarter of the
-columns at a time and added to the sums before the next quarter is begun: then one accumulator of all columns is alive and not two, and
-tiles of 128 queries (two warpgroups with 64 whole rows each, so that nothing of a row is exchanged) fit the registers.
-Only blocks at the edge of what a tile sees are masked.
+The sums of `attention`, so the same bits, arranged for the matrix units. A split's product with the values is made for
+a quarter of the columns at a time and added to the sums before the next quarter is begun: then one accumulator of all
+columns is alive and not two, and tiles of 128 queries (two warpgroups with 64 whole rows each, so that nothing of a row
+is exchanged) fit the registers. Only blocks at the edge of what a tile sees are masked.
 """
 
 from __future__ import annotations
@@ -43,17 +43,34 @@ def choose_prefill_config(spec: AttnSpec, cut: ReductionSpec) -> PrefillAttentio
 
 def supports(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> bool:
     """Whether all splits that a row of this pass can see are single blocks, and the tile fits. In bfloat16:
-    a split's factor goes into its weights, and float16 has no room for small ones. K/V of eight bits: where there are tiles for half of an
-    H200's sms; smaller ones of `attention` widen it where it is multiplied."""
+    a split's factor goes into its weights, and float16 has no room for small ones. K/V of eight bits: where there are
+    tiles for half of an H200's sms; smaller ones of `attention` widen it where it is multiplied."""
     cut = choose_reduction(spec, dtype, shared)
     plain = dtype == torch.bfloat16 and kv.ancestors is None
     blocks = cut.fine == cut.bn and (spec.window is not None or kv.max_context <= cut.near)
     packed = kv.max_rows * (spec.heads // spec.kv_heads)
-    few = is_fp8(kv, spec) and (kv.row_start.shape[0] - 1) * spec.kv_heads * triton.cdiv(packed, choose_prefill_config(spec, cut).bq) <= 66
-    return plain and blocks and packed > MIN_QUERIES and not few and spec.head_dim in (256, 512) and shared > WIDE_HEAD_SMEM
+    few = (
+        is_fp8(kv, spec)
+        and (kv.row_start.shape[0] - 1) * spec.kv_heads * triton.cdiv(packed, choose_prefill_config(spec, cut).bq) <= 66
+    )
+    return (
+        plain
+        and blocks
+        and packed > MIN_QUERIES
+        and not few
+        and spec.head_dim in (256, 512)
+        and shared > WIDE_HEAD_SMEM
+    )
 
 
-def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None, shape: PrefillAttentionConfig | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    spec: AttnSpec,
+    kv: KVView,
+    pdl: bool,
+    cut: ReductionSpec | None = None,
+    shape: PrefillAttentionConfig | None = None,
+) -> Tensor:
     """cut, shape: others than the rules', for measuring."""
     keys, values = kv_tensors(kv, spec)
     cut = cut or choose_reduction(spec, q.dtype, max_smem(q.device))
@@ -61,8 +78,10 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec 
     out, table = torch.empty_like(q), kv.tables[spec.group]
     tiles = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), shape.bq)
     prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
-        q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634,
-        HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0, BQ=shape.bq, BN=cut.bn,
+        q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0),
+        spec.scale * 1.4426950408889634,
+        HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0,
+        BQ=shape.bq, BN=cut.bn,
         PREFETCH=shape.ahead, ASM=q.device.type != "cpu", PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -72,12 +91,15 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec 
 @triton.jit
 def _values(values, to, live, FIRST: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """A quarter of the columns of a block's values [BN, PIECE], or two of eight bits: a tuple."""
-    return widen_columns(tl.load(values + to[:, None] + (FIRST + tl.arange(0, PIECE))[None, :], mask=live[:, None], other=0), KIND, ASM)
+    return widen_columns(
+        tl.load(values + to[:, None] + (FIRST + tl.arange(0, PIECE))[None, :], mask=live[:, None], other=0), KIND, ASM
+    )
 
 
 @triton.jit
 def _add(sums, before, more):
-    """An explicit addition: the compiler would make `sums * before` the start of the product, whose sums then had another order."""
+    """An explicit addition: the compiler would make `sums * before` the start of the product, whose sums then had
+    another order."""
     return tl.fma(sums, tl.broadcast_to(before, sums.shape), more)
 
 
@@ -87,7 +109,8 @@ def prompt_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles first: they see most."""
+    """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles
+    first: they see most."""
     tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty

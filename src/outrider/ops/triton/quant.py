@@ -1,19 +1,22 @@
 """Products with quantised weights: y = x · wᵀ for any number of rows, dequantised in registers, row-invariant.
 
-**Layout** (`repack`). A weight's columns are cut into chunks of 8 (4-bit) or 4 (8-bit) planes of P columns; a chunk of one row is P
-words of 32 bits. Word 2c holds, for the first half of the planes, columns 2c (lower 16 bits) and 2c + 1 (upper 16 bits) of each
-plane; word 2c + 1 the same for the second half. So one mask gives a register with two neighbouring columns of one plane, exactly as
-the matrix instruction takes them: nothing moves between threads, and a plane multiplies P neighbouring columns of x. 64 rows of a chunk
-lie together, so a program reads one contiguous piece of memory. Of five and six bits the lower four lie so, and beside each word the one
-or two above each of its eight nibbles, in a byte or two. Factors are 16-bit pairs, a word for two groups, a row's words beside each other,
-64 rows together too.
+**Layout** (`repack`). A weight's columns are cut into chunks of 8 (4-bit) or 4 (8-bit) planes of P columns; a chunk of
+one row is P words of 32 bits. Word 2c holds, for the first half of the planes, columns 2c (lower 16 bits) and 2c + 1
+(upper 16 bits) of each plane; word 2c + 1 the same for the second half. So one mask gives a register with two
+neighbouring columns of one plane, exactly as the matrix instruction takes them: nothing moves between threads, and a
+plane multiplies P neighbouring columns of x. 64 rows of a chunk lie together, so a program reads one contiguous piece
+of memory. Of five and six bits the lower four lie so, and beside each word the one or two above each of its eight
+nibbles, in a byte or two. Factors are 16-bit pairs, a word for two groups, a row's words beside each other, 64 rows
+together too.
 
-**Order of sums**: planes in order, chunks in order, then `splits` spans in order: a function of the shape alone. The weights are on the
-long side of the matrix instruction, the tokens on the short one, so a token's sum does not depend on how many there are. (8 tokens
-take Hopper's older instruction, more its newer one: both gave the same bits on an H200, as the device checks compare.)
+**Order of sums**: planes in order, chunks in order, then `splits` spans in order: a function of the shape alone. The
+weights are on the long side of the matrix instruction, the tokens on the short one, so a token's sum does not depend on
+how many there are. (8 tokens take Hopper's older instruction, more its newer one: both gave the same bits on an H200,
+as the device checks compare.)
 
-**Factors** multiply the sum of a group, in float32: the weights themselves are small integers (or floats of 4 or 8 bits), which
-bfloat16 holds exactly. `zero_point` is for formats with an offset: zero_point[n, g] · (sum of x over the group) is added.
+**Factors** multiply the sum of a group, in float32: the weights themselves are small integers (or floats of 4 or 8
+bits), which bfloat16 holds exactly. `zero_point` is for formats with an offset: zero_point[n, g] · (sum of x over the
+group) is added.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ def _half(pair, HIGH: tl.constexpr, FP16: tl.constexpr):
 
 @triton.jit
 def _pairs(ptr, PAIRS: tl.constexpr, PLAIN: tl.constexpr):
-    """The words of a chunk's factors, of a row one, two or four beside each other: one load in whichever layout its user has. A plain one
-    would be laid out for itself and moved through shared memory."""
+    """The words of a chunk's factors, of a row one, two or four beside each other: one load in whichever layout its
+    user has. A plain one would be laid out for itself and moved through shared memory."""
     if PLAIN:
         a = tl.load(ptr)
         b, c, d = a, a, a
@@ -72,25 +75,29 @@ def _pairs(ptr, PAIRS: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _total(ptr, DIRECT: tl.constexpr):
-    """A group's sums of x, by token: straight into the layout of the sums they are added to where a thread has few tokens."""
+    """A group's sums of x, by token: straight into the layout of the sums they are added to where a thread has few
+    tokens."""
     if not DIRECT:
         return tl.load(ptr)
     else:
         at = ptr.to(tl.int64, bitcast=True)
         # The kernel before wrote them: not pure, so that it stays behind the wait.
-        return tl.inline_asm_elementwise("ld.global.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "ld.global.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def add_chunk(
     acc, beside, words, above, scales, lifts, x_ptr, y_ptr, live, also, sums, sums_stride, left,
-    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, ZERO_POINT: tl.constexpr,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] and the products of one chunk: words [BN, P] with what is above them, their factors and offsets; x at x_ptr [BM, P] and
-    on, of which `left` columns are there; live [BM]: tokens that are; sums [BM]: where those of x over the chunk's first group lie, those
-    of the next one sums_stride further (of tokens that are not: anything). beside [BN, MORE], y_ptr, also: further tokens, of groups
-    without an offset."""
+    """acc [BN, BM] and the products of one chunk: words [BN, P] with what is above them, their factors and offsets; x
+    at x_ptr [BM, P] and on, of which `left` columns are there; live [BM]: tokens that are; sums [BM]: where those of x
+    over the chunk's first group lie, those of the next one sums_stride further (of tokens that are not: anything).
+    beside [BN, MORE], y_ptr, also: further tokens, of groups without an offset."""
     values = planes_of(words, above, CODES, P, BN, x_ptr.dtype.element_ty, PLAIN)
     d = tl.zeros((BN, BM), dtype=tl.float32)
     for i in tl.static_range(PLANES):
@@ -116,7 +123,9 @@ def add_chunk(
                 if EVEN:
                     b = tl.load(y_ptr + i * P, mask=also[:, None], other=0.0)
                 else:
-                    b = tl.load(y_ptr + i * P, mask=also[:, None] & (tl.arange(0, P)[None, :] < left - i * P), other=0.0)
+                    b = tl.load(
+                        y_ptr + i * P, mask=also[:, None] & (tl.arange(0, P)[None, :] < left - i * P), other=0.0
+                    )
                 beside += tl.dot(values[i], tl.trans(b), input_precision=PREC) * factor
     return acc, beside
 
@@ -125,14 +134,18 @@ def add_chunk(
 def quant_kernel(
     x, w, high, scale, zero_point, sums, factor, bias, mul, out, partial_out, semaphores,
     M, N, K, chunks, chunk_span, x_stride, mul_stride, sums_stride, softcap,
-    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, ZERO_POINT: tl.constexpr,
-    FACTOR: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    FACTOR: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    PLAIN: tl.constexpr,
     PREC: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, TRIGGER_LATE: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, zero_point int32 [N / 64, chunks, 64, pairs]; sums
-    float32 [groups, M and more]; factor [N]. PER: planes of a group; 0: no factors but those of whole rows. GATED: gate rows, then up
-    rows -> out [M, N / 2]. MORE: tokens beside BM, so that a program may take 40: four drafted ones of eight sequences."""
+    """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, zero_point int32 [N / 64,
+    chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N]. PER: planes of a group; 0: no factors but those
+    of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]. MORE: tokens beside BM, so that a program may take
+    40: four drafted ones of eight sequences."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     COLUMNS: tl.constexpr = PLANES * P
@@ -142,7 +155,9 @@ def quant_kernel(
     if GATED:  # gate and up rows alternate in the tile, and so do the sums
         cols = tl.minimum(pid_n * (BN // 2) + local // 2, N // 2 - 1) + (local % 2) * (N // 2)
     else:
-        cols = tl.minimum(pid_n * BN + local, N - 1)  # rows of the weight; those past the end repeat the last one and are never stored
+        cols = tl.minimum(
+            pid_n * BN + local, N - 1
+        )  # rows of the weight; those past the end repeat the last one and are never stored
     first = split * chunk_span
     last = tl.minimum(first + chunk_span, chunks)
     block = (cols // 64).to(tl.int64) * chunks
@@ -180,14 +195,17 @@ def quant_kernel(
             lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
         at_sums = sums + chunk * GROUPS * sums_stride + rows
         acc, beside = add_chunk(
-            acc, beside, words, above, scales, lifts, x_ptr + chunk * COLUMNS, y_ptr + chunk * COLUMNS, rows < M, more < M, at_sums,
+            acc, beside, words, above, scales, lifts, x_ptr + chunk * COLUMNS, y_ptr + chunk * COLUMNS, rows < M,
+            more < M, at_sums,
             sums_stride, K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, ZERO_POINT, BM, MORE, BN, EVEN, PLAIN, PREC,
         )  # fmt: skip
     if FACTOR:
         acc *= tl.load(factor + cols)[:, None]
         if MORE > 0:
             beside *= tl.load(factor + cols)[:, None]
-    if TRIGGER_LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
+    if (
+        TRIGGER_LATE
+    ):  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
     if SPLITS > 1:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
@@ -198,20 +216,40 @@ def quant_kernel(
         if MORE > 0:
             _keep(base_part + split * SIZE + BM * BN, beside, more < M, MORE, BN)
         tl.debug_barrier()
-        done = tl.atomic_add( semaphores + place, 1, sem="acq_rel")
+        done = tl.atomic_add(semaphores + place, 1, sem="acq_rel")
         if done == SPLITS - 1:
             tl.debug_barrier()
             acc = _added(base_part, rows < M, SIZE, SPLITS, BM, BN)
             if MORE > 0:
                 beside = _added(base_part + BM * BN, more < M, SIZE, SPLITS, MORE, BN)
-            tl.store( semaphores + place, 0)
+            tl.store(semaphores + place, 0)
             _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
             if MORE > 0:
-                _finish(beside, bias, mul, out, more, pid_n, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+                _finish(
+                    beside,
+                    bias,
+                    mul,
+                    out,
+                    more,
+                    pid_n,
+                    M,
+                    N,
+                    mul_stride,
+                    softcap,
+                    MORE,
+                    BN,
+                    GATED,
+                    ACT,
+                    BIAS,
+                    MUL,
+                    SOFTCAP,
+                )
     else:
         _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
         if MORE > 0:
-            _finish(beside, bias, mul, out, more, pid_n, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+            _finish(
+                beside, bias, mul, out, more, pid_n, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP
+            )
 
 
 @triton.jit
@@ -297,21 +335,28 @@ def quant_linear(
     grid = (triton.cdiv(rows, bm + tile.more), triton.cdiv(n, tile.bn), splits)
     partial_out = out
     if splits > 1:
-        partial_out = torch.empty((grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32, device=x.device)
+        partial_out = torch.empty(
+            (grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32, device=x.device
+        )
     bias, mul = extras.bias, extras.mul
     plain = x.dtype != torch.bfloat16 or x.device.type == "cpu"
     sums = group_sums(x, w, bm, pdl) if w.zero_point is not None else out
     quant_kernel[grid](
         x, w.words, w.words if w.high is None else w.high, w.words if w.scale is None else w.scale,
         w.words if w.zero_point is None else w.zero_point, sums,
-        w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out, out, partial_out, semaphores,
-        rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, sums.stride(0), float(extras.softcap or 0.0),
-        CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, ZERO_POINT=w.zero_point is not None, FACTOR=w.factor is not None,
-        BM=bm, MORE=tile.more, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None, MUL=mul is not None,
+        w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out,
+        out, partial_out, semaphores,
+        rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, sums.stride(0),
+        float(extras.softcap or 0.0),
+        CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, ZERO_POINT=w.zero_point is not None,
+        FACTOR=w.factor is not None,
+        BM=bm, MORE=tile.more, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None,
+        MUL=mul is not None,
         SOFTCAP=extras.softcap is not None, EVEN=k % w.columns_of_chunk == 0, SPLITS=splits, PLAIN=plain,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages,
         PREFETCH=tile.ahead if pdl else 0, PDL=pdl,
-        TRIGGER_LATE=pdl and w.words.nbytes >= LATE_TRIGGER_BYTES, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        TRIGGER_LATE=pdl and w.words.nbytes >= LATE_TRIGGER_BYTES, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers,
         enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `wna16_gemv`
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

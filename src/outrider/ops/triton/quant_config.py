@@ -1,7 +1,7 @@
 """How quantised weights are cut among programs.
 
-`splits` are part of the order of sums: a function of the shape alone. Rows of a program, warps and stages are not, and follow the number of
-tokens: the bits were the same on an H200 whatever they were (docs/gpu.md has the measurements).
+`splits` are part of the order of sums: a function of the shape alone. Rows of a program, warps and stages are not, and
+follow the number of tokens: the bits were the same on an H200 whatever they were (docs/gpu.md has the measurements).
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from functools import lru_cache
 import torch
 import triton
 
-SMEM_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # of shared memory a program may take, by architecture
+SMEM_KIB = {
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    120: 99,
+}  # of shared memory a program may take, by architecture
 
 
 @lru_cache
@@ -38,11 +47,14 @@ class QuantTile:
     ahead: int = 2  # chunks asked for before the kernel ahead is done
     warps: int = 4
     more: int = 0  # tokens beside those of a tile: 40 are 32 and 8
-    registers: int | None = None  # most a thread may take, so that more programs are at work on a SM; None: the compiler's choice
+    registers: int | None = (
+        None  # most a thread may take, so that more programs are at work on a SM; None: the compiler's choice
+    )
 
 
 def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
-    """As many programs of 64 rows as are at work at once, six on each of 132 sms, but none with less than four chunks."""
+    """As many programs of 64 rows as are at work at once, six on each of 132 sms, but none with less than four
+    chunks."""
     tiles, chunks = triton.cdiv(n, 64), triton.cdiv(k * bits, 1024)
     return QuantTile(64, max(1, min(780 // tiles, chunks // 4)), 4)
 
@@ -60,12 +72,19 @@ def fit(
 ) -> tuple[int, QuantTile]:
     """Tokens of a tile, and the tile that goes with them. columns: of a chunk; plane: words of a row's chunk; lone: a
     group is one plane; above: there are bits above the nibbles."""
-    # Five bits take no tile of 8 tokens: the byte above a word makes the compiler pair four neighbouring columns there instead of two
-    # (kWidth), and sums round differently than in tiles of 16 to 128, which had the same bits on an H200.
-    if rows <= 8 and plane == 32 and not above:  # 4 bits: two warps with 32 rows each share what there is beside the weights
+    # Five bits take no tile of 8 tokens: the byte above a word makes the compiler pair four neighbouring columns there
+    # instead of two (kWidth), and sums round differently than in tiles of 16 to 128, which had the same bits on an
+    # H200.
+    if (
+        rows <= 8 and plane == 32 and not above
+    ):  # 4 bits: two warps with 32 rows each share what there is beside the weights
         return 8, replace(tile, warps=2, stages=3, registers=160) if bits == 4 else tile
-    if rows > 64 and shared >= 226 << 10:  # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights a program 2,185
-        return 128, replace(tile, bn=128, warps=8, stages=2 if has_zero_point or above else 3)  # offsets and bits above take room too
+    if (
+        rows > 64 and shared >= 226 << 10
+    ):  # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights a program 2,185
+        return 128, replace(
+            tile, bn=128, warps=8, stages=2 if has_zero_point or above else 3
+        )  # offsets and bits above take room too
     if (
         32 < rows <= 40 and bits == 4 and lone and not has_zero_point and not above and shared >= 226 << 10
     ):  # four drafted tokens of eight sequences
@@ -75,5 +94,6 @@ def fit(
     each = tile.bn * plane * 4 + bm * columns * 2
     if shared < 100 << 10 and bm == 64:
         bm, each = 32, tile.bn * plane * 4 + 32 * columns * 2
-    # Three programs on a SM are worth more than their stages: 31B gate_up in int4 at 40 rows takes 121 us with two, 152 with four.
+    # Three programs on a SM are worth more than their stages: 31B gate_up in int4 at 40 rows takes 121 us with two, 152
+    # with four.
     return bm, replace(tile, stages=max(2, min(4, shared // each + 1, (80 << 10) // each)))

@@ -1,9 +1,11 @@
-"""Experts that stay in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers, as `quant` does it.
+"""Experts that stay in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers, as
+`quant` does it.
 
-Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program takes BN rows of one
-expert and up to BM of its pairs, the weights on the long side of the matrix instruction.
+Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program
+takes BN rows of one expert and up to BM of its pairs, the weights on the long side of the matrix instruction.
 
-**Order of sums**: planes in order, chunks in order, one chain for a pair whatever the tile: its answer depends on that pair alone.
+**Order of sums**: planes in order, chunks in order, one chain for a pair whatever the tile: its answer depends on that
+pair alone.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ def hold_experts(weight: Weight) -> QuantExperts | None:
     count, n, k = weight.shape
     if any(unit.shared for unit in weight.format.units.values()):
         return None
-    made = repack(Weight(weight.format, (count * n, k), {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()}))
+    made = repack(
+        Weight(weight.format, (count * n, k), {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()})
+    )
     return None if made is None else QuantExperts((count, n, k), made)
 
 
 def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
-    """Dense experts in a format whose rows stand alone, some rows at a time: rounding takes several times what is rounded."""
+    """Dense experts in a format whose rows stand alone, some rows at a time: rounding takes several times what is
+    rounded."""
     count, n, k = dense.shape
     rows, tiles = dense.reshape(count * n, k), triton.cdiv(count * n, ROWS)
     step, whole, part = max(1, SLICE // (k * ROWS)), dict[str, Tensor](), None
@@ -55,13 +60,20 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
         part = repack(format.quantise(rows[lo * ROWS : (lo + step) * ROWS]))
         if part is None:
             return None
-        for name, t in (("words", part.words), ("scale", part.scale), ("zero_point", part.zero_point), ("factor", part.factor), ("high", part.high)):
+        for name, t in (
+            ("words", part.words),
+            ("scale", part.scale),
+            ("zero_point", part.zero_point),
+            ("factor", part.factor),
+            ("high", part.high),
+        ):
             if t is not None:
                 each = len(t) // len(part.words)  # a tile has one entry, or one for each of its rows
                 whole.setdefault(name, t.new_empty((tiles * each, *t.shape[1:])))[lo * each : lo * each + len(t)] = t
     assert part is not None
     held = replace(
-        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), zero_point=whole.get("zero_point"), factor=whole.get("factor"),
+        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), zero_point=whole.get("zero_point"),
+        factor=whole.get("factor"),
         high=whole.get("high"),
     )  # fmt: skip
     return QuantExperts((count, n, k), held)
@@ -70,13 +82,16 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
 @triton.jit
 def quant_experts_kernel(
     x, w, high, scale, zero_point, sums, factor, members, counts, out, N, K, chunks, sums_stride,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALONE: tl.constexpr,
-    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, ZERO_POINT: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    ALONE: tl.constexpr,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N / 2]).
-    Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at once."""
+    """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N
+    / 2]). Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at
+    once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
@@ -88,7 +103,9 @@ def quant_experts_kernel(
         if GATED:  # gate and up rows alternate in the tile, and so do the sums
             rows = e * N + tl.minimum(pid_n * (BN // 2) + local // 2, N // 2 - 1) + (local % 2) * (N // 2)
         else:
-            rows = e * N + tl.minimum(pid_n * BN + local, N - 1)  # rows past the end repeat the last one and are never stored
+            rows = e * N + tl.minimum(
+                pid_n * BN + local, N - 1
+            )  # rows past the end repeat the last one and are never stored
         block = (rows // 64).to(tl.int64) * chunks
         w_at = (block * (64 * P) + (rows % 64) * P)[:, None] + tl.arange(0, P)[None, :]
         w_ptr, h_ptr = w + w_at, high + w_at
@@ -123,7 +140,8 @@ def quant_experts_kernel(
 
 @triton.jit
 def _finish(
-    acc, factor, out, rows, pair, live, pid_n, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    acc, factor, out, rows, pair, live, pid_n, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr,
     FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Round where the plain twin rounds: after the product, after the activation."""
@@ -180,7 +198,8 @@ def quant_product(
         sums, to if m.factor is None else m.factor,
         pairs.members, pairs.counts, to, n, k, m.chunks, sums.stride(0),
         EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
-        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, ZERO_POINT=m.zero_point is not None, FACTOR=m.factor is not None,
+        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, ZERO_POINT=m.zero_point is not None,
+        FACTOR=m.factor is not None,
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if pdl else {}),

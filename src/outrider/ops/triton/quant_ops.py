@@ -1,7 +1,7 @@
 """TritonOps with quantised weights: what the dense kernels do, for matrices that stay in 4 or 8 bits.
 
-A matrix is a `QuantWeight` (rows of one format), `Parts` (rows of several) or a dense tensor, which goes the dense way; experts are
-`QuantExperts` or dense.
+A matrix is a `QuantWeight` (rows of one format), `Parts` (rows of several) or a dense tensor, which goes the dense way;
+experts are `QuantExperts` or dense.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class QuantTritonOps(TritonOps):
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         if isinstance(w, QuantWeight):
             return self._product(x, w, Extras(mul=y, act=act))
-        return super().linear_act_mul(x, w, y, act) if isinstance(w, Tensor) else self.act_mul(self.linear(x, w), y, act)
+        return (
+            super().linear_act_mul(x, w, y, act) if isinstance(w, Tensor) else self.act_mul(self.linear(x, w), y, act)
+        )
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         if isinstance(w, Tensor):
@@ -87,7 +89,9 @@ class QuantTritonOps(TritonOps):
         outs, at = [], 0
         for part in w.parts:
             rows = slice(at, at + part.shape[0])
-            outs.append(self.multiply(x, part, replace(extras, bias=None if extras.bias is None else extras.bias[rows])))
+            outs.append(
+                self.multiply(x, part, replace(extras, bias=None if extras.bias is None else extras.bias[rows]))
+            )
             at = rows.stop
         return torch.cat(outs, dim=-1)
 
@@ -107,12 +111,18 @@ class QuantTritonOps(TritonOps):
         return MoeGemvInt8.of(self.semaphores.device)
 
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str,
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
+        down: DeviceWeight, top_k: int, act: str,
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rest = (dense_w, post_w, stream, out_w, scale, next_w, eps)
-        if x.shape[0] <= MAX_MOE_GEMV_ROWS and isinstance(router, Tensor) and isinstance(gate_up, QuantExperts) and isinstance(down, QuantExperts):
+        if (
+            x.shape[0] <= MAX_MOE_GEMV_ROWS
+            and isinstance(router, Tensor)
+            and isinstance(gate_up, QuantExperts)
+            and isinstance(down, QuantExperts)
+        ):
             beside, few = SharedMLP.of(mlp_gate_up, mlp_down, x.shape[1], down.matrix.chunks), self.moe_gemv_int8
             plan = None if few is None else few.plan(x, router, gate_up, down, top_k, beside)
             kernels = None if few is None or plan is None else few.kernels(plan, act)
@@ -122,8 +132,12 @@ class QuantTritonOps(TritonOps):
                 made = few.answers(kernels, plan, z, expert_scale, x, gate_up, down, h, beside, self.pdl)
                 if alone is not None:
                     return moe.mix(made.pairs, made.weight, moe.MoeEpilogue(alone[0], *rest), alone[1]())
-                return moe.mix(made.pairs, made.weight, moe.MoeEpilogue(made.dense, *rest, parts=len(made.dense)), self.pdl)
-        return super().moe_with_shared_mlp(router_in, x, router, expert_scale, gate_up, down, top_k, act, h, mlp_gate_up, mlp_down, *rest)
+                return moe.mix(
+                    made.pairs, made.weight, moe.MoeEpilogue(made.dense, *rest, parts=len(made.dense)), self.pdl
+                )
+        return super().moe_with_shared_mlp(
+            router_in, x, router, expert_scale, gate_up, down, top_k, act, h, mlp_gate_up, mlp_down, *rest
+        )
 
     def multiply(self, x: Tensor, w: QuantWeight, extras: Extras) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""

@@ -1,7 +1,7 @@
 """Weights in the layout of the quantised kernels (`quant`), made on the device when they are loaded.
 
-`repack(weight)` takes the formats below. The values stay what the format defines, but for factors that are products of two numbers
-(K-quants) or float32 (FP8 by block): these are rounded to float16, 2^-12 of themselves.
+`repack(weight)` takes the formats below. The values stay what the format defines, but for factors that are products of
+two numbers (K-quants) or float32 (FP8 by block): these are rounded to float16, 2^-12 of themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class QuantWeight:
     factor: Tensor | None  # float32 [N, filled up to whole 64]
     half: bool  # scale and zero_point are float16
     order: Tensor | None = None  # int64 [K]: the columns of x that the weight's stand for
-    high: Tensor | None = None  # uint8 or int16 [N / 64, chunks, 64, plane]: of five and six bits those above each word's nibbles
+    high: Tensor | None = (
+        None  # uint8 or int16 [N / 64, chunks, 64, plane]: of five and six bits those above each word's nibbles
+    )
 
     @property
     def bits(self) -> int:
@@ -125,7 +127,9 @@ def repack(weight: Weight) -> QuantWeight | None:
     columns = planes * plane
     if grid.group == 0 and grid.zero_point is not None:  # an offset of whole rows: as if each chunk were a group
         count = -(-k // columns)
-        grid = replace(grid, group=columns, scale=grid.scale.expand(-1, count), zero_point=grid.zero_point.expand(-1, count))
+        grid = replace(
+            grid, group=columns, scale=grid.scale.expand(-1, count), zero_point=grid.zero_point.expand(-1, count)
+        )
     if grid.group > columns:
         each = grid.group // columns
         zero_point = None if grid.zero_point is None else grid.zero_point.repeat_interleave(each, 1)
@@ -151,7 +155,11 @@ def repack(weight: Weight) -> QuantWeight | None:
         if grid.scale.dtype == torch.float32:  # the largest of a row is 1, so that float16 holds all of them well
             largest = grid.scale.abs().amax(1, keepdim=True).clamp_min(1e-30)
             factor = largest if factor is None else factor * largest
-            grid = replace(grid, scale=grid.scale / largest, zero_point=None if grid.zero_point is None else grid.zero_point / largest)
+            grid = replace(
+                grid,
+                scale=grid.scale / largest,
+                zero_point=None if grid.zero_point is None else grid.zero_point / largest,
+            )
         kind = torch.float16 if half else torch.bfloat16
         scale = pairs(grid.scale.to(kind), tiles, chunks, planes // per)
         zero_point = None if grid.zero_point is None else pairs(grid.zero_point.to(kind), tiles, chunks, planes // per)
@@ -162,10 +170,13 @@ def repack(weight: Weight) -> QuantWeight | None:
 
 
 def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: int, column: int = 16) -> Tensor:
-    """uint8 [N, K] -> int32 [tiles, chunks, 64, plane], the second column of a pair `column` bits above the first; what is missing is 0."""
+    """uint8 [N, K] -> int32 [tiles, chunks, 64, plane], the second column of a pair `column` bits above the first; what
+    is missing is 0."""
     n, k = codes.shape
     codes = torch.nn.functional.pad(codes, (0, chunks * planes * plane - k, 0, tiles * ROWS - n))
-    c = codes.view(tiles, ROWS, chunks, 2, planes // 2, plane // 2, 2)  # half of the planes, plane in it, pair, column of the pair
+    c = codes.view(
+        tiles, ROWS, chunks, 2, planes // 2, plane // 2, 2
+    )  # half of the planes, plane in it, pair, column of the pair
     words = torch.zeros((tiles, ROWS, chunks, plane // 2, 2), dtype=torch.int32, device=codes.device)
     for half in range(2):
         for p in range(planes // 2):
@@ -175,10 +186,13 @@ def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: 
 
 
 def pairs(numbers: Tensor, tiles: int, chunks: int, groups: int) -> Tensor:
-    """16-bit [N, G] -> int32 [tiles, chunks, 64, pairs]: two groups of a chunk in a word, the first in its lower half."""
+    """16-bit [N, G] -> int32 [tiles, chunks, 64, pairs]: two groups of a chunk in a word, the first in its lower
+    half."""
     n, count = numbers.shape
     width = groups + groups % 2
-    padded = torch.nn.functional.pad(numbers, (0, chunks * groups - count, 0, tiles * ROWS - n)).view(tiles, ROWS, chunks, groups)
+    padded = torch.nn.functional.pad(numbers, (0, chunks * groups - count, 0, tiles * ROWS - n)).view(
+        tiles, ROWS, chunks, groups
+    )
     padded = torch.nn.functional.pad(padded, (0, width - groups)).contiguous()
     return padded.view(torch.int32).transpose(1, 2).contiguous()  # [tiles, chunks, 64, pairs]
 
@@ -194,12 +208,18 @@ def _grid(weight: Weight) -> Grid | None:
             if scale.dtype == torch.bfloat16 and bool(((small > 6.2e-5) & (small < 6e4)).all()):
                 scale = scale.to(torch.float16)  # exact, and the offset keeps three more bits
         if format.bits == 4:
-            return Grid(Codes.INT4, format.group, lambda lo, hi: halves(t["q"][lo:hi]), scale, zero_point, order=t.get("order"))
-        return Grid(Codes.INT8, format.group, lambda lo, hi: t["q"][lo:hi] ^ 128, scale, zero_point, order=t.get("order"))
+            return Grid(
+                Codes.INT4, format.group, lambda lo, hi: halves(t["q"][lo:hi]), scale, zero_point, order=t.get("order")
+            )
+        return Grid(
+            Codes.INT8, format.group, lambda lo, hi: t["q"][lo:hi] ^ 128, scale, zero_point, order=t.get("order")
+        )
     if isinstance(format, Float8Format):
         return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
     if isinstance(format, NvFp4Format):
-        return Grid(Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), t["scale"].to(torch.bfloat16), factor=t["factor"])
+        return Grid(
+            Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), t["scale"].to(torch.bfloat16), factor=t["factor"]
+        )
     return _gguf(format.kind, t["blocks"], weight.shape[1]) if isinstance(format, GGUFBlockFormat) else None
 
 
@@ -227,7 +247,13 @@ def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
     if kind == "Q4_0":
         return Grid(Codes.INT4, 32, lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 2:])), flat(_half(blocks, 0)))
     if kind == "Q4_1":
-        return Grid(Codes.UINT4, 32, lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 4:])), flat(_half(blocks, 0)), flat(_half(blocks, 2)))
+        return Grid(
+            Codes.UINT4,
+            32,
+            lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 4:])),
+            flat(_half(blocks, 0)),
+            flat(_half(blocks, 2)),
+        )
     if kind == "Q8_0":
         return Grid(Codes.INT8, 32, lambda lo, hi: flat(blocks[lo:hi, :, 2:]), flat(_half(blocks, 0)))
     if kind == "Q5_0":

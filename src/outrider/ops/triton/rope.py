@@ -13,7 +13,10 @@ from ...types import AttnSpec, KVView
 from .common import pdl_start
 
 PROMPT = 256  # rows from which a program takes several heads: there are enough programs
-FEW_HEADS, FEW_ROWS = 8, range(5, 17)  # of so few heads it takes several of so many rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
+FEW_HEADS, FEW_ROWS = (
+    8,
+    range(5, 17),
+)  # of so few heads it takes several of so many rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -41,11 +44,14 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor,
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "places", "row_seq"])
 def rope_write_kernel(
-    qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, places, row_seq, qkv_stride, table_stride, page_stride, eps,
+    qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, places, row_seq, qkv_stride, table_stride, page_stride,
+    eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """SOME heads of one row a program (all of one kind), a warp each: the q heads, then the k heads, then the v heads."""
+    """SOME heads of one row a program (all of one kind), a warp each: the q heads, then the k heads, then the v
+    heads."""
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1) - HEADS // SOME
     EACH: tl.constexpr = (KV_HEADS + SOME - 1) // SOME  # programs of k, and of v
     first, last = tl.program_id(1) * SOME, HEADS
@@ -102,11 +108,14 @@ def rope_write_kernel(
 
 @triton.jit
 def _stored(x, cache):
-    """K/V as the cache holds it. Eight-bit floats end at 448 and know no infinity; rounded here, to even, whatever the cast does."""
+    """K/V as the cache holds it. Eight-bit floats end at 448 and know no infinity; rounded here, to even, whatever the
+    cast does."""
     if cache.dtype.element_ty == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)  # of subnormals that of 2^-6
-        large = (exponent + 0x0A400000).to(tl.float32, bitcast=True)  # 1.5 · 2^20 times as large: a sum with it has three bits of x left
+        large = (exponent + 0x0A400000).to(
+            tl.float32, bitcast=True
+        )  # 1.5 · 2^20 times as large: a sum with it has three bits of x left
         x = (x + large) - large
     return x.to(cache.dtype.element_ty)
 
@@ -119,7 +128,8 @@ def _slot(table, places, row_seq, row, head, table_stride, page_stride, HALF: tl
 
 
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView, pdl: bool,
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView,
+    pdl: bool,
     some: int | None = None,
 ) -> Tensor:  # fmt: skip
     """some: other than the rule's heads of a program, for measuring."""
@@ -132,9 +142,11 @@ def rope_write(
     some = some or (math.gcd(4 if half <= 128 else 2, spec.heads) if several else 1)
     rope_write_kernel[(rows, spec.heads // some + (2 * triton.cdiv(spec.kv_heads, some) if spec.writes else 0))](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
-        kv.positions if kv.kv_slots is None else kv.kv_slots, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
+        kv.positions if kv.kv_slots is None else kv.kv_slots, kv.row_seq, qkv.stride(0), table.stride(0),
+        keys.stride(0), spec.eps,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some, PDL=pdl,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some,
+        PDL=pdl,
         num_warps=some, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return q

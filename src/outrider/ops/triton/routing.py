@@ -1,7 +1,8 @@
 """Which rows go to which experts: pairs of (row, slot), listed by expert, and the tile of them that a program takes.
 
-A pair is one of a row's chosen experts. `list_pairs` routes every row and lists the pairs; `tile_of` is what the grouped products (dense
-in `moe`, quantised in `quant_moe`) share: the t-th tile of up to BM pairs of one expert, counted through the experts.
+A pair is one of a row's chosen experts. `list_pairs` routes every row and lists the pairs; `tile_of` is what the
+grouped products (dense in `moe`, quantised in `quant_moe`) share: the t-th tile of up to BM pairs of one expert,
+counted through the experts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from .common import pdl_start
 
 @triton.jit
 def route_kernel(
-    z, scale, chosen, weight, EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
+    z, scale, chosen, weight, EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
-    """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before scale."""
+    """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before
+    scale."""
     row = tl.program_id(0)
     ids, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     pdl_start(PDL)
@@ -36,7 +39,9 @@ def route_kernel(
         total += one
         ps = tl.where(slot == i, one, ps)
         at = tl.sum(tl.where(rank == i, ids, 0), 0)
-        best = tl.where(slot == i, tl.minimum(at, EXPERTS - 1), best)  # logits that are no numbers have no order: some expert
+        best = tl.where(
+            slot == i, tl.minimum(at, EXPERTS - 1), best
+        )  # logits that are no numbers have no order: some expert
     ok = slot < TOP
     tl.store(chosen + row * TOP + slot, best, mask=ok)
     tl.store(weight + row * TOP + slot, ps / total * tl.load(scale + best, mask=ok, other=0.0), mask=ok)
@@ -62,7 +67,8 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def tile_of(members, counts, t, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BM: tl.constexpr, ALONE: tl.constexpr):
-    """The t-th tile: its expert, the first of its pairs in the list, how many there are from there on, and whether there is such a tile."""
+    """The t-th tile: its expert, the first of its pairs in the list, how many there are from there on, and whether
+    there is such a tile."""
     if ALONE:  # a single row: its experts differ, and pair i is its i-th (members: the chosen experts)
         return tl.load(members + t), t, t * 0 + 1, t >= 0
     else:
@@ -119,12 +125,29 @@ def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
     weight = torch.empty((pairs,), dtype=torch.float32, device=z.device)
     block, slots = triton.next_power_of_2(count), triton.next_power_of_2(top_k)
     route_kernel[(rows,)](
-        z, expert_scale, chosen, weight, EXPERTS=count, TOP=top_k, BLOCK=block, SLOTS=slots, PDL=pdl, num_warps=4, **launch
+        z,
+        expert_scale,
+        chosen,
+        weight,
+        EXPERTS=count,
+        TOP=top_k,
+        BLOCK=block,
+        SLOTS=slots,
+        PDL=pdl,
+        num_warps=4,
+        **launch,
     )
     if rows == 1:
         return Pairs(count, top_k, True, weight, chosen, counts)
     members = torch.empty((pairs,), dtype=torch.int32, device=z.device)
     group_kernel[(count,)](
-        chosen, members, counts, pairs, BLOCK=256 if pairs <= 1024 else 2048, PDL=pdl, num_warps=1 if pairs <= 1024 else 8, **launch
+        chosen,
+        members,
+        counts,
+        pairs,
+        BLOCK=256 if pairs <= 1024 else 2048,
+        PDL=pdl,
+        num_warps=1 if pairs <= 1024 else 8,
+        **launch,
     )
     return Pairs(count, top_k, False, weight, members, counts)

@@ -1,6 +1,8 @@
-"""Trees of drafts as one kernel a step: see ops.trees, which defines what each does. One program a sequence, but for the scores.
+"""Trees of drafts as one kernel a step: see ops.trees, which defines what each does. One program a sequence, but for
+the scores.
 
-All numbers of a tree fit a few registers, so places are counted instead of sorted: a node's place is how many others come before it.
+All numbers of a tree fit a few registers, so places are counted instead of sorted: a node's place is how many others
+come before it.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ CHUNK = 2048  # columns of scores a program
 @triton.jit(do_not_specialize_on_alignment=["seed", "position", "sampled", "temperature"])
 def best_kernel(
     logits, ids, seed, position, temperature, sampled, best, where, mass, n, chunks,
-    WIDTH: tl.constexpr, BRANCH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BRANCH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the very best."""
+    """The best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the very
+    best."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
@@ -37,7 +41,9 @@ def best_kernel(
             token = i.to(tl.int64)
             if IDS:
                 token = tl.load(ids + row * n + i, mask=ok, other=0)
-            z = z / tl.load(temperature + row // WIDTH) + gumbel(token, tl.load(seed + row // WIDTH), tl.load(position + row // WIDTH))
+            z = z / tl.load(temperature + row // WIDTH) + gumbel(
+                token, tl.load(seed + row // WIDTH), tl.load(position + row // WIDTH)
+            )
     z = tl.where(ok & (z == z), z, float("-inf"))
     most = tl.max(z, 0)
     tl.store(mass + row * chunks + chunk, tl.sum(tl.where(z > float("-inf"), tl.exp(z - most), 0.0), 0))
@@ -57,7 +63,8 @@ def _before(a, i):
 
 @triton.jit
 def branch_kernel(
-    ids, best, where, mass, of_node, of_chance, of_line, tokens, parents, chance, chain, to_tokens, to_before, to_node, to_chance, to_line,
+    ids, best, where, mass, of_node, of_chance, of_line, tokens, parents, chance, chain, to_tokens, to_before, to_node,
+    to_chance, to_line,
     n, chunks, found, first,
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, IDS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +74,9 @@ def branch_kernel(
     pdl_start(PDL)
     row = b * WIDTH + w
     ok = (c < BRANCH * chunks)[None, :] & (w >= 0)[:, None]
-    z = tl.load(best + row[:, None] * (BRANCH * chunks) + c[None, :], mask=ok, other=float("-inf"))  # [W, chunks of BRANCH]
+    z = tl.load(
+        best + row[:, None] * (BRANCH * chunks) + c[None, :], mask=ok, other=float("-inf")
+    )  # [W, chunks of BRANCH]
     sums = tl.load(mass + row[:, None] * chunks + c[None, :] // BRANCH, mask=ok & (c % BRANCH == 0)[None, :], other=0.0)
     most = tl.max(z, 1)
     most = tl.where(most == float("-inf"), 0.0, most)  # nothing was scored: no child has a chance
@@ -80,7 +89,9 @@ def branch_kernel(
         columns = tl.where(r[None, :] == rank, at[:, None], columns)
         z = tl.where(c[None, :] == at[:, None], float("-inf"), z)
     share = tl.load(of_chance + row) / tl.maximum(total, 1.0)
-    likely = tl.reshape(tl.where(values > float("-inf"), share[:, None] * tl.exp(values - most[:, None]), 0.0), (WIDTH * BRANCH,))
+    likely = tl.reshape(
+        tl.where(values > float("-inf"), share[:, None] * tl.exp(values - most[:, None]), 0.0), (WIDTH * BRANCH,)
+    )
     of = b * WIDTH + i // BRANCH
     column = tl.load(where + of * (BRANCH * chunks) + tl.reshape(columns, (WIDTH * BRANCH,)))
     token = tl.minimum(column, n - 1).to(tl.int64)
@@ -101,14 +112,20 @@ def branch_kernel(
     tl.store(to_line + on, on_line, mask=goes)
 
 
-def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int, pdl: bool) -> Frontier:
+def branch(
+    logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int, pdl: bool
+) -> Frontier:
     (rows, n), device = logits.shape, logits.device
     chunks = triton.cdiv(n, CHUNK)
     best = torch.empty((rows, chunks, BRANCH), dtype=torch.float32, device=device)
     where = torch.empty((rows, chunks, BRANCH), dtype=torch.int32, device=device)
     mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
     logits, named = logits.contiguous(), logits if ids is None else ids.contiguous()
-    drawn = (mass,) * 4 if noise is None else (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
+    drawn = (
+        (mass,) * 4
+        if noise is None
+        else (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
+    )
     launch = {"launch_pdl": True} if pdl else {}
     same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=pdl, **launch)
     best_kernel[(rows, chunks)](
@@ -116,8 +133,10 @@ def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front
     )
     nxt = Frontier(*(torch.empty_like(t) for t in (front.tokens, front.before, front.node, front.chance, front.chain)))
     branch_kernel[(rows // WIDTH,)](
-        named, best, where, mass, front.node, front.chance, front.chain, nodes.tokens, nodes.parents, nodes.chance, nodes.chain,
-        nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.chain, n, chunks, nodes.tokens.shape[1], level * WIDTH * BRANCH,
+        named, best, where, mass, front.node, front.chance, front.chain, nodes.tokens, nodes.parents, nodes.chance,
+        nodes.chain,
+        nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.chain, n, chunks, nodes.tokens.shape[1],
+        level * WIDTH * BRANCH,
         SPACE=triton.next_power_of_2(BRANCH * chunks), num_warps=1, **same,
     )  # fmt: skip
     return nxt
@@ -160,7 +179,8 @@ def chain_with_runner_ups(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
     nodes = Nodes.of(batch, depth, scores.device, 1)
     comb_kernel[(batch,)](
         scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.chain, parts, scores.stride(0), scores.stride(1),
-        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return nodes
 
@@ -168,10 +188,11 @@ def chain_with_runner_ups(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
 @triton.jit
 def plant_kernel(
     tokens, parents, chance, chain, to_tokens, to_depth, to_paths, to_above,
-    FOUND: tl.constexpr, SPACE: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    FOUND: tl.constexpr, SPACE: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The COUNT likeliest of FOUND nodes, EACH a level, in their order; and the path of each. The next kernels may not pdl_start before this
-    one ends: attention looks at paths before it waits."""
+    """The COUNT likeliest of FOUND nodes, EACH a level, in their order; and the path of each. The next kernels may not
+    pdl_start before this one ends: attention looks at paths before it waits."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
     real = i < FOUND
@@ -181,7 +202,9 @@ def plant_kernel(
     likely = tl.load(chance + at, mask=real, other=-1.0)
     kept = real & (tl.sum(_before(likely, i), 1) < COUNT)
     order = tl.where(tl.load(chain + at, mask=real, other=0) > 0, i, i + SPACE)
-    number = 1 + tl.sum(((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1)  # of the row, where it is kept
+    number = 1 + tl.sum(
+        ((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1
+    )  # of the row, where it is kept
     tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=kept)
     first, depth = b * (COUNT + 1), i // EACH + 1
     row = first + number
@@ -205,12 +228,16 @@ def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> FixedTr
     (batch, found), device = nodes.tokens.shape, nodes.tokens.device
     rows = batch * (count + 1)
     made = FixedTree(
-        torch.empty((batch, count), dtype=torch.int64, device=device), torch.empty(rows, dtype=torch.int64, device=device),
-        torch.empty((rows, depth + 1), dtype=torch.int32, device=device), torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty((batch, count), dtype=torch.int64, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty((rows, depth + 1), dtype=torch.int32, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device),
     )  # fmt: skip
     plant_kernel[(batch,)](
-        nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors, made.parent_rows,
-        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=pdl, num_warps=8,
+        nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors,
+        made.parent_rows,
+        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=pdl,
+        num_warps=8,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return made
@@ -247,7 +274,14 @@ def walk_kernel(
 
 
 def accept_path(
-    chosen: Tensor, ids: Tensor, above: Tensor, rows: int, start_of: Tensor, deepest: int, limit: Tensor | None, pdl: bool
+    chosen: Tensor,
+    ids: Tensor,
+    above: Tensor,
+    rows: int,
+    start_of: Tensor,
+    deepest: int,
+    limit: Tensor | None,
+    pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rows: most of one sequence."""
     batch = start_of.shape[0] - 1
@@ -267,7 +301,8 @@ def keep_path_kernel(
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TREE_DEPTH: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of the keys or values of one layer of one sequence a program: all that is moved is read before any of it is written."""
+    """One head of the keys or values of one layer of one sequence a program: all that is moved is read before any of it
+    is written."""
     cache, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     depth, d = tl.arange(0, SPACE), tl.arange(0, DP)
     pdl_start(PDL)
@@ -278,8 +313,14 @@ def keep_path_kernel(
         to = tl.load(caches + cache).to(tl.pointer_type(like.dtype.element_ty))
         pages = table + b * table_stride
         old, new = base + source, base + depth
-        old = tl.load(pages + old // PAGE, mask=moves, other=0).to(tl.int64) * page_stride + (head * PAGE + old % PAGE) * D
-        new = tl.load(pages + new // PAGE, mask=moves, other=0).to(tl.int64) * page_stride + (head * PAGE + new % PAGE) * D
+        old = (
+            tl.load(pages + old // PAGE, mask=moves, other=0).to(tl.int64) * page_stride
+            + (head * PAGE + old % PAGE) * D
+        )
+        new = (
+            tl.load(pages + new // PAGE, mask=moves, other=0).to(tl.int64) * page_stride
+            + (head * PAGE + new % PAGE) * D
+        )
         ok = moves[:, None] & (d < D)[None, :]
         x = tl.load(to + old[:, None] + d[None, :], mask=ok, other=0.0)
         tl.debug_barrier()
@@ -287,7 +328,8 @@ def keep_path_kernel(
 
 
 class Pointers:
-    """Where the caches of some layers lie, on the device. Made once for each list of them: a graph cannot be captured while one is."""
+    """Where the caches of some layers lie, on the device. Made once for each list of them: a graph cannot be captured
+    while one is."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, ...], Tensor] = {}

@@ -1,8 +1,9 @@
 """Words of packed weights to planes of bfloat16, two neighbouring columns a register (layout: `quant`).
 
-`planes_of` is inline PTX on a GPU and plain arithmetic elsewhere (the interpreter, other dtypes): the same numbers. What each kind costs,
-in instructions for two weights: int4 a shift, a mask and a subtraction; five and six bits two more for what stands above the nibble; int8
-the like with two masks; fp8 and fp4 put sign, exponent and mantissa in place and multiply by a power of two.
+`planes_of` is inline PTX on a GPU and plain arithmetic elsewhere (the interpreter, other dtypes): the same numbers.
+What each kind costs, in instructions for two weights: int4 a shift, a mask and a subtraction; five and six bits two
+more for what stands above the nibble; int8 the like with two masks; fp8 and fp4 put sign, exponent and mantissa in
+place and multiply by a power of two.
 
 `columns` does the like for keys and values that are stored in eight bits.
 """
@@ -19,13 +20,19 @@ def _int4(offset: int) -> str:
     text = f"{{.reg .b32 t, m, g, o, u; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 u, {take};\n"
     for half in range(2):
         for p in range(4):
-            text += f"shr.u32 t, ${8 + half}, {4 * p}; lop3.b32 t, t, m, g, 0xEA; fma.rn.bf16x2 ${4 * half + p}, t, o, u;\n"
+            text += (
+                f"shr.u32 t, ${8 + half}, {4 * p}; lop3.b32 t, t, m, g, 0xEA; fma.rn.bf16x2 ${4 * half + p}, t, o, u;\n"
+            )
     return text + "}"
 
 
 def _above(width: int, offset: int) -> str:
-    """A nibble and one or two bits above it, which `high` holds for the four planes of both columns: under the exponent of 128 as well."""
-    take, mask = {0: "0xC300C300", 16: "0xC310C310", 32: "0xC320C320"}[offset], {1: "0x00100010", 2: "0x00300030"}[width]
+    """A nibble and one or two bits above it, which `high` holds for the four planes of both columns: under the exponent
+    of 128 as well."""
+    take, mask = (
+        {0: "0xC300C300", 16: "0xC310C310", 32: "0xC320C320"}[offset],
+        {1: "0x00100010", 2: "0x00300030"}[width],
+    )
     text = f"{{.reg .b32 t, u, v, m, g, o, z, c; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 z, {take};\n"
     text += f"mov.b32 c, {mask};\n"
     for half in range(2):  # each column's bits into the half of the register that its nibbles are in
@@ -49,11 +56,14 @@ def _int8() -> str:
 
 
 def _fp8() -> str:
-    """e4m3 moved into bfloat16's fields has its exponent 120 too low: multiplied by 2^120 it is exact, subnormals included."""
+    """e4m3 moved into bfloat16's fields has its exponent 120 too low: multiplied by 2^120 it is exact, subnormals
+    included."""
     text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x07F007F0; mov.b32 h, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;\n"
     for half in range(2):
         for p in range(2):
-            text += f"shl.b32 s, ${4 + half}, {8 - 8 * p}; shr.u32 t, s, 4; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
+            text += (
+                f"shl.b32 s, ${4 + half}, {8 - 8 * p}; shr.u32 t, s, 4; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
+            )
             text += f"fma.rn.bf16x2 ${2 * half + p}, t, f, z;\n"
     return text + "}"
 
@@ -63,14 +73,16 @@ def _fp4() -> str:
     text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x01C001C0; mov.b32 h, 0x80008000; mov.b32 f, 0x7E807E80; mov.b32 z, 0x80008000;\n"
     for half in range(2):
         for p in range(4):
-            text += f"shl.b32 s, ${8 + half}, {12 - 4 * p}; shr.u32 t, s, 6; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
+            text += (
+                f"shl.b32 s, ${8 + half}, {12 - 4 * p}; shr.u32 t, s, 6; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
+            )
             text += f"fma.rn.bf16x2 ${4 * half + p}, t, f, z;\n"
     return text + "}"
 
 
 def _pairs() -> str:
-    """Two words of two neighbouring e4m3 each: the first ones, and the second ones. A byte's sign, repeated above it, and its seven bits
-    are moved together; then as above."""
+    """Two words of two neighbouring e4m3 each: the first ones, and the second ones. A byte's sign, repeated above it,
+    and its seven bits are moved together; then as above."""
     text = "{.reg .b32 s, t, m, f, z; mov.b32 m, 0x87F087F0; mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;\n"
     for which, pick in enumerate(("0xA280", "0xB391")):
         text += f"prmt.b32 s, $2, 0, {pick}; shl.b32 t, s, 4; and.b32 t, t, m; fma.rn.bf16x2 ${which}, t, f, z;\n"
@@ -116,7 +128,9 @@ def plain_value(bits, CODES: tl.constexpr):
 
 
 @triton.jit
-def _plain_plane(words, above, i: tl.constexpr, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr):
+def _plain_plane(
+    words, above, i: tl.constexpr, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr
+):
     BITS: tl.constexpr = 8 if CODES == "int8" or CODES == "fp8" else 4
     HALF: tl.constexpr = 16 // BITS
     first, second = tl.split(tl.reshape(words, (BN, P // 2, 2)))
@@ -134,7 +148,9 @@ def _plain_plane(words, above, i: tl.constexpr, CODES: tl.constexpr, P: tl.const
 
 
 @triton.jit
-def planes_of(words, above, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
+def planes_of(
+    words, above, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr
+):
     """int32 [BN, P] -> 8 or 4 planes [BN, P]; above: of five and six bits those above the nibbles, likewise."""
     if PLAIN:
         a = _plain_plane(words, above, 0, CODES, P, BN, KIND)
@@ -154,11 +170,17 @@ def planes_of(words, above, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constex
     elif CODES == "uint4":
         return tl.inline_asm_elementwise(UINT4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     elif CODES == "int5":
-        return tl.inline_asm_elementwise(INT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            INT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+        )
     elif CODES == "uint5":
-        return tl.inline_asm_elementwise(UINT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            UINT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+        )
     elif CODES == "int6":
-        return tl.inline_asm_elementwise(INT6, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            INT6, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+        )
     elif CODES == "fp4":
         return tl.inline_asm_elementwise(FP4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     elif CODES == "int8":

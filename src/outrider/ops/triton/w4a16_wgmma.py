@@ -1,7 +1,9 @@
-"""Products of 9 to 40 tokens with weights of four bits, in CUDA C++ (`ops/cuda/w4a16_wgmma.cu`): the bits of `quant`, sooner.
+"""Products of 9 to 40 tokens with weights of four bits, in CUDA C++ (`ops/cuda/w4a16_wgmma.cu`): the bits of `quant`,
+sooner.
 
-`suits` is the rule: what `wna16_gemv` takes of 4-bit integers in groups, with more tokens. `choose_block` follows the number of tokens;
-spans are partial_out of the order of sums and the weight's alone, and `blocks_of_a_span` says who takes them.
+`suits` is the rule: what `wna16_gemv` takes of 4-bit integers in groups, with more tokens. `choose_block` follows the
+number of tokens; spans are partial_out of the order of sums and the weight's alone, and `blocks_of_a_span` says who
+takes them.
 """
 
 from __future__ import annotations
@@ -43,18 +45,22 @@ class WgmmaBlock:
     def shared(self, groups: int, has_zero_point: bool) -> int:
         """Bytes. groups: of a chunk."""
         unit = 2048 + 64 * -(-groups // 2) * (1 + has_zero_point)
-        return self.stages * (self.warps * self.tiles * unit + self.eights * (4096 + (groups * 32 if has_zero_point else 0)))
+        return self.stages * (
+            self.warps * self.tiles * unit + self.eights * (4096 + (groups * 32 if has_zero_point else 0))
+        )
 
 
 @lru_cache(maxsize=1024)
 def choose_block(rows: int, groups: int, has_zero_point: bool, room: int) -> WgmmaBlock | None:
-    """Three groups of four warps, two tiles each: registers hold the sums of 40 tokens for that many. None where they do not fit."""
+    """Three groups of four warps, two tiles each: registers hold the sums of 40 tokens for that many. None where they
+    do not fit."""
     blocks = (WgmmaBlock(-(-rows // 8), 12, 2, stages) for stages in (3, 2))
     return next((b for b in blocks if b.shared(groups, has_zero_point) <= room), None)
 
 
 def blocks_of_a_span(units: WorkUnits, blocks: int) -> int:
-    """Blocks that each whole span has, so that those left over have a like share of a shorter last one; 0: there are too few."""
+    """Blocks that each whole span has, so that those left over have a like share of a shorter last one; 0: there are
+    too few."""
     if units.rest == units.span:
         return blocks // units.splits
     return min(blocks * units.span // units.chunks, (blocks - 1) // (units.splits - 1))
@@ -79,11 +85,15 @@ class W4A16Wgmma(QuantGemmKernels):
         out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
         partial_out = sums = out
         if units.splits > 1:
-            partial_out = torch.empty(units.tiles * units.splits * block.eights * 128, dtype=torch.float32, device=x.device)
+            partial_out = torch.empty(
+                units.tiles * units.splits * block.eights * 128, dtype=torch.float32, device=x.device
+            )
         if has_zero_point:
             sums = group_sums(x, w, 8 * block.eights, pdl)
         longs = units.splits if units.rest == units.span else units.splits - 1
-        cut = WgmmaProblem(rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), sums.stride(0), longs, per)
+        cut = WgmmaProblem(
+            rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), sums.stride(0), longs, per
+        )
         addresses = [t.data_ptr() for t in (x, sums, out, partial_out, self.semaphores)]
         shared = block.shared(groups, has_zero_point)
         kernel(self.sms, 32 * block.warps, shared, [*addresses, weights_of(w, extras.gated), cut], pdl)
@@ -99,7 +109,8 @@ def suits(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
 def flags_of(w: QuantWeight, extras: Extras, block: WgmmaBlock) -> Flags:
     """What the source is compiled with."""
     flags: dict[str, int | str] = dict(
-        NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated), ACT=ACTS[extras.act],
+        NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated),
+        ACT=ACTS[extras.act],
         OFFSET=8 if w.codes is Codes.INT4 else 0, HALF=int(w.half), PER=w.per, ZERO_POINT=int(w.zero_point is not None),
     )  # fmt: skip
     return tuple(flags.items())

@@ -1,8 +1,10 @@
-"""Products of up to 8 tokens with weights of four to eight bits, in CUDA C++ (`ops/cuda/wna16_gemv.cu`): the bits of `quant`, sooner.
+"""Products of up to 8 tokens with weights of four to eight bits, in CUDA C++ (`ops/cuda/wna16_gemv.cu`): the bits of
+`quant`, sooner.
 
-`supports` is the rule, in one place: bfloat16, every code of `repack`, factors of groups, of rows or both, nothing done with the product
-but a gate; and `FewRows.of` the device: Hopper, where both were seen to give the same bits. Everything else, and every larger number of
-tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of the log says.
+`supports` is the rule, in one place: bfloat16, every code of `repack`, factors of groups, of rows or both, nothing done
+with the product but a gate; and `FewRows.of` the device: Hopper, where both were seen to give the same bits. Everything
+else, and every larger number of tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of the
+log says.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ MAX_GEMV_TOKENS = 8
 WARP_ROWS = 16  # rows of the weight that a warp takes
 ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
 NUMBERS = (
-    "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts", "more_shorts", "rest",
+    "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts",
+    "more_shorts", "rest",
 )  # fmt: skip
 POINTERS = (
-    "words", "words_high", "scales", "scales_high", "lifts", "lifts_high", "above", "above_high", "factors", "factors_high",
+    "words", "words_high", "scales", "scales_high", "lifts", "lifts_high", "above", "above_high", "factors",
+    "factors_high",
 )  # fmt: skip
 VALUES = {  # of values.cuh, and the columns of a plane that they have there
-    Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32), Codes.UINT5: ("Unsigned5", 32),
+    Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32),
+    Codes.UINT5: ("Unsigned5", 32),
     Codes.INT6: ("Integer6", 16), Codes.INT8: ("Integer8", 32), Codes.FP8: ("Float8", 32), Codes.FP4: ("Float4", 16),
 }  # fmt: skip
 
@@ -62,11 +67,15 @@ class WeightChunk:
     def of(w: QuantWeight) -> WeightChunk:
         groups, has_zero_point = w.planes // w.per if w.per else 0, w.zero_point is not None
         words = WARP_ROWS * (4 * w.plane + (32 if w.high is not None else 0))
-        return WeightChunk(w.columns_of_chunk, groups, words + 64 * -(-groups // 2) * (1 + has_zero_point), has_zero_point)
+        return WeightChunk(
+            w.columns_of_chunk, groups, words + 64 * -(-groups // 2) * (1 + has_zero_point), has_zero_point
+        )
 
     def room_of_x(self, chunks: int, tokens: int) -> int:
         """Bytes of so many chunks' columns, and of their sums by group where these are needed."""
-        return tokens * (chunks * self.columns * 2 + 64) + (chunks * self.groups * 4 * tokens_of(tokens) if self.has_zero_point else 0)
+        return tokens * (chunks * self.columns * 2 + 64) + (
+            chunks * self.groups * 4 * tokens_of(tokens) if self.has_zero_point else 0
+        )
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,8 @@ class WorkUnits:
         return self.tiles * self.splits - self.longs
 
     def edges(self, blocks: int) -> tuple[list[int], list[int]]:
-        """Where each block's long units and its short ones begin, and where the last one's end: as the kernel has it. The last blocks have
-        one long unit more, the first ones a short one."""
+        """Where each block's long units and its short ones begin, and where the last one's end: as the kernel has it.
+        The last blocks have one long unit more, the first ones a short one."""
         late = blocks - self.longs % blocks
         longs = [b * (self.longs // blocks) + max(0, b - late) for b in range(blocks + 1)]
         shorts = [b * (self.shorts // blocks) + min(b, self.shorts % blocks) for b in range(blocks + 1)]
@@ -111,8 +120,8 @@ class WorkUnits:
 
 @lru_cache(maxsize=4096)
 def choose_block(units: WorkUnits, chunk: WeightChunk, tokens: int, sms: int, room: int) -> tuple[int, int] | None:
-    """Warps of the one block that a SM has, and bytes of its shared memory; None where x does not fit into the room that a block may
-    take."""
+    """Warps of the one block that a SM has, and bytes of its shared memory; None where x does not fit into the room
+    that a block may take."""
     x = chunk.room_of_x(units.widest(sms), tokens)
     for warps in (24, 16):
         shared = warps * 2 * chunk.stage + x
@@ -148,7 +157,9 @@ class WNA16Gemv(QuantGemmKernels):
         out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
         partial_out = out
         if units.splits > 1:
-            partial_out = torch.empty(units.tiles * units.splits * WARP_ROWS * tokens_of(rows), dtype=torch.float32, device=x.device)
+            partial_out = torch.empty(
+                units.tiles * units.splits * WARP_ROWS * tokens_of(rows), dtype=torch.float32, device=x.device
+            )
         blocks, warps, shared = self.sms, *block
         shape = GemvProblem(
             rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), -(-(1 << 32) // units.tiles),
@@ -167,7 +178,12 @@ def supports(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
 def compared(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
     """The same for any number of tokens."""
     n, k = w.shape
-    if extras.bias is not None or extras.mul is not None or extras.softcap is not None or extras.out_dtype not in (None, torch.bfloat16):
+    if (
+        extras.bias is not None
+        or extras.mul is not None
+        or extras.softcap is not None
+        or extras.out_dtype not in (None, torch.bfloat16)
+    ):
         return False
     known = w.plane == VALUES[w.codes][1] and (w.zero_point is None or (w.columns_of_chunk == 256 and k % 16 == 0))
     whole = n % (2 * ROWS) == 0 if extras.gated else n % WARP_ROWS == 0 and n > WARP_ROWS
@@ -195,7 +211,8 @@ def units_of(w: QuantWeight) -> WorkUnits:
 
 
 def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
-    """Of each tensor where the lower and the upper 8 rows of the first tile begin; the upper ones of a gated tile are those of up."""
+    """Of each tensor where the lower and the upper 8 rows of the first tile begin; the upper ones of a gated tile are
+    those of up."""
     lines = (w.shape[0] // 2 // ROWS) * w.chunks * ROWS if gated else WARP_ROWS // 2  # rows of chunks between the two
     both: list[int | None] = []
     for t in (w.words, w.scale, w.zero_point, w.high):
@@ -208,7 +225,8 @@ def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
 def flags_of(w: QuantWeight, extras: Extras, rows: int, warps: int) -> Flags:
     """What the source is compiled with."""
     flags: dict[str, int | str] = dict(
-        TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0], HALF=int(w.half), PER=w.per,
+        TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0],
+        HALF=int(w.half), PER=w.per,
         ZERO_POINT=int(w.zero_point is not None), FACTOR=int(w.factor is not None), WARPS=warps,
     )  # fmt: skip
     return tuple(flags.items())
