@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from outrider.ops.cpu.ops import CpuOps, default_threads
+from outrider.ops.reference import ReferenceOps
+from outrider.types import OutriderError
 from tests.waiting import PATIENCE, until
 
 from outrider.ops import choose, place
 from outrider.ops.cpu import build, lib
-from outrider.ops.cpu.ops import CpuOps, default_threads
-from outrider.ops.reference import ReferenceOps
-from outrider.types import OutriderError
 
 
 def test_choose() -> None:
@@ -303,9 +303,8 @@ def test_levels_say_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_inspect_cpu() -> None:
-    from typer.testing import CliRunner
-
     from outrider.cli.main import app
+    from typer.testing import CliRunner
 
     result = CliRunner().invoke(app(), ["inspect", "--cpu"])
     assert result.exit_code == 0 and "in use" in result.output and build.best_isa() in result.output
@@ -316,3 +315,29 @@ def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert place(None) == place("cuda") == torch.device("cuda:0") and place("cuda:1").index == 1
+
+
+def test_the_environment_names_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CPU_ISA", "generic")
+    assert build.best_isa() == "generic" and "-generic-" in build.shared_object().name
+    assert [level.name for level in build.levels() if level.in_use] == ["generic"]
+    monkeypatch.setenv("OUTRIDER_CPU_ISA", "abacus")
+    with pytest.raises(build.BuildError, match="unknown level 'abacus'"):
+        build.shared_object()
+
+
+def test_a_compiler_is_limited_in_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in wall time: one that waits is waited for."""
+    monkeypatch.setattr(build, "CPU_SECONDS", 1)
+    with pytest.raises(build.BuildError, match="took more than 1 s of processor time"):
+        build._run([["/bin/sh", "-c", "while :; do :; done"]], tmp_path)
+    build._run([["/bin/sleep", "1.5"]], tmp_path)
+
+
+def test_what_a_failed_compiler_started_is_ended(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    script = f"sleep 600 2>/dev/null & echo $! > {left}; echo error: no such thing >&2; exit 1"
+    with pytest.raises(build.CompilerRefused, match="error: no such thing"):
+        build._run([["/bin/sh", "-c", script]], tmp_path)
+    state = Path(f"/proc/{int(left.read_text())}/stat")
+    until(lambda: not state.exists() or state.read_text().split()[2] == "Z")

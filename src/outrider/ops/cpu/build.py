@@ -11,11 +11,12 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,9 @@ COMMON = (
 )
 
 
+CPU_SECONDS = 300  # of processor time, for each compiler
+
+
 class BuildError(Exception):
     """Why there is no library: one line."""
 
@@ -116,7 +120,8 @@ def runnable() -> tuple[str, ...]:
 
 
 def best_isa() -> str:
-    return runnable()[0]
+    """The level in use: the best that this processor can run, or the one that OUTRIDER_CPU_ISA names."""
+    return os.environ.get("OUTRIDER_CPU_ISA") or runnable()[0]
 
 
 def cache_root() -> Path:
@@ -167,8 +172,8 @@ def compiler() -> str:
 
 def shared_object(isa: str | None = None) -> Path:
     """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet. A
-    level that is asked for is given or refused."""
-    levels = runnable()
+    level that is asked for, here or by OUTRIDER_CPU_ISA, is given or refused."""
+    levels, isa = runnable(), isa or os.environ.get("OUTRIDER_CPU_ISA") or None
     if isa is not None:
         if isa not in ISAS:
             raise BuildError(f"unknown level {isa!r}; known: {', '.join(ISAS)}")
@@ -232,8 +237,6 @@ def compile_to(target: Path, isa: str) -> None:
             _run([[cc, *flags, "-shared", *made, "-o", scratch, "-lm"]], folder)
         os.chmod(scratch, 0o755)
         os.replace(scratch, target)
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"{cc} took more than five minutes") from None
     except OSError as error:
         raise BuildError(
             f"cannot keep the kernels in {folder}: {error.strerror or error} (OUTRIDER_CACHE names another place)"
@@ -254,24 +257,39 @@ class Level(NamedTuple):
 
 def levels() -> list[Level]:
     """All levels of this architecture, best first; the first that is whole is used."""
-    flags, able = cpu_flags(), runnable()
+    flags = cpu_flags()
     names = WHEEL_LEVELS.get(platform.machine(), ("generic",))
-    return [Level(name, tuple(sorted(NEEDS[name] - flags)), found(name), name == able[0]) for name in names]
+    return [Level(name, tuple(sorted(NEEDS[name] - flags)), found(name), name == best_isa()) for name in names]
 
 
 def _run(commands: list[list[str]], folder: Path) -> None:
-    """Compilers side by side; the first that fails is the error."""
-    env = {**os.environ, "TMPDIR": str(folder)}
-    running = [
-        subprocess.Popen(c, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands
-    ]
+    """Compilers side by side, each in a process group of its own; the first that fails is the error. Their limit is in
+    processor time: on a busy machine minutes may pass without it."""
+    env = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
+    limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
+    running: list[subprocess.Popen[str]] = []
     try:
-        said = [process.communicate(timeout=300)[1] for process in running]
+        for c in commands:
+            running.append(
+                subprocess.Popen(
+                    [*limited, *c],
+                    env=env,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    process_group=0,
+                )
+            )
+        said = [process.communicate()[1] for process in running]
     finally:
         for process in running:
-            process.kill()  # nothing to one that has ended
+            if process.poll() != 0:  # what it started, too: a driver's compiler outlives it
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     for process, text in zip(running, said):
+        if process.returncode == -signal.SIGXCPU or "CPU time limit exceeded" in text:
+            raise BuildError(f"{commands[0][0]} took more than {CPU_SECONDS} s of processor time")
         if process.returncode:
             raise _refused(commands[0][0], text, folder)
 
