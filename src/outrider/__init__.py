@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .types import OutriderError, SamplingParams
-
+TYPE_CHECKING = False  # typing takes milliseconds, in which Ctrl-C would not be the command line's yet
 if TYPE_CHECKING:
+    from typing import Any
+
     from .llm import LLM, Completion
+    from .types import OutriderError, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "OutriderError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """LLM pulls in torch: only for those who ask for it."""
+    """LLM imports torch, and the command line sets its handler of Ctrl-C before anything else is imported: so both wait
+    until asked for."""
     if name in ("LLM", "Completion"):
         from . import llm
 
         return getattr(llm, name)
+    if name in ("OutriderError", "SamplingParams"):
+        from . import types
+
+        return getattr(types, name)
     raise AttributeError(name)

@@ -1,12 +1,68 @@
-"""The command `outrider`, and `python -m outrider` where its script is not on the path."""
+"""The command `outrider`, and `python -m outrider` where its script is not on the path.
+
+Ctrl-C ends it with 130 at any moment, without a traceback. Within an import nothing can be raised safely (C extensions
+swallow the exception or fail half initialised) and nothing needs tidying: the process ends at once. Elsewhere it is a
+KeyboardInterrupt; one that was raised inside a destructor or a callback, where Python drops exceptions, is sent again.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # typing takes milliseconds, in which Ctrl-C would not be ours yet
+if TYPE_CHECKING:
+    import sys
+    from types import FrameType
+
+INTERRUPTED = 130
+
+
+def end_at_once(number: int = 0, frame: FrameType | None = None) -> None:
+    import os
+
+    os._exit(INTERRUPTED)
+
+
+def on_interrupt(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            end_at_once()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def send_again(dropped: sys.UnraisableHookArgs) -> None:
+    """`sys.unraisablehook`: a dropped KeyboardInterrupt is raised anew in a moment, outside of what dropped it."""
+    import os
+    import signal
+    import sys
+    import threading
+
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        return sys.__unraisablehook__(dropped)
+    timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
 
 
 def main() -> None:
+    ours = False
     try:
+        import signal
+        import sys
+
+        if (
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):  # else a parent ignores it for us (nohup, `&`)
+            ours = True
+            signal.signal(signal.SIGINT, on_interrupt)
+            sys.unraisablehook = send_again
         from .cli.main import main as command
-    except KeyboardInterrupt:  # while the first modules are imported
-        raise SystemExit(130) from None
-    command()
+
+        command()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        if ours:  # the interpreter's shutdown drops exceptions, too
+            signal.signal(signal.SIGINT, end_at_once)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_kernels_of_a_gpu_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
             choose("cpu", name)
 
 
-@pytest.mark.parametrize("name", [path.name for path in build.HERE.glob("*.[ch]")])
+@pytest.mark.parametrize("name", sorted(path.name for path in build.HERE.glob("*.[ch]")))
 def test_a_change_to_any_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = build.file_name("generic")
     for path in build.HERE.glob("*.[ch]"):

@@ -269,17 +269,23 @@ def _run(commands: list[list[str]], folder: Path) -> None:
     limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
     running: list[subprocess.Popen[str]] = []
     try:
-        for c in commands:
-            running.append(
-                subprocess.Popen(
-                    [*limited, *c],
-                    env=env,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    process_group=0,
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # one that is started is known here before Ctrl-C is
+        try:
+            for c in commands:
+                running.append(
+                    subprocess.Popen(
+                        [*limited, *c],
+                        env=env,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        process_group=0,
+                    )
                 )
-            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         said = [process.communicate()[1] for process in running]
     finally:
         for process in running:
