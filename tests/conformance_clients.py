@@ -271,7 +271,7 @@ def ollama_logprobs(api: Api) -> None:
 
 many("ollama", {
     "null_content": lambda api: api.post("/api/chat", {**OLLAMA, "messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "time", "arguments": {}}}]}, {"role": "tool", "content": "12:00", "tool_name": "time"}]}),
-    "no_limit": lambda api: same(api.post("/api/chat", {**OLLAMA, "messages": HI, "options": {"num_predict": 0, "stop": ["e"], "seed": 1}})["done_reason"], "stop"),
+    "no_limit": lambda api: same(api.post("/api/chat", {**OLLAMA, "messages": HI, "format": {"enum": ["x" * 300]}, "options": {"num_predict": 0}})["message"]["content"], f'"{"x" * 300}"'),
     "unknown_format": lambda api: holds("xml" in api.post("/api/chat", {**OLLAMA, "messages": HI, "format": "xml"}, 400)["error"]),
     "suffix": lambda api: holds("suffix" in api.post("/api/generate", {**OLLAMA, "prompt": "a", "suffix": "b"}, 400)["error"]),
     "template": lambda api: holds("template" in api.post("/api/generate", {**OLLAMA, "prompt": "a", "template": "b"}, 400)["error"]),
