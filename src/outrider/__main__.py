@@ -49,10 +49,8 @@ def main() -> None:
         import signal
         import sys
 
-        if (
-            signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):  # else a parent ignores it for us (nohup, `&`)
-            ours = True
+        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else a parent ignores it for us (nohup)
+        if ours:
             signal.signal(signal.SIGINT, on_interrupt)
             sys.unraisablehook = send_again
         from .cli.main import main as command
