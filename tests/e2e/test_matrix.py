@@ -22,14 +22,13 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 import transformers
-from tests import tiny
-
 from outrider.cli.main import main
 from outrider.engine import calibrate
 from outrider.ops.cpu import build
 from outrider.server.main import HttpServer
 from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
+from tests import tiny
 
 torch.set_num_threads(1)
 KINDS = ("mtp", "none", "draft")
@@ -146,7 +145,7 @@ def serve(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypat
         }
         with HttpServer(backend, settings).running([listener]) as url:
             ask = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-            with urlopen(ask, timeout=60) as reply:
+            with urlopen(ask, timeout=120) as reply:
                 answers.append(json.load(reply))
 
     monkeypatch.setattr("outrider.server.main.serve", once)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
-
 from outrider.server.main import HttpServer
 from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings, read_keys
 from outrider.types import OutriderError
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 TOK = tokenizer()
@@ -28,12 +27,12 @@ def server(**settings: object) -> HttpServer:
 def test_https() -> None:
     trust = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
     with server(ssl_certfile=TLS / "cert.pem", ssl_keyfile=TLS / "key.pem").running() as url:
-        with httpx.Client(base_url=url.replace("http:", "https:"), verify=trust, timeout=60) as http:
+        with httpx.Client(base_url=url.replace("http:", "https:"), verify=trust, timeout=120) as http:
             body = {"prompt": "hello", "max_tokens": 4, "stream": True}
             assert "[DONE]" in http.post("/v1/completions", json=body).text
             assert http.get("/health").status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.get(url + "/health", timeout=60)
+            httpx.get(url + "/health", timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
         while not it.started:
             await asyncio.sleep(0.01)
         url = f"http://127.0.0.1:{it.servers[0].sockets[0].getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
 
             async def allowed() -> list[str]:
                 keys = ("own", "old", "new")
@@ -92,7 +91,7 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
 
 def test_process_metrics() -> None:
     with Served(FakeEngine(TOK), TOK) as s:
-        text = httpx.get(f"{s.url}/metrics", timeout=60).text
+        text = httpx.get(f"{s.url}/metrics", timeout=120).text
     for name in (
         "process_resident_memory_bytes",
         "process_cpu_seconds_total",

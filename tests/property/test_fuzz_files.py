@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import tiny
-from tests.unit.weights import ggufs
-
 from outrider.engine.text import Tokenizer
 from outrider.types import OutriderError
 from outrider.weights import load_target
 from outrider.weights.files import fingerprint, from_gguf
+from tests import tiny
+from tests.unit.weights import ggufs
 
 ROUNDS, SEED = 500, 20
 
@@ -42,14 +41,14 @@ def storm(path: Path, header: int, attempt: Callable[[], Any]) -> tuple[int, int
     limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + 400_000  # kilobytes
     for i in range(ROUNDS):
         path.write_bytes(damaged(sound, rng, header))
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             attempt()
             ok += 1
         except OutriderError as error:
             assert "\n" not in str(error) and len(str(error)) < 500, (i, str(error))
             bad += 1
-        assert time.perf_counter() - began < 10, f"round {i} took too long"
+        assert time.process_time() - began < 10, f"round {i} took too long"
     path.write_bytes(sound)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < limit
     return ok, bad

@@ -10,7 +10,6 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-
 from outrider.cli.load import server
 from outrider.types import OutriderError
 
@@ -40,7 +39,7 @@ def test_a_server_that_logs_a_lot_is_not_held_up(tmp_path: Path, monkeypatch: py
     stand_in(tmp_path / "python", TALKATIVE, monkeypatch)
     with server("m", "auto", 1) as url:
         for _ in range(3):
-            assert urlopen(f"{url}/v1/models", timeout=30).status == 200
+            assert urlopen(f"{url}/v1/models", timeout=120).status == 200
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,4 +56,4 @@ def test_sigterm_ends_the_server_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
         signal.pause()  # in case it is not delivered at once
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(URLError):
-        urlopen(f"{url}/health", timeout=30)
+        urlopen(f"{url}/health", timeout=120)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from outrider.cli import main
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 
@@ -103,7 +102,7 @@ def test_any_number_of_gpus_is_predicted_or_refused(
 
 def outrider(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
     """In a process of its own, as `python -m outrider`."""
-    return subprocess.run([sys.executable, "-m", "outrider", *words], stderr=subprocess.PIPE, timeout=60, **more)
+    return subprocess.run([sys.executable, "-m", "outrider", *words], stderr=subprocess.PIPE, timeout=120, **more)
 
 
 def test_input_and_output_that_are_no_text_or_closed() -> None:

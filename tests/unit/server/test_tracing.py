@@ -6,10 +6,9 @@ import sys
 
 import httpx
 import pytest
-from tests.server_fakes import FakeEngine, Served, tokenizer
-
 from outrider.server.tracing import Tracing
 from outrider.types import OutriderError
+from tests.server_fakes import FakeEngine, Served, tokenizer
 
 TOK = tokenizer()
 
@@ -27,8 +26,8 @@ def test_a_call_is_a_span_with_its_parts() -> None:
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         body = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 5}
         headers = {"traceparent": parent, "x-request-id": "mine"}
-        assert httpx.post(f"{s.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == 200
-        assert "[DONE]" in httpx.post(f"{s.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60).text
+        assert httpx.post(f"{s.url}/v1/chat/completions", json=body, headers=headers, timeout=120).status_code == 200
+        assert "[DONE]" in httpx.post(f"{s.url}/v1/chat/completions", json={**body, "stream": True}, timeout=120).text
         s.settle()
     spans = seen.get_finished_spans()
     first, second = [x for x in spans if x.name == "chat fake"]
