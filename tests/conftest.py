@@ -1,5 +1,6 @@
-"""Without a GPU, Triton kernels run in its interpreter; the switch must be set before anything imports triton. No
-property is lost to a slow machine: examples have no deadline, and nobody asks how long it took to make them."""
+"""Without a GPU, Triton kernels run in its interpreter; the switch must be set before anything imports triton. There
+`tl.dot` sums in a fixed order (tests/interpreter.py). No property is lost to a
+slow machine: examples have no deadline, and nobody asks how long it took to make them."""
 
 from __future__ import annotations
 
@@ -15,3 +16,7 @@ with contextlib.suppress(ImportError):  # where only kernels are tried it need n
     settings.load_profile("any machine")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):  # triton is not there
+        from tests import interpreter
+
+        interpreter.install()

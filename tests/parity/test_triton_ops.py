@@ -51,9 +51,7 @@ def near(got: torch.Tensor, want: torch.Tensor, rel: float | None = None) -> Non
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bitwise on a GPU. The interpreter multiplies with numpy, whose order of sums follows from the shape of the
-    tile."""
-    assert torch.equal(got, want) if CUDA else near(got, want, 1e-6) is None
+    assert torch.equal(got, want)
 
 
 # ---- products
