@@ -14,23 +14,18 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/outrider demo
 
-# Two halves of the unit tests, a core each.
+# A core each: two workers, whole files, so that what a module sets up is set up once.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
 check: setup
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
-	@mkdir -p build
-	@export OMP_NUM_THREADS=1; $(BIN)/pytest tests/unit/engine tests/unit/ops tests/unit/bench >build/half.log 2>&1 & half=$$!; \
-	trap "kill $$half 2>/dev/null" EXIT; \
-	$(BIN)/mypy && $(BIN)/pytest tests/unit --ignore tests/unit/engine --ignore tests/unit/ops --ignore tests/unit/bench; failed=$$?; \
-	wait $$half || failed=1; cat build/half.log; exit $$failed
+	$(BIN)/mypy
+	$(TESTS) tests/unit
 
-# The end-to-end tests wait for servers and other processes much of the time, the others only compute: both at once, a core each.
 test: check
-	@mkdir -p build
-	@export OMP_NUM_THREADS=1; $(BIN)/pytest tests/property tests/parity >build/computed.log 2>&1 & computed=$$!; \
-	trap "kill $$computed 2>/dev/null" EXIT; \
-	$(BIN)/pytest tests/e2e; failed=$$?; \
-	wait $$computed || failed=1; cat build/computed.log; exit $$failed
+	$(TESTS) tests/e2e tests/property tests/parity
+	$(BIN)/python tests/matrix.py
 
 # Well-known clients as they are, against a server with a tiny model: Python's, and the Vercel AI SDK (needs node).
 test-clients: setup

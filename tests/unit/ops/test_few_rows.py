@@ -21,18 +21,7 @@ from outrider.ops.triton import nvrtc_kernels
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.quant_config import choose_quant_tile
 from outrider.ops.triton.repack import Codes, QuantWeight, repack
-from outrider.ops.triton.wna16_gemv import (
-    NUMBERS,
-    POINTERS,
-    SOURCE,
-    WeightChunk,
-    WNA16Gemv,
-    WorkUnits,
-    choose_block,
-    flags_of,
-    supports,
-    weights_of,
-)
+from outrider.ops.triton.wna16_gemv import NUMBERS, POINTERS, WeightChunk, WNA16Gemv, WorkUnits, choose_block, supports, weights_of
 from outrider.weights.names import tensor_plan
 
 ROOM = 226 << 10
@@ -57,9 +46,7 @@ def held(weight: Weight) -> QuantWeight:
 
 def block(kind: str, n: int = 128, k: int = 512) -> QuantWeight:
     columns, nbytes = BLOCKS[kind]
-    return held(
-        Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)})
-    )
+    return held(Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)}))
 
 
 def every_code() -> dict[str, QuantWeight]:
@@ -73,14 +60,10 @@ def every_code() -> dict[str, QuantWeight]:
         Float8Format(128),
         NvFp4Format(),
     ]
-    return {f.name: held(f.quantise(values)) for f in formats} | {
-        kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS
-    }
+    return {f.name: held(f.quantise(values)) for f in formats} | {kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS}
 
 
-@pytest.mark.parametrize(
-    ("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)]
-)
+@pytest.mark.parametrize(("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)])
 @pytest.mark.parametrize("blocks", [132, 5, 1])
 def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, chunks: int, span: int, blocks: int) -> None:
     units = WorkUnits(tiles, chunks, span)
@@ -109,9 +92,7 @@ def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
         if "assistant" in name:
             continue
         for n, k in {
-            plan.shape
-            for plan in tensor_plan(ModelConfig.from_hf(raw)).values()
-            if plan.role == "matrix" and len(plan.shape) == 2
+            plan.shape for plan in tensor_plan(ModelConfig.from_hf(raw)).values() if plan.role == "matrix" and len(plan.shape) == 2
         }:
             if n % 64 or k % 256:
                 continue
@@ -125,9 +106,8 @@ def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
 def test_what_does_not_fit_has_fewer_warps_or_goes_to_triton() -> None:
     int4 = CHUNKS["int4"]
     wide = WorkUnits(16, 128, 128)
-    assert (
-        choose_block(wide, int4, 1, 132, ROOM) is not None and choose_block(wide, int4, 8, 132, ROOM) is None
-    )  # that goes to Triton
+    # that goes to Triton
+    assert choose_block(wide, int4, 1, 132, ROOM) is not None and choose_block(wide, int4, 8, 132, ROOM) is None
     assert choose_block(WorkUnits(4096, 32, 32), int4, 8, 132, ROOM) == (16, 16 * 2 * 2304 + 8 * (32 * 512 + 64))
 
 
@@ -155,11 +135,7 @@ def test_where_the_halves_of_a_tile_begin() -> None:
     for gated, lines in ((False, 8), (True, w.chunks * 64)):
         at = weights_of(w, gated)
         assert (at.words, at.above, at.scales) == (w.words.data_ptr(), w.high.data_ptr(), w.scale.data_ptr())
-        assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (
-            64 * lines,
-            32 * lines,
-            16 * lines,
-        )
+        assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (64 * lines, 32 * lines, 16 * lines)
         assert at.lifts is None and at.factors is None
     w = held(Float8Format().quantise(torch.randn(128, 512, generator=torch.Generator().manual_seed(0))))
     for gated, rows in ((False, 8), (True, 64)):
@@ -180,9 +156,7 @@ def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog:
     assert WNA16Gemv.of(torch.device("cuda", 0), seen) is None and not caplog.records  # no bits were compared there
 
 
-def test_a_compiler_that_fails_leaves_it_to_triton(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 
@@ -192,22 +166,3 @@ def test_a_compiler_that_fails_leaves_it_to_triton(
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert few.product(x, w, Extras(), False) is None and few.product(x, w, Extras(), False) is None
     assert len(caplog.records) == 1 and "no machine code" in caplog.text
-
-
-@pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
-@pytest.mark.parametrize("name", every_code())
-def test_the_source_compiles(name: str) -> None:
-    """And a chunk takes as much of shared memory there as is asked for here."""
-    w = every_code()[name]
-    for rows, gated in ((1, True), (8, False)):
-        flags = flags_of(w, Extras(act="silu" if gated else "", gated=gated), rows, 24)
-        chunk = WeightChunk.of(w)
-        code = "Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR>"
-        check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
-        assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", "90", dict(flags)).startswith(b"\x7fELF")
-
-
-@pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
-def test_what_does_not_compile_is_said() -> None:
-    with pytest.raises(runtime.CudaError, match="error"):
-        runtime.image("not a kernel", "90", {})

@@ -13,32 +13,20 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.cuda.emulator import EmulatorError, missing
-from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
-from tests.unit.ops.test_few_rows import ROOM, every_code, weight
-
 from outrider.ops.cuda import runtime
 from outrider.ops.triton import w4a16_wgmma, wna16_gemv
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.repack import Codes, QuantWeight
-from outrider.ops.triton.w4a16_wgmma import (
-    NUMBERS,
-    SOURCE,
-    W4A16Wgmma,
-    WgmmaBlock,
-    blocks_of_a_span,
-    choose_block,
-    flags_of,
-    suits,
-)
+from outrider.ops.triton.w4a16_wgmma import NUMBERS, SOURCE, W4A16Wgmma, WgmmaBlock, blocks_of_a_span, choose_block, suits
 from outrider.ops.triton.wna16_gemv import WorkUnits
+from tests.cuda.emulator import EmulatorError, missing
+from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
+from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 
 
-@pytest.mark.parametrize(
-    ("tiles", "chunks", "span", "most"), [(336, 84, 10, 23), (2688, 21, 21, 21), (1024, 21, 7, 24), (336, 32, 4, 21)]
-)
+@pytest.mark.parametrize(("tiles", "chunks", "span", "most"), [(336, 84, 10, 23), (2688, 21, 21, 21), (1024, 21, 7, 24), (336, 32, 4, 21)])
 def test_spans_have_blocks_by_their_length(tiles: int, chunks: int, span: int, most: int) -> None:
     """31B's four matrices: no block of 132 has more units of a whole span than warps take at once."""
     units = WorkUnits(tiles, chunks, span)
@@ -59,14 +47,8 @@ def test_blocks_fit() -> None:
         for groups in (1, 2, 4, 8):
             for has_zero_point in (False, True):
                 block = choose_block(rows, groups, has_zero_point, ROOM)
-                assert (
-                    block is not None
-                    and block.shared(groups, has_zero_point) <= ROOM
-                    and rows <= 8 * block.eights < rows + 8
-                )
-    assert choose_block(40, 8, False, ROOM) == WgmmaBlock(5, 12, 2, 3) and choose_block(
-        40, 8, True, ROOM
-    ) == WgmmaBlock(5, 12, 2, 2)
+                assert block is not None and block.shared(groups, has_zero_point) <= ROOM and rows <= 8 * block.eights < rows + 8
+    assert choose_block(40, 8, False, ROOM) == WgmmaBlock(5, 12, 2, 3) and choose_block(40, 8, True, ROOM) == WgmmaBlock(5, 12, 2, 2)
     assert choose_block(40, 8, False, 99 << 10) is None
 
 
@@ -90,19 +72,6 @@ def test_the_kernel_is_told_what_it_reads() -> None:
     assert fields is not None and tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
 
 
-@pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
-@pytest.mark.parametrize("rows", [9, 24, 40])
-def test_the_source_compiles(rows: int) -> None:
-    """And a block takes as much of shared memory there as is asked for here."""
-    for w in (weight(), weight(group=128), every_code()["Q4_K"]):
-        groups, has_zero_point = 8 // w.per, w.zero_point is not None
-        block = choose_block(rows, groups, has_zero_point, ROOM)
-        assert block is not None
-        check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"
-        flags = flags_of(w, Extras(act="silu", gated=True), block)
-        assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", "90a", dict(flags)).startswith(b"\x7fELF")
-
-
 def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
     """`group_sums`, which is Triton's, in its order: eight neighbours, then halves of a group."""
     padded = torch.nn.functional.pad(x.float(), (0, w.columns - x.shape[1]))
@@ -119,13 +88,7 @@ def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
 
 
 def both(
-    patch: pytest.MonkeyPatch,
-    case: Case,
-    rows: int,
-    block: WgmmaBlock,
-    blocks: int,
-    seed: int = 0,
-    source: Path = SOURCE,
+    patch: pytest.MonkeyPatch, case: Case, rows: int, block: WgmmaBlock, blocks: int, seed: int = 0, source: Path = SOURCE
 ) -> tuple[Tensor, Tensor]:
     """A product by this kernel, and by the one for few tokens, eight at a time."""
     rig, x = Rig(patch, case, seed=seed, folder=runtime.FOLDER), drawn(case, rows)
@@ -144,12 +107,7 @@ def both(
 
 NAMES = list(CASES)
 CUTS = {  # a case of the kernel for few tokens, rows, blocks
-    "two warps are idle, a chunk that is not whole, a short last span": (
-        CASES[NAMES[1]],
-        40,
-        WgmmaBlock(5, 4, 2, 2),
-        5,
-    ),
+    "two warps are idle, a chunk that is not whole, a short last span": (CASES[NAMES[1]], 40, WgmmaBlock(5, 4, 2, 2), 5),
     "several passes, a block without work": (replace(CASES[NAMES[0]], n=448), 37, WgmmaBlock(5, 4, 1, 2), 3),
     "rows apart from whole eights": (CASES[NAMES[0]], 17, WgmmaBlock(3, 4, 2, 3), 2),
     "gelu, pairs of planes": (CASES[NAMES[2]], 16, WgmmaBlock(2, 4, 1, 3), 3),

@@ -1,0 +1,66 @@
+"""Every source of `ops/cuda/` goes through NVIDIA's compiler, which a pip package brings (`nvidia-cuda-nvrtc`): no GPU
+is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.ops.cuda import runtime
+from outrider.ops.triton import few_queries, moe_gemv_int8, w4a16_wgmma, wna16_gemv
+from outrider.ops.triton.attention_config import ReductionSpec
+from outrider.ops.triton.quant import Extras
+from outrider.types import AttnSpec
+from tests.parity.test_triton_attention import cache
+from tests.unit.ops import test_cuda_experts as experts
+from tests.unit.ops.test_few_rows import ROOM, every_code, weight
+
+pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
+
+
+def compiles(source: str, arch: str, flags: object) -> bool:
+    return runtime.image(source, arch, dict(flags)).startswith(b"\x7fELF")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", every_code())
+def test_few_rows(name: str) -> None:
+    """And a chunk takes as much of shared memory there as is asked for here. One and eight rows, gated and not, take
+    turns."""
+    w = every_code()[name]
+    gated = list(every_code()).index(name) % 2 == 0
+    flags = wna16_gemv.flags_of(w, Extras(act="silu" if gated else "", gated=gated), 1 if gated else 8, 24)
+    chunk, code = wna16_gemv.WeightChunk.of(w), "Coded<VALUES, HALF, PER, LIFT, FACTOR>"
+    check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
+    assert compiles(f"{wna16_gemv.SOURCE.read_text()}\n{check}\n", "90", flags)
+
+
+@pytest.mark.parametrize("rows,form", [(9, "group 32"), (24, "group 128"), (40, "Q4_K")])
+def test_more_rows(rows: int, form: str) -> None:
+    """And a block takes as much of shared memory there as is asked for here."""
+    w = {"group 32": weight, "group 128": lambda: weight(group=128), "Q4_K": lambda: every_code()["Q4_K"]}[form]()
+    groups, has_zero_point = 8 // w.per, w.lift is not None
+    block = w4a16_wgmma.choose_block(rows, groups, has_zero_point, ROOM)
+    assert block is not None
+    check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"
+    flags = w4a16_wgmma.flags_of(w, Extras(act="silu", gated=True), block)
+    assert compiles(f"{w4a16_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_experts(rows: int) -> None:
+    plan = moe_gemv_int8.MoeGemvPlan.of(rows, experts.ROUTER, *experts.shells(128, 2816, 704), 8, None, 132, experts.ROOM)
+    assert plan is not None and compiles(moe_gemv_int8.SOURCE.read_text(), "90", moe_gemv_int8.flags_of(plan, "gelu_tanh"))
+
+
+@pytest.mark.parametrize("heads,kv_heads,keys", [(4, 2, 64), (8, 1, 32)])
+def test_few_queries(heads: int, kv_heads: int, keys: int) -> None:
+    spec = AttnSpec(heads, kv_heads, 256, 0, True, window=100, scale=0.3)
+    flags = few_queries.flags_of(spec, cache(spec, [(5, 2)], 16, torch.bfloat16), ReductionSpec(keys, keys), None)
+    assert compiles(few_queries.SOURCE.read_text(), "90", flags)
+
+
+def test_what_does_not_compile_is_said() -> None:
+    with pytest.raises(runtime.CudaError, match="error"):
+        runtime.image("not a kernel", "90", {})
