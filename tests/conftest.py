@@ -14,6 +14,7 @@ with contextlib.suppress(ImportError):  # where only kernels are tried it need n
 
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
+os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # a developer's own config.toml changes no test
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with contextlib.suppress(ImportError):  # triton is not there

@@ -7,11 +7,14 @@ the option it was (cli.common).
 
 from __future__ import annotations
 
+import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Integral
 from os import PathLike
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from .types import MAX_DRAFT, OutriderError
@@ -19,6 +22,13 @@ from .types import MAX_DRAFT, OutriderError
 Verify = Literal["coupled", "rejection", "block"]
 KvDtype = Literal["auto", "int8", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
+# Names that users of other engines know, and ours.
+ALIASES = {
+    "max_model_len": "max_context",
+    "max_num_seqs": "max_batch",
+    "gpu_memory_utilization": "gpu_memory",
+    "num_speculative_tokens": "draft_tokens",
+}
 
 
 def known(what: str, value: object, kind: object) -> None:
@@ -132,7 +142,10 @@ class LoadSettings:
             )
         if self.threads is not None:
             whole("threads", self.threads)
-        self.spec  # noqa: B018  # checks what it is made of
+        spec = self.spec  # checks what it is made of
+        if self.drafter == "none" and (spec.draft_tokens or spec.tree):
+            named = "draft_tokens" if spec.draft_tokens else "tree"
+            raise OutriderError(f"drafter none drafts nothing: leave out {named}, or choose a drafter")
         if self.dtype is not None:
             known("dtype", self.dtype, Literal["float32", "bfloat16", "float16"])
         if self.quantize is not None:
@@ -154,17 +167,26 @@ class LoadSettings:
         return cls(**{name: value for name, value in options.items() if name not in ENGINE}, engine=engine)  # type: ignore[arg-type]
 
     def changed(self, changes: Mapping[str, object]) -> LoadSettings:
-        """The same with these fields; an engine of None is the one that is there."""
-        known = [f.name for f in fields(self)]
-        for name in changes:
-            if name in (f.name for f in fields(self.engine)):
-                raise OutriderError(f"{name!r} is a field of the engine's: say engine=EngineConfig({name}=...)")
-            if name not in known:
+        """The same with these fields, the engine's among them and under well-known names too (`ALIASES`); an engine of
+        None changes nothing."""
+        given: dict[str, object] = {}
+        inner = [f.name for f in fields(self.engine)]
+        known = [*(f.name for f in fields(self)), *inner, *ALIASES]
+        for spelled, value in changes.items():
+            if spelled not in known:
                 raise OutriderError(
-                    f"unknown field {name!r}; known: {', '.join(get_close_matches(name, known) or known)}"
+                    f"unknown field {spelled!r}; known: {', '.join(get_close_matches(spelled, known) or known)}"
                 )
-        given = {name: value for name, value in changes.items() if name != "engine" or value is not None}
-        return replace(self, **given)  # type: ignore[arg-type]  # they are checked as they are set
+            name = ALIASES.get(spelled, spelled)
+            if name in given and given[name] != value:
+                both = " and ".join(f"{n}={v!r}" for n, v in changes.items() if ALIASES.get(n, n) == name)
+                raise OutriderError(f"{both} are the same setting with different values: give one of them")
+            if name != "engine" or value is not None:
+                given[name] = value
+        engine = given.pop("engine", self.engine)
+        if isinstance(engine, EngineConfig):  # anything else is refused below
+            engine = replace(engine, **{name: given.pop(name) for name in inner if name in given})  # type: ignore[arg-type]
+        return replace(self, **given, engine=engine)  # type: ignore[arg-type]  # they are checked as they are set
 
     def options(self) -> dict[str, str | int | float | None]:
         """What `of` would make this from."""
@@ -209,3 +231,33 @@ def parse_draft_tokens(text: str | int | None) -> int | None:
         return SpecConfig(draft_tokens=int(str(text))).draft_tokens
     except ValueError:
         raise OutriderError(f"draft_tokens must be a number in 0..{MAX_DRAFT} or 'auto', got {text!r}") from None
+
+
+def user_file() -> dict[str, dict[str, object]]:
+    """The tables of the user's own file, ~/.config/outrider/config.toml (XDG_CONFIG_HOME); none where there is no such
+    file."""
+    path = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "outrider" / "config.toml"
+    try:
+        text = path.read_bytes().decode()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(f"cannot read {path}: {error}") from None
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise OutriderError(f"{path} is not TOML: {error}") from None
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise OutriderError(
+                f"{path}: {name!r} stands outside a table: write it under [defaults] or under a command, as [generate]"
+            )
+    for alias, model in tables.get("aliases", {}).items():
+        if not isinstance(model, str) or not model:
+            raise OutriderError(f"{path}: alias {alias!r} must name a model, got {model!r}")
+    return tables
+
+
+def model_of(name: str) -> str:
+    """What an alias of the user's file stands for; a path that exists, and any other name, stands for itself."""
+    return name if os.path.exists(name) else str(user_file().get("aliases", {}).get(name, name))

@@ -47,7 +47,7 @@ from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import Json, OutriderError, RequestStats, SamplingParams
 from .weights import check_shares, hub, load_drafter, load_target
-from .weights.files import Files, fingerprint, text_files
+from .weights.files import Files, check_draft_model, fingerprint, text_files
 
 log = logging.getLogger("outrider")
 Prompt = str | Sequence[int]
@@ -302,6 +302,10 @@ def _assemble(
             1
         )  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     tp, together = (None, SOLO) if team is None else (team.tp, team)
+    if settings.drafter.startswith(
+        "draft:"
+    ):  # a draft model with another vocabulary is refused before weights are fetched or read
+        check_draft_model(hub.resolve(model, weights=False), hub.resolve(settings.drafter[6:], weights=False))
     files = hub.resolve(model, weights=load_format == "auto")
     # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
     tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
@@ -395,7 +399,7 @@ def pick_drafter(
         return None, (), "drafter: none (plain decoding)"
     if drafter == "ngram":
         return None, ("ngram",), "drafter: ngram (suffix matches in prompt and answer)"
-    where, note = hub.auto_drafter(model.name) if drafter == "auto" else (drafter, "as asked")
+    where, note = hub.auto_drafter(model) if drafter == "auto" else (drafter, "as asked")
     if where is None:
         return None, ("ngram",), f"drafter: ngram ({note})"
     try:
@@ -426,14 +430,14 @@ def _load_drafter(
             counts[made is weight] += 1
             return made
 
+        vocab = check_draft_model(model, hub.resolve(name, weights=False))
         config, weights, _ = load_target(name, device, dtype, ops, load_format=load_format, seed=seed, keep=cheaper)
-        if config.vocab_size != target.config.vocab_size:
-            sizes = f"{name} has {config.vocab_size} tokens, the target {target.config.vocab_size}"
-            raise OutriderError(f"{sizes}: not the same tokenizer, or filled up to another size")
-        listed = draft_model.shortlist(config.vocab_size, always()) if ops.capabilities.shortlists else None
+        listed = (
+            draft_model.shortlist(vocab, always(), vocab < config.vocab_size) if ops.capabilities.shortlists else None
+        )
         how = ["its weights rounded to 4 bits"] if counts[0] else []
         how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
-        small = DraftModel(ops.compile(TextModel(config, weights, ops)), listed)
+        small = DraftModel(ops.compile(TextModel(config, weights, ops)), listed, target.config.vocab_size)
         return small, ("draft_model", "ngram"), f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":

@@ -24,6 +24,7 @@ GEMMA3_TYPES = ("gemma3_text", "gemma3")
 GEMMA4_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 OWN_DRAFTER_TYPES = ("outrider_drafter",)
+FAMILIES = "Llama 2 and 3 (SmolLM2 too), Mistral, Qwen 2 and 3, Gemma 3 and Gemma 4"
 GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -120,10 +121,7 @@ class ModelConfig:
             return _gemma3(kind, body)
         if kind in GEMMA4_TYPES:
             return _gemma4(kind, body)
-        if kind in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
-            raise OutriderError(f"model_type {kind!r} is a drafter, not a target: pass it with --drafter")
-        known = ", ".join(LLAMA_TYPES + GEMMA3_TYPES + GEMMA4_TYPES)
-        raise OutriderError(f"unknown model_type {kind!r} in config.json; known: {known}")
+        raise unsupported(kind)
 
 
 @dataclass(frozen=True)
@@ -211,6 +209,18 @@ class DrafterConfig:
 
 
 # ---- reading one foreign dict -------------------------------------------------------------------------------------
+def supported(kind: object) -> None:
+    """An error where no model of this kind is run."""
+    if kind not in (*LLAMA_TYPES, *GEMMA3_TYPES, *GEMMA4_TYPES):
+        raise unsupported(kind)
+
+
+def unsupported(kind: object) -> OutriderError:
+    if kind in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
+        return OutriderError(f"model_type {kind!r} is a drafter, not a target: pass it with --drafter")
+    return OutriderError(f"unknown model_type {kind!r}: supported are {FAMILIES}")
+
+
 def text_part(raw: Foreign) -> Foreign:
     """What a multimodal model's configuration says of its text tower; empty where nothing is nested."""
     text = raw.get("text_config")

@@ -55,6 +55,8 @@ class Track:
         default_factory=dict
     )  # its tokens that the draft model does not score for everybody, in order
     looked: int = 0  # positions below this were looked through for them
+    foreign: bool = False  # it holds an id beyond the draft model's vocabulary
+    checked: int = 0  # positions below this were looked through for such ids
 
     def agree(self, tokens: Sequence[int]) -> int:
         """How many positions hold the K/V of `tokens`."""
@@ -120,12 +122,13 @@ class DraftPages:
         return pages.view(positions, row_seq, row_start, max(counts), max(s + n for s, n in zip(starts, counts)))
 
 
-def shortlist(vocab: int, always: Iterable[int] = ()) -> Tensor | None:
-    """The tokens that a draft model scores, int64 [N] ascending; None: all. A BPE vocabulary has its tokens in the
-    order of merging, so nearly by frequency: the first of it, and those that are needed `always`, wherever they stand.
-    What a text holds beside them is scored for that text."""
+def shortlist(vocab: int, always: Iterable[int] = (), padded: bool = False) -> Tensor | None:
+    """The tokens that a draft model scores, int64 [N] ascending; None: all. padded: it has ids beyond
+    `vocab`, which are never scored. A BPE vocabulary has its tokens in the order of merging, so
+    nearly by frequency: the first of it, and those that are needed `always`, wherever they stand. What a text holds
+    beside them is scored for that text."""
     if vocab < 2 * LISTED:
-        return None
+        return torch.arange(vocab) if padded else None
     return torch.tensor(
         sorted({*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64
     )
@@ -135,9 +138,12 @@ class DraftModel(Drafter):
     name = "draft_model"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, listed: Tensor | None = None):
-        """listed: see `shortlist`."""
+    def __init__(self, model: Target, listed: Tensor | None = None, vocab: int | None = None):
+        """listed: see `shortlist`. vocab: the target's vocabulary size, where padding makes it another than the draft
+        model's. Ids that only the draft model has are never drafted; a text with an id that only the target has gets no
+        drafts."""
         self.model, self.listed, ops = model, listed, model.ops
+        self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
         self.known = (
             bytearray(b"\1" * model.config.vocab_size) if listed is None else bytearray(model.config.vocab_size)
@@ -153,7 +159,7 @@ class DraftModel(Drafter):
         if self.chain is not None and not batch.own_noise and not batch.sampling.any_filter:
             return self._told(batch, k)
         self._remember()
-        fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(tokens, k)]
+        fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(batch.ids[i], tokens, k)]
         tokens = batch.last.new_zeros((len(batch.ids), k))
         if not fit:
             return Draft(tokens, torch.zeros_like(batch.position))
@@ -163,7 +169,13 @@ class DraftModel(Drafter):
         lengths = torch.zeros_like(batch.position).index_copy_(0, at, drafted.lengths)
         return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, spread(drafted.q), spread(drafted.confidence))
 
-    def _fits(self, tokens: Sequence[int], k: int) -> bool:
+    def _fits(self, request_id: str, tokens: Sequence[int], k: int) -> bool:
+        if self.vocab > (own := self.model.config.vocab_size):
+            track = self.tracks.setdefault(request_id, Track())
+            track.foreign = track.foreign or any(token >= own for token in tokens[track.checked :])
+            track.checked = len(tokens)
+            if track.foreign:
+                return False
         return len(tokens) + k <= self.model.config.max_context
 
     # ---- in one call
@@ -178,7 +190,7 @@ class DraftModel(Drafter):
         prompt. alone: it is the step's only one."""
         assert self.chain is not None
         self._remember()
-        fit = [i for i, text in enumerate(texts) if self._fits(text, k)]
+        fit = [i for i, text in enumerate(texts) if self._fits(ids[i], text, k)]
         tracks = [self.tracks.setdefault(ids[i], Track()) for i in fit]
         self._read(tracks, [texts[i] for i in fit], k, READ if alone else READ_BESIDE)
         ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= NEAR]
@@ -262,8 +274,11 @@ class DraftModel(Drafter):
         """hidden [F, H] -> logits [F, N], and whose they are [N] (None: all tokens'). beside: each sequence's own that
         are not listed."""
         model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
-        if listed is None:
+        if listed is None and self.vocab == model.config.vocab_size:
             return model.logits, None
+        if listed is None:
+            shared = min(self.vocab, model.config.vocab_size)
+            return lambda hidden: model.logits(hidden)[:, :shared], torch.arange(shared, device=model.device)
         more = sorted({t for tokens in beside for t in tokens})
         if not more:
             return lambda hidden: ops.logits(hidden, self.head, cap), listed

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ..models.config import ForeignDict, text_part
+from ..models.config import (
+    ASSISTANT_TYPES,
+    OWN_DRAFTER_TYPES,
+    DrafterConfig,
+    ForeignDict,
+    ModelConfig,
+    supported,
+    text_part,
+)
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
+from .repos import is_model
 from .safetensors import read_json
 from .source import TensorSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+C = TypeVar("C", ModelConfig, DrafterConfig)
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,7 @@ def from_folder(path: Path, name: str) -> Files:
     """A folder with config.json (weights may be absent: that is enough to inspect it or to run it on dummy weights)."""
     if not (path / "config.json").is_file():
         inside = sorted(path.glob("*.gguf"))
+        inside = [p for p in inside if is_model(p)] or inside  # a drafter or a projector may lie next to the model
         if len(inside) == 1:
             return from_gguf(inside[0], name)
         folders = [p.parent for where in ("*", "snapshots/*") for p in sorted(path.glob(f"{where}/config.json"))]
@@ -49,6 +62,44 @@ def from_folder(path: Path, name: str) -> Files:
 def from_gguf(path: Path, name: str) -> Files:
     opened = gguf.read(path)
     return Files(name, path, gguf_config.hf_config(opened), opened)
+
+
+def check_supported(files: Files) -> None:
+    """An error where a configuration is of no model, drafter or heads that we run."""
+    kind = files.config.get("model_type")
+    if kind not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES, "medusa"):
+        supported(kind)
+
+
+def same_tokens(a: Files, b: Files) -> bool:
+    """Whether two tokenizers agree, so that vocabularies of two sizes differ by padding only. A few added tokens may
+    differ: a draft of one of them is rejected, as any wrong draft is."""
+    builders = [text_files(files).build for files in (a, b)]
+    if builders[0] is None or builders[1] is None:
+        return False
+    first, second = (build().get_vocab(with_added_tokens=True).items() for build in builders if build is not None)
+    return len(first & second) >= 0.99 * max(len(first), len(second))
+
+
+def check_draft_model(target: Files, draft: Files) -> int:
+    """How many token ids a draft model and its target share; an error where their vocabularies differ by more than
+    padding. It needs no weights."""
+    ours, theirs = (translate(ModelConfig.from_hf, files).vocab_size for files in (target, draft))
+    if ours != theirs and not same_tokens(target, draft):
+        raise OutriderError(
+            f"{draft.name} cannot draft for {target.name}: vocabularies of {theirs} and {ours} tokens, from two tokenizers"
+        )
+    return min(ours, theirs)
+
+
+def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
+    """A foreign dict may hold anything at any depth; whatever trips over it is bad input."""
+    try:
+        return reader(files.config)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise OutriderError(
+            f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})"
+        ) from None
 
 
 def open_source(files: Files) -> TensorSource:

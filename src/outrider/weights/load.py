@@ -23,7 +23,7 @@ from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
 from ..ops.reference import ReferenceOps, as_tensor
 from ..types import OutriderError, TextFiles
 from . import hub
-from .files import Files, open_source, text_files
+from .files import Files, open_source, text_files, translate
 from .names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
 from .progress import progress
 from .quant_reader import QuantScheme
@@ -71,16 +71,6 @@ def resolved(name: str | Path | Files, kind: hub.Kind, how: LoadOptions) -> File
     return (
         name if isinstance(name, Files) else hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
     )
-
-
-def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
-    """A foreign dict may hold anything at any depth; whatever trips over it is bad input."""
-    try:
-        return reader(files.config)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-        raise OutriderError(
-            f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})"
-        ) from None
 
 
 def load(

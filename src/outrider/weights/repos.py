@@ -1,0 +1,166 @@
+"""GGUF repositories on Hugging Face, and which GGUF files of a folder belong together. Torch-free.
+
+`REPO:QUANT` names one file of a repository, as llama.cpp and Ollama write it (`hf.co/REPO:QUANT` too). A file that is
+in Hugging Face's cache is used without asking the hub. A folder or repository may hold, next to a model, its MTP
+drafter (`…-assistant…gguf`) and its multimodal projector (`mmproj…gguf`); they are told apart by their names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..types import OutriderError
+
+HOSTS = re.compile(r"(?:https?://)?(?:hf\.co|(?:www\.)?huggingface\.co)/")
+REPO = re.compile(r"([A-Za-z0-9][\w.\-]*/[\w.\-]+?)(?::([\w.\-]+))?/?")
+QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|T?Q\d_\d|BF16|F16|F32|MXFP4\w*))$", re.I)
+SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+DRAFTER = re.compile(r"(^|[-_.])(assistant|drafter|mtp)([-_.]|$)", re.I)
+USUAL = "Q4_K_M"  # what is fetched where no quantisation is named
+
+
+def parse(name: str) -> tuple[str, str | None] | None:
+    """(repository, quantisation or None) of `org/name`, `org/name:QUANT` and both behind hf.co/; None: no such name."""
+    found = REPO.fullmatch(HOSTS.sub("", name, count=1))
+    if found is None or found[1].endswith((".gguf", ".safetensors")):
+        return None
+    return found[1], found[2]
+
+
+def stem(name: str | Path) -> str:
+    """A GGUF file's name without its suffix and the number of its part."""
+    return SPLIT.sub("", re.sub(r"\.gguf$", "", str(name), flags=re.I))
+
+
+def quantisation(name: str | Path) -> str | None:
+    found = QUANT.search(stem(name))
+    return found[1].upper() if found else None
+
+
+def base(name: str | Path) -> str:
+    """A file's name without its quantisation, in lower case: what files of one model share."""
+    return QUANT.sub("", stem(Path(name).name)).lower()
+
+
+def is_mmproj(name: str | Path) -> bool:
+    return "mmproj" in Path(name).name.lower()
+
+
+def is_drafter(name: str | Path) -> bool:
+    return not is_mmproj(name) and DRAFTER.search(stem(Path(name).name)) is not None
+
+
+def is_model(name: str | Path) -> bool:
+    return str(name).lower().endswith(".gguf") and not is_mmproj(name) and not is_drafter(name)
+
+
+def companion(model: Path, kind: str) -> Path | None:
+    """The `drafter` or `mmproj` that lies next to a GGUF model: by the model's name, or the only one next to the
+    folder's only model; of several quantisations the model's own."""
+    test = is_drafter if kind == "drafter" else is_mmproj
+    if test(model):
+        return None
+    files = sorted(p for p in model.parent.glob("*.gguf") if p.is_file())
+    found = [p for p in files if test(p) and p != model]
+    named = [p for p in found if base(model) in base(p)]
+    alone = len({base(p) for p in files if is_model(p)}) == 1
+    found = named or (found if alone and len({base(p) for p in found}) == 1 else [])
+    return next((p for p in found if quantisation(p) == quantisation(model)), found[0] if found else None)
+
+
+def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = False) -> str:
+    """The file of a repository that a name means."""
+    every = sorted(name for name in names if name.lower().endswith(".gguf") and not is_mmproj(name))
+    files = [name for name in every if is_drafter(name) == drafter] or every
+    if not files:
+        raise OutriderError(f"{repo} holds no GGUF model")
+    by_quant = {
+        quantisation(name) or stem(Path(name).name): name for name in reversed(files)
+    }  # of a model in parts the first
+    wanted = (
+        quant.upper()
+        if quant is not None
+        else USUAL
+        if USUAL in by_quant or len(by_quant) > 1
+        else next(iter(by_quant))
+    )
+    chosen = next((file for key, file in by_quant.items() if key.upper() == wanted.upper()), None)
+    if chosen is None:
+        missing = f"no {quant}" if quant is not None else f"several quantisations, and no {USUAL}"
+        raise OutriderError(
+            f"{repo} has {missing}: name one, as {repo}:{min(by_quant)} (there: {', '.join(sorted(by_quant))})"
+        )
+    if SPLIT.search(re.sub(r"\.gguf$", "", chosen, flags=re.I)):
+        raise OutriderError(
+            f"{repo}: {chosen} is one part of several, which are not read: join them with `llama-gguf-split --merge`"
+        )
+    return chosen
+
+
+def in_cache(repo: str) -> list[Path]:
+    """The GGUF files of a repository that Hugging Face's cache holds."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        return []
+    return sorted(p for p in snapshot.rglob("*.gguf") if p.is_file())
+
+
+def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool = True) -> Path:
+    """The file that `repo:quant` means, fetched where the cache does not hold it, with the drafter that lies next to
+    it."""
+    kept = {str(p): p for p in in_cache(repo)}
+    if quant is not None and kept:
+        try:
+            return kept[choose(kept, repo, quant, drafter)]
+        except OutriderError:
+            pass  # another quantisation: the hub may have this one
+    if not fetch:
+        if kept and quant is None:
+            return kept[choose(kept, repo, quant, drafter)]
+        name = repo if quant is None else f"{repo}:{quant}"
+        raise OutriderError(f"{repo} is a GGUF repository and not in the cache: `outrider pull {name}` fetches it")
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with hub_errors(repo):
+        names = HfApi().list_repo_files(repo)
+        chosen = choose(names, repo, quant, drafter)
+        path = Path(hf_hub_download(repo, chosen))
+        if not drafter and any(is_drafter(name) for name in names):
+            hf_hub_download(repo, choose([n for n in names if is_drafter(n)], repo, None, drafter=True))
+        return path
+
+
+@contextmanager
+def hub_errors(name: str, hint: str = "") -> Iterator[None]:
+    """What goes wrong at the hub, as one line. hint: a name that may have been meant."""
+    import httpx
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        yield
+    except GatedRepoError:
+        raise OutriderError(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise OutriderError(
+            f"{name} is neither a local path nor a repository on huggingface.co{hint} (private? set HF_TOKEN)"
+        ) from None
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        if constants.HF_HUB_OFFLINE and (
+            isinstance(error, LocalEntryNotFoundError) or "offline" in type(error).__name__.lower()
+        ):
+            raise OutriderError(
+                f"{name} is not in the cache{hint}, and HF_HUB_OFFLINE is set: unset it to fetch the model, or name a folder"
+            ) from None
+        why = " ".join(str(error).split())[:120]
+        raise OutriderError(
+            f"cannot fetch {name} from huggingface.co and it is not in the cache{hint} (no network?): {why}"
+        ) from None
