@@ -1,4 +1,5 @@
-"""The load generator behind `outrider load`: N streams at once against one server, each timed token by token."""
+"""The load generator behind `outrider bench-server`: N streams at once against one server, each timed token by
+token."""
 
 from __future__ import annotations
 

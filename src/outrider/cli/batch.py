@@ -36,7 +36,9 @@ def batch(
     seed: Annotated[
         int, typer.Option(help="For requests without a seed of their own: theirs is made from this and custom_id.")
     ] = 0,
-    max_concurrent: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 16,
+    max_concurrent: Annotated[
+        int, typer.Option("--max-concurrent", "--max-num-seqs", help="Sequences that decode at once.")
+    ] = 16,
     ray: Annotated[
         bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")
     ] = False,

@@ -12,7 +12,7 @@ from ..config import LoadSettings, parse_draft_tokens
 from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, note, out
-from .show import Painter
+from .painter import Painter
 from .terminal import Terminal
 
 if TYPE_CHECKING:

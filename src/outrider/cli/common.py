@@ -6,16 +6,17 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+import typer.main
 from rich.console import Console
 
-from ..config import OPTIONS, LoadSettings, Option
+from ..config import ALIASES, OPTIONS, LoadSettings, Option, user_file
 from ..prompts import read_prompts
 from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams
 from .quick import quick_start
@@ -30,7 +31,18 @@ Command = Callable[..., None]
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
-Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
+NAMES = "smollm2, a folder, a .gguf file, a Hugging Face id (org/name, org/name:Q4_K_M) or an alias."
+
+
+def model_names(incomplete: str) -> list[str]:
+    """What a shell completes a model's name to."""
+    from .store import at_hand
+
+    names = [*(item.name for item in at_hand() if item.kind == "model"), *user_file().get("aliases", {}), "smollm2"]
+    return sorted({name for name in names if name.startswith(incomplete)})
+
+
+Model = Annotated[str, typer.Argument(help=NAMES, autocompletion=model_names)]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token (greedy); 1: as the model has it.")]
 TopP = Annotated[
@@ -73,6 +85,13 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
+SHARED = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+)  # of several commands; the user's file may set them for all of these
 PLAIN = (
     bool,
     int,
@@ -104,7 +123,7 @@ def offering(
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
         ours = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=typed(option))
+            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=typed(name, option))
             for name, option in options.items()
         ]
         run.__signature__ = inspect.Signature([*own, *ours])  # type: ignore[attr-defined]  # what typer reads
@@ -120,9 +139,53 @@ def as_options(message: str, names: Iterable[str]) -> str:
     return re.sub(rf"(?<![\w'-])({fields})(?![\w'-])", lambda found: "--" + found[0].replace("_", "-"), message)
 
 
-def typed(option: Option) -> object:
+def typed(name: str, option: Option) -> object:
     kind = option.kind if option.kind in PLAIN else str | None if option.default is None else str
-    return Annotated[kind, typer.Option(help=option.help)]
+    return Annotated[kind, typer.Option(*spellings(name), help=option.help)]
+
+
+def spellings(name: str) -> list[str]:
+    """An option as it is typed here, then as users of other engines know it."""
+    return ["--" + n.replace("_", "-") for n in (name, *(alias for alias, ours in ALIASES.items() if ours == name))]
+
+
+def check_aliases(words: Sequence[str]) -> None:
+    """One option under two names with two values is refused: the parser would take the last one."""
+    for ours in ALIASES.values():
+        names = ["--max-concurrent", "--max-num-seqs"] if ours == "max_batch" else spellings(ours)
+        given: dict[str, str] = {}
+        for word, behind in zip(words, [*words[1:], ""]):
+            name, equals, value = word.partition("=")
+            if name in names:
+                given[name] = value if equals else behind
+        if len({*given.values()}) > 1:
+            raise OutriderError(
+                f"{' and '.join(f'{n} {v}' for n, v in given.items())} are the same option with different values"
+            )
+
+
+def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
+    """What the user's file says of a command's options, as the parser takes it: [defaults] where a command has such an
+    option, then the command's own table."""
+    tables = user_file()
+    if unknown := [table for table in tables if table not in ("aliases", "defaults", *commands)]:
+        known = ", ".join(["aliases", "defaults", *commands])
+        raise OutriderError(f"config.toml: unknown table [{unknown[0]}]; known: {known}")
+    shared = {key.replace("-", "_"): value for key, value in tables.get("defaults", {}).items()}
+    if wrong := [key for key in shared if key not in (*OPTIONS, *SHARED)]:
+        raise OutriderError(
+            f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {', '.join((*OPTIONS, *SHARED))}"
+        )
+    if named not in commands or not (shared or named in tables):
+        return {}
+    command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
+    options = [p.name for p in command.params if p.param_type_name == "option" and p.name]
+    own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
+    if wrong := [key for key in own if key not in options]:
+        raise OutriderError(
+            f"config.toml: unknown option {wrong[0]!r} in [{named}]; `outrider {named} --help` lists what there is"
+        )
+    return {named: {key: value for key, value in (shared | own).items() if key in options}}
 
 
 def sampling(**given: object) -> SamplingParams:
@@ -144,10 +207,13 @@ def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
     """Load and say once what was chosen."""
     follow_if_told(load)
     say = teller(quiet)
+    from .store import note_use
+
     with quick_start(load.device):
         from ..llm import LLM
 
         llm = LLM.load(model, load, say=say)
+    note_use(model, llm.drafter_note)
     asked = load.engine.max_context
     if asked is not None and asked > llm.config.max_context:
         say(f"context: {llm.engine.max_context} tokens (--max-context {asked} is more than this model knows)")

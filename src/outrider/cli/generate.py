@@ -14,7 +14,7 @@ from ..prompts import Prompt, read_prompts
 from ..types import GREEDY_EPS, OutriderError, SamplingParams
 from . import common
 from .common import err, out
-from .show import Painter
+from .painter import Painter
 
 if TYPE_CHECKING:
     from ..llm import LLM, Completion

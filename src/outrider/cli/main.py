@@ -13,16 +13,32 @@ import typer
 
 from .. import __version__
 from ..types import OutriderError
+from . import common
 
 COMMANDS = (
-    "generate", "chat", "serve", "deploy", "batch", "inspect", "prove", "bench", "bench-gpu", "predict", "train",
-    "eval-drafter", "cluster",
-    "load", "make-dummy", "demo", "doctor",
-)  # fmt: skip
+    *(
+        "generate",
+        "chat",
+        "serve",
+        "deploy",
+        "batch",
+        "list",
+        "pull",
+        "rm",
+        "show",
+        "inspect",
+        "prove",
+        "bench",
+        "bench-gpu",
+    ),
+    *("bench-server", "predict", "train", "eval-drafter", "cluster-head", "make-dummy", "demo", "doctor"),
+)
+FUNCTIONS = {"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"}
+MOVED = {"cluster": "cluster-head", "load": "bench-server"}  # commands that were renamed
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The command line with these commands; each is a function in a module of its own name."""
+    """The command line with these commands; each is a function in a module of its own name, but for `FUNCTIONS`."""
     made = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -31,7 +47,8 @@ def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     )
     for name in names:
         plain = name.replace("-", "_")
-        made.command(name)(getattr(importlib.import_module(f".{plain}", __package__), plain))
+        module, _, function = FUNCTIONS.get(name, f"{plain}.{plain}").partition(".")
+        made.command(name)(getattr(importlib.import_module(f".{module}", __package__), function))
     made.callback(invoke_without_command=True)(version)
     return made
 
@@ -86,7 +103,11 @@ def run() -> int:
     """The command that the arguments name, and only that one is imported; returns the exit code."""
     named = sys.argv[1] if len(sys.argv) > 1 else None
     try:
-        return int(app((named,) if named in COMMANDS else COMMANDS)(standalone_mode=False) or 0)
+        if named in MOVED:
+            raise OutriderError(f"`outrider {named}` is called `outrider {MOVED[named]}` now")
+        common.check_aliases(sys.argv[2:])
+        shell = app((named,) if named in COMMANDS else COMMANDS)
+        return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
     except OutriderError as error:
         print(f"outrider: {error}", file=sys.stderr)
         return 2

@@ -26,7 +26,8 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL...",
-        help="smollm2, a folder, a .gguf file, or a Hugging Face id; or name=MODEL. Several are loaded when asked for.",
+        help=f"{common.NAMES} Or name=MODEL. Several are loaded when asked for.",
+        autocompletion=common.model_names,
     ),
 ]
 
@@ -49,7 +50,10 @@ def serve(
         typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Spans of requests go to this OTLP/HTTP collector."),
     ] = None,
     max_concurrent: Annotated[
-        int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")
+        int | None,
+        typer.Option(
+            "--max-concurrent", "--max-num-seqs", help="Sequences that decode at once. Default: 254 on a GPU, else 8."
+        ),
     ] = None,
     allowed_origin: Annotated[
         list[str] | None, typer.Option(help="A page of this origin may call, too (repeatable; * is any).")

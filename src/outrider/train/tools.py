@@ -1,4 +1,4 @@
-"""`outrider eval-drafter` and `outrider cluster`: measuring a drafter, and giving it a clustered head."""
+"""`outrider eval-drafter` and `outrider cluster-head`: measuring a drafter, and giving it a clustered head."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from outrider.cli import main
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 
@@ -40,7 +41,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["eval-drafter", "m", "d", "--prompts", "FILE", "--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
         (["prove", "m", "--temperatures", "0,-1"], "--temperature must be in [0, 100], got -1"),
         (["demo", "m", "--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
-        (["cluster", "d", "--out", "o", "--clusters", "0"], "--clusters must be at least 1, got 0"),
+        (["cluster-head", "d", "--out", "o", "--clusters", "0"], "--clusters must be at least 1, got 0"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--lr", "nan"], "--lr must be above 0, got nan"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--limit", "0"], "--limit must be at least 1, got 0"),
         (

@@ -1,4 +1,4 @@
-"""`outrider load`: throughput and latency of a server against concurrency, as table, JSON and plot."""
+"""`outrider bench-server`: throughput and latency of a server against concurrency, as table, JSON and plot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..bench.load import Summary
 
 
-def load(
+def bench_server(
     target: Annotated[
         str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")
     ],
@@ -49,7 +49,7 @@ def load(
     Inter-token times are measured per token: a chunk of m tokens that comes after g seconds counts as m times g/m.
     The longest wait between two chunks is shown beside them, since that is what a reader sees.
 
-    Example: outrider load smollm2 --concurrency 1,4 --compare
+    Example: outrider bench-server smollm2 --concurrency 1,4 --compare
     """
     with needs("the load generator needs", "serve"):
         from ..bench.load import run

@@ -1,4 +1,4 @@
-"""`outrider load MODEL`: the server that is started for the test."""
+"""`outrider bench-server MODEL`: the server that is started for the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from outrider.cli.load import server
+
+from outrider.cli.bench_server import server
 from outrider.types import OutriderError
 
 TALKATIVE = """#!{python}

@@ -1,4 +1,4 @@
-"""`outrider cluster`: give an existing drafter a clustered head."""
+"""`outrider cluster-head`: give an existing drafter a clustered head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .common import out
 
 
 @common.loading("device")
-def cluster(
+def cluster_head(
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
     to: Annotated[Path, typer.Option("--out", help="Where the drafter with the new head goes.")],
     clusters: Annotated[

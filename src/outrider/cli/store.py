@@ -1,0 +1,226 @@
+"""`outrider list`, `pull`, `rm` and `show`: the models and drafters at hand, and what they were used with."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ..config import model_of, user_file
+from ..types import OutriderError
+from . import common
+from .common import out
+
+Name = Annotated[str, typer.Argument(help=common.NAMES, autocompletion=common.model_names)]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A model or a drafter on this disk."""
+
+    name: str  # as --model takes it
+    kind: str  # model | drafter | mmproj
+    bytes: int
+    path: str
+    used: str = ""  # the day of its last use
+    drafter: str = ""  # which it was last used with
+
+
+def listing(as_json: common.AsJson = False) -> None:
+    """List the models and drafters at hand: Hugging Face's cache, our own, GGUF files of this folder, and what was used
+    before."""
+    items = list(at_hand())
+    if as_json:
+        print(json.dumps([asdict(item) for item in items]))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for title in ("name", "kind", "size", "last used", "with"):
+        table.add_column(title, overflow="fold", justify="right" if title == "size" else "left")
+    for item in items:
+        table.add_row(item.name, item.kind, size(item.bytes), item.used, item.drafter)
+    out.print(table)
+    for alias, model in user_file().get("aliases", {}).items():
+        out.print(f"{alias} = {model}", style="dim")
+
+
+def pull(name: Name) -> None:
+    """Fetch a model, and the drafter that belongs to it. REPO:Q4_K_M (hf.co/REPO:Q4_K_M) is one file of a GGUF
+    repository.
+
+    Example: outrider pull bartowski/SmolLM2-360M-Instruct-GGUF:Q4_K_M
+    """
+    from ..weights import hub
+
+    files = hub.resolve(name)
+    where, why = hub.auto_drafter(files)
+    if where is not None and not Path(where).exists():
+        hub.resolve(where, "drafter")
+    out.print(f"{name}: {size(stored(files.path))} in {files.path}")
+    out.print(f"drafter: {where} ({why})" if where is not None else f"drafter: none ({why})", style="dim")
+
+
+def remove(name: Name) -> None:
+    """Remove a model from Hugging Face's cache or our own. REPO:QUANT removes one file of a repository. Your own files
+    stay."""
+    from ..weights import hub, repos
+
+    name = model_of(name)
+    if Path(name).expanduser().exists():
+        raise OutriderError(f"{name} is a file or folder of yours, not one of the caches': remove it yourself")
+    if name == "smollm2":
+        path = hub.cache_path("smollm2", hub.SMOLLM2_FILE)
+        freed = stored(path)
+        path.unlink(missing_ok=True)
+    elif (named := repos.parse(name)) is not None and named[1] is not None:
+        kept = {str(p): p for p in repos.in_cache(named[0])}
+        if not any(repos.quantisation(p) == named[1].upper() for p in kept):
+            raise OutriderError(f"{name} is not in the cache: `outrider list` shows what is")
+        path = kept[repos.choose(kept, *named)]
+        freed = stored(path)
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    else:
+        from huggingface_hub import scan_cache_dir
+        from huggingface_hub.errors import CacheNotFound
+
+        repo = named[0] if named is not None else name
+        with suppress(CacheNotFound):
+            cache = scan_cache_dir()
+            revisions = [r.commit_hash for found in cache.repos if found.repo_id == repo for r in found.revisions]
+        if not revisions:
+            raise OutriderError(f"{name} is not in the cache: `outrider list` shows what is")
+        strategy = cache.delete_revisions(*revisions)
+        freed = strategy.expected_freed_size
+        strategy.execute()
+    if not freed:
+        raise OutriderError(f"{name} is not in the cache: `outrider list` shows what is")
+    out.print(f"{name} removed: {size(freed)} freed")
+
+
+def show(name: Name, as_json: common.AsJson = False) -> None:
+    """Where a model lies, how large it is, and which drafter and projector belong to it. `outrider inspect` says more
+    of its layers."""
+    from ..models.config import ModelConfig
+    from ..weights import hub, repos
+    from ..weights.files import translate
+
+    files = hub.resolve(name, weights=False)
+    config = translate(ModelConfig.from_hf, files)
+    where, why = hub.auto_drafter(files)
+    mmproj = repos.companion(files.path, "mmproj") if files.gguf is not None else None
+    last = used().get(files.name, {})
+    data = {
+        "name": name,
+        "path": str(files.path) if files.path.exists() else None,
+        "bytes": stored(files.path),
+        "model_type": config.model_type,
+        "quantisation": repos.quantisation(files.path) if files.gguf is not None else None,
+        "max_context": config.max_context,
+        "drafter": where,
+        "drafter_note": why,
+        "mmproj": str(mmproj) if mmproj is not None else None,
+        "last_used": last.get("used"),
+        "last_drafter": last.get("drafter"),
+    }
+    if as_json:
+        print(json.dumps(data))
+        return
+    grid = Table.grid(padding=(0, 2))
+    for key, value in data.items():
+        if value not in (None, "", 0):
+            grid.add_row(
+                key.replace("_", " "), size(value) if key == "bytes" and isinstance(value, int) else str(value)
+            )
+    out.print(grid)
+
+
+def at_hand() -> Iterator[Item]:
+    """Everything `list` shows, each once."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    from ..weights import hub, repos
+
+    uses = used()
+
+    def item(name: str, path: Path, nbytes: int) -> Item:
+        kind = (
+            "mmproj"
+            if repos.is_mmproj(path)
+            else "drafter"
+            if repos.is_drafter(path) or repos.is_drafter(name)
+            else "model"
+        )
+        was = uses.pop(name, {})
+        return Item(name, kind, nbytes, str(path), was.get("used", ""), was.get("drafter", ""))
+
+    if (kept := hub.cache_path("smollm2", hub.SMOLLM2_FILE)).is_file():
+        yield item("smollm2", kept, stored(kept))
+    for shipped in sorted(hub.ASSETS.glob("*/config.json")):
+        yield Item(str(shipped.parent), "drafter", stored(shipped.parent), str(shipped.parent), drafter="")
+    with suppress(CacheNotFound):
+        for repo in sorted(scan_cache_dir().repos, key=lambda found: found.repo_id):
+            if repo.repo_type != "model":
+                continue
+            for path in (files := repos.in_cache(repo.repo_id)):
+                yield item(f"{repo.repo_id}:{repos.quantisation(path) or repos.stem(path.name)}", path, stored(path))
+            if not files:
+                yield item(repo.repo_id, repo.repo_path, repo.size_on_disk)
+    for path in sorted(Path().glob("*.gguf")):
+        yield item(str(path), path, stored(path))
+    for name in list(uses):
+        if (path := Path(name).expanduser()).exists():
+            yield item(name, path, stored(path))
+
+
+def stored(path: Path) -> int:
+    """Bytes of a file, or of a folder's files."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(p.stat().st_size for p in files if p.is_file())
+
+
+def size(nbytes: int) -> str:
+    return (
+        f"{nbytes / 1e9:.2f} GB"
+        if nbytes >= 1e9
+        else f"{nbytes / 1e6:.1f} MB"
+        if nbytes >= 1e6
+        else f"{nbytes / 1e3:.1f} kB"
+    )
+
+
+def used() -> dict[str, dict[str, str]]:
+    """What `note_use` has noted; nothing where the file is not there or damaged."""
+    try:
+        kept = json.loads(_uses().read_text(encoding="utf-8"))
+        return {name: row for name, row in kept.items() if isinstance(row, dict)}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def note_use(name: str, drafter: str) -> None:
+    """Remember that a model was loaded, and with which drafter. A cache that cannot be written costs the note only."""
+    row = {"used": time.strftime("%Y-%m-%d"), "drafter": drafter.removeprefix("drafter: ").partition(" (")[0]}
+    uses = used()
+    if uses.get(name) == row:
+        return
+    with suppress(OSError):
+        _uses().parent.mkdir(parents=True, exist_ok=True)
+        fresh = _uses().with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(uses | {name: row}), encoding="utf-8")
+        os.replace(fresh, _uses())
+
+
+def _uses() -> Path:
+    from ..ops.cpu.build import cache_path
+
+    return cache_path("used.json")
