@@ -29,51 +29,26 @@ LOADED = ("verify", "dtype", "ops", "quantize", "tensor_parallel", "max_context"
 def bench(
     model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2",
     suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
-    drafters: Annotated[
-        str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")
-    ] = "auto",
+    drafters: Annotated[str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")] = "auto",
     draft_tokens: Annotated[str, typer.Option(help="Comma-separated: 0 (plain decoding), 1..16, auto.")] = "0,4,auto",
     tree: Annotated[
-        str,
-        typer.Option(
-            help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays)."
-        ),
+        str, typer.Option(help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays).")
     ] = "auto",
     temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated; 0 is greedy.")] = "0",
     batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
-    against: Annotated[
-        str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")
-    ] = "",
+    against: Annotated[str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")] = "",
     repeats: Annotated[int, typer.Option(help="Times every cell is run; medians count.")] = 3,
     limit: Annotated[int | None, typer.Option(help="At most so many prompts of a category.")] = None,
     categories: Annotated[str, typer.Option(help="Only prompts of these categories, comma-separated.")] = "",
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")
-    ] = None,
-    quality: Annotated[
-        int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")
-    ] = 0,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")
-    ] = None,
-    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path(
-        "bench-out"
-    ),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")
-    ] = False,
-    history: Annotated[
-        Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")
-    ] = None,
-    record_traces: Annotated[
-        Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")
-    ] = None,
-    simulate: Annotated[
-        Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")
-    ] = None,
-    card: Annotated[
-        Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")] = None,
+    quality: Annotated[int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")] = None,
+    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path("bench-out"),
+    resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = False,
+    history: Annotated[Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")] = None,
+    record_traces: Annotated[Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")] = None,
+    simulate: Annotated[Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")] = None,
+    card: Annotated[Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")] = None,
     seed: common.Seed = 0,
     as_json: common.AsJson = False,
     *,
@@ -88,13 +63,12 @@ def bench(
 
     guessers, trees = tuple(dict.fromkeys(common.parts(drafters))), tuple(dict.fromkeys(common.parts(tree)))
     if not guessers:
-        raise OutriderError(
-            "--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding"
-        )
+        raise OutriderError("--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding")
     if not trees:
         raise OutriderError("--tree is empty: give for instance off,16,auto")
     for text in trees:
         parse_tree(text)
+    common.check_folder("--out", output)
     load = replace(load, drafter=guessers[0], tree=trees[0] if len(trees) == 1 else "auto", seed=seed)
     if load.tensor_parallel > 1 and len(guessers) > 1:
         raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
@@ -137,9 +111,7 @@ def bench(
     _report(output, settings, prompts, history, as_json, load.verify)
 
 
-def _report(
-    output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str
-) -> None:
+def _report(output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str) -> None:
     """What the cells of a run say, here and as a page."""
     from ..bench import harness, report
     from ..bench import quality as grading
@@ -155,9 +127,8 @@ def _report(
         _verdict(rows, verify)
         return
     for at in sorted({(r.temperature, r.batch) for r in rows}):
-        Console(width=max(out.width, 110), highlight=False).print(
-            report.table(rows, *at)
-        )  # a pipe's 80 columns are too few
+        # a pipe's 80 columns are too few
+        Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))
     if found:
         out.print(report.score_table(found))
     out.print(f"report: {output / 'report.html'}")
@@ -203,17 +174,15 @@ def _contestants(
     from ..bench import peers as others
 
     found: list[Contestant] = []
-    engine = replace(
-        load.engine, max_batch=batch, prefix_cache=False
-    )  # the same prompt comes again and again: a cache would hide its cost
+    # the same prompt comes again and again: a cache would hide its cost
+    engine = replace(load.engine, max_batch=batch, prefix_cache=False)
     for drafter in drafters:
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
         if 0 in ks and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
         for name, k, tree in _ways(_label(drafter, drafters), ks, trees):
-            found.append(
-                harness.Ours(name, llm, k, tree=parse_tree(tree) if len(trees) > 1 else None)
-            )  # one for all: it was loaded so
+            # one for all: it was loaded so
+            found.append(harness.Ours(name, llm, k, tree=parse_tree(tree) if len(trees) > 1 else None))
     if peers:
         from ..weights import hub
 
@@ -240,9 +209,7 @@ def _ways(label: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tupl
 
 
 def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[str]:
-    return (["plain"] if 0 in ks else []) + [
-        name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)
-    ]
+    return (["plain"] if 0 in ks else []) + [name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)]
 
 
 def _record(model: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, load: LoadSettings) -> None:
@@ -271,9 +238,7 @@ def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None
     if not traces:
         raise OutriderError(f"{path}: holds no traces")
     controller = common.load_llm(model, load, as_json).engine.controller
-    table = Table(
-        "category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt"
-    )
+    table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
     found = {}
     for category in ["all", *dict.fromkeys(t.category for t in traces)]:
         chosen = [t for t in traces if category in ("all", t.category)]
@@ -303,9 +268,7 @@ def _card(model: str, drafter: str, path: Path) -> None:
             raise OutriderError(why)
     files = hub.resolve(str(where), kind="drafter")
     before = acceptance_profile.read(Path(files.path), fingerprint(files))  # traces say nothing of second guesses
-    made = acceptance_profile.measure(
-        read_traces(path), fingerprint(files), before.second if before is not None else None
-    )
+    made = acceptance_profile.measure(read_traces(path), fingerprint(files), before.second if before is not None else None)
     out.print(f"{acceptance_profile.write(Path(files.path), made)}: {made.judged} tokens judged")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import signal
 import socket
@@ -21,16 +22,14 @@ from rich import box
 from rich.table import Table
 
 from ..types import OutriderError
-from .common import err, needs, note, numbers, out, prompt_texts
+from .common import check_file, err, needs, note, numbers, out, prompt_texts
 
 if TYPE_CHECKING:
     from ..bench.load import Summary
 
 
 def bench_server(
-    target: Annotated[
-        str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")
-    ],
+    target: Annotated[str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")],
     concurrency: Annotated[str, typer.Option(help="Streams at once, one row each.")] = "1,4,8,16",
     requests: Annotated[int, typer.Option(help="Requests at each concurrency.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer (the end token is ignored).")] = 128,
@@ -57,6 +56,12 @@ def bench_server(
     if min(levels) < 1 or requests < 1 or max_tokens < 1:
         raise OutriderError("--concurrency, --requests and --max-tokens must be at least 1")
     texts = prompt_texts(prompts)
+    if json_file is not None:
+        check_file("--json", json_file)
+    if plot is not None:
+        check_file("--plot", plot, ".png", ".svg")
+        with needs("--plot needs", "train"):
+            importlib.import_module("matplotlib")
     rows: list[Summary] = []
     with server(target, drafter, max(levels)) as url:
         for level in levels:
@@ -116,10 +121,7 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
 
 def table(rows: list[Summary]) -> Table:
     shown = Table(
-        caption="Milliseconds are median/95th percentile; more in --json",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-        pad_edge=False,
+        caption="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
     )
     for name in ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors"):
         shown.add_column(name, justify="right", no_wrap=True)

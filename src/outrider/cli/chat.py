@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,14 +15,25 @@ from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, note, out
 from .painter import Painter
-from .terminal import Terminal
+from .terminal import Terminal, is_open, keys_wait, unfenced
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
-FENCE = '"""'
 COMMAND = re.compile(r"/\w*( .*)?")  # on one line; `/* C`, `// C` and `/etc/hosts` are messages
-HELP = "/stats  statistics of all turns · /seed N · /draft K|auto · /clear  forget the conversation · /quit"
+COMMANDS = {
+    "/system": "TEXT  a system message",
+    "/retry": "  answer the last message again",
+    "/save": "FILE",
+    "/load": "FILE  a conversation",
+    "/stats": "  of all turns",
+    "/drafter": "[auto|none|NAME]",
+    "/draft": "K|auto",
+    "/seed": "N",
+    "/clear": "  forget the conversation",
+    "/quit": "",
+}
+HELP = " · ".join(f"{name} {about}".rstrip() for name, about in COMMANDS.items())
 
 
 @common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM)
@@ -36,10 +49,10 @@ def chat(
     *,
     load: LoadSettings,
 ) -> None:
-    """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends.
+    """Chat. Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D or /quit ends.
 
-    What is pasted is one message, with all its lines. From a pipe every line is one, or what stands between three
-    quotes.
+    Arrow keys edit the line and bring earlier ones back; Tab completes commands (/help lists them). A paste is one
+    message, and so is what stands between three quotes. From a pipe every line is a message.
     """
     params = common.sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = common.load_llm(model, load)
@@ -52,8 +65,9 @@ def chat(
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, show_draft: bool):
         self.llm, self.params, self.system, self.show_draft = llm, params, system, show_draft
-        self.terminal = Terminal.standard()
+        self.terminal = Terminal.standard([*COMMANDS])
         self.draft_tokens: int | None = None
+        self.drafter: bool | str = True
         self.turns: list[RequestStats] = []
         self.clear()
 
@@ -76,22 +90,21 @@ class Conversation:
                     self.answer(line)
             except OutriderError as error:
                 err.print(str(error), style="red")
+            except OSError as error:  # of /save and /load
+                err.print(f"{error.filename}: {error.strerror}", style="red")
 
     def read(self) -> str:
         """The next message. From a pipe a line is a message; three quotes begin one that goes on until three quotes end
         it."""
         if self.terminal is not None:
-            return self.terminal.read("\x1b[1m>>> \x1b[0m")
-        line = out.input("[bold]>>> [/bold]")
-        if not line.startswith(FENCE):
-            return line
-        lines = [line.removeprefix(FENCE)]
-        while not (lines[-1].endswith(FENCE) and (len(lines) > 1 or len(lines[0]) >= len(FENCE))):
+            return self.terminal.read()
+        text = out.input("[bold]>>> [/bold]")
+        while is_open(text):
             try:
-                lines.append(out.input(""))
+                text += "\n" + out.input("")
             except EOFError:  # the pipe ended first: what was said is answered
                 break
-        return "\n".join(lines).removesuffix(FENCE)
+        return unfenced(text)
 
     def command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
@@ -111,10 +124,54 @@ class Conversation:
                 self.params = replace(self.params, seed=int(argument))
             except ValueError:
                 raise OutriderError(f"/seed takes a whole number, got {argument!r}") from None
+        elif name == "/system":
+            self.system = argument.strip() or None
+            self.messages = [m for m in self.messages if m["role"] != "system"]
+            if self.system:
+                self.messages.insert(0, {"role": "system", "content": self.system})
+        elif name == "/drafter":
+            self.choose_drafter(argument.strip())
+        elif name == "/retry":
+            self.retry()
+        elif name == "/save":
+            path = named_file(name, argument)
+            path.write_text(json.dumps({"model": self.llm.name, "messages": self.messages}, ensure_ascii=False, indent=1), encoding="utf-8")
+            note(f"{len(self.messages)} messages in {path}")
+        elif name == "/load":
+            self.messages = read_messages(named_file(name, argument))
+            self.system = next((m["content"] for m in self.messages if m["role"] == "system"), None)
+            note(f"{len(self.messages)} messages")
         else:
             note(HELP)
 
+    def choose_drafter(self, name: str) -> None:
+        """Without a name: says which one drafts."""
+        loaded = self.llm.drafter.name if self.llm.drafter is not None else None
+        known = {"auto": True, "none": False, "ngram": "ngram"} | ({loaded: loaded} if loaded is not None else {})
+        if not name:
+            now = next(key for key, value in known.items() if value == self.drafter)
+            note(f"{self.llm.drafter_note}; in use: {now}")
+        elif name in known:
+            self.drafter = known[name]
+        else:
+            raise OutriderError(f"/drafter takes {', '.join(known)}, got {name!r}: others are loaded with --drafter")
+
+    def retry(self) -> None:
+        """The last message again, with another seed: at temperature 0 the answer stays the same."""
+        while self.messages and self.messages[-1]["role"] != "user":
+            if self.messages[-1]["role"] == "system":
+                break
+            self.messages.pop()
+        if not self.messages or self.messages[-1]["role"] != "user":
+            raise OutriderError("/retry: nothing was asked yet")
+        self.params = replace(self.params, seed=self.params.seed + 1)
+        self.answer(self.messages.pop()["content"])
+
     def answer(self, line: str) -> None:
+        with keys_wait():
+            self._answer(line)
+
+    def _answer(self, line: str) -> None:
         self.messages.append({"role": "user", "content": line})
         text = ""
         try:
@@ -124,7 +181,7 @@ class Conversation:
                 raise OutriderError(
                     f"the conversation has {len(ids)} tokens; the context holds {most}: /clear forgets what was said so far"
                 )
-            for event in self.llm.stream(ids, self.params, self.draft_tokens):
+            for event in self.llm.stream(ids, self.params, self.draft_tokens, self.drafter):
                 text += event.text
                 out.print(painter.paint(event), end="")
                 if event.stats is not None:
@@ -138,3 +195,20 @@ class Conversation:
             self.messages.pop()
             raise
         self.messages.append({"role": "assistant", "content": text})
+
+
+def named_file(command: str, argument: str) -> Path:
+    if not argument.strip():
+        raise OutriderError(f"{command} takes a file's name")
+    return Path(argument.strip()).expanduser()
+
+
+def read_messages(path: Path) -> list[dict[str, str]]:
+    """A conversation that /save wrote."""
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+        if all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
+            return [{"role": m["role"], "content": m["content"]} for m in messages]
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise OutriderError(f"{path} is no conversation that /save wrote")

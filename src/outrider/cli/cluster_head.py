@@ -16,12 +16,9 @@ from .common import out
 def cluster_head(
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
     to: Annotated[Path, typer.Option("--out", help="Where the drafter with the new head goes.")],
-    clusters: Annotated[
-        int | None, typer.Option(help="How many. Default: by the vocabulary (2048 for Gemma's).")
-    ] = None,
+    clusters: Annotated[int | None, typer.Option(help="How many. Default: by the vocabulary (2048 for Gemma's).")] = None,
     top: Annotated[
-        int | None,
-        typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them."),
+        int | None, typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them.")
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="With --prompts: tune the centroids and choose top on this target's own answers.")
@@ -41,6 +38,7 @@ def cluster_head(
     from ..ops import place
     from ..train.tools import cluster_drafter
 
+    common.check_folder("--out", to)
     where = str(place(load.device))
     result = cluster_drafter(
         drafter, to, clusters=clusters, top=top, target=target, prompts=prompts, limit=limit, recall=recall,

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter
@@ -45,9 +46,7 @@ def model_names(incomplete: str) -> list[str]:
 Model = Annotated[str, typer.Argument(help=NAMES, autocompletion=model_names)]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token (greedy); 1: as the model has it.")]
-TopP = Annotated[
-    float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")
-]
+TopP = Annotated[float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")]
 TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
 Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives the same result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -85,21 +84,10 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
-SHARED = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-)  # of several commands; the user's file may set them for all of these
-PLAIN = (
-    bool,
-    int,
-    float,
-    int | None,
-    float | None,
-    Path | None,
-)  # what the parser reads; others are texts, and the settings check them
+# of several commands; the user's file may set them for all of these
+SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+# what the parser reads; others are texts, and the settings check them
+PLAIN = (bool, int, float, int | None, float | None, Path | None)
 
 
 def loading(*names: str) -> Callable[[Command], Command]:
@@ -107,9 +95,7 @@ def loading(*names: str) -> Callable[[Command], Command]:
     return offering("load", {name: OPTIONS[name] for name in names}, LoadSettings.of)
 
 
-def offering(
-    parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]
-) -> Callable[[Command], Command]:
+def offering(parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]) -> Callable[[Command], Command]:
     """Gives a command options that settings describe; what is made of them reaches it as that parameter."""
 
     def around(command: Command) -> Command:
@@ -159,9 +145,7 @@ def check_aliases(words: Sequence[str]) -> None:
             if name in names:
                 given[name] = value if equals else behind
         if len({*given.values()}) > 1:
-            raise OutriderError(
-                f"{' and '.join(f'{n} {v}' for n, v in given.items())} are the same option with different values"
-            )
+            raise OutriderError(f"{' and '.join(f'{n} {v}' for n, v in given.items())} are the same option with different values")
 
 
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
@@ -173,18 +157,14 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
         raise OutriderError(f"config.toml: unknown table [{unknown[0]}]; known: {known}")
     shared = {key.replace("-", "_"): value for key, value in tables.get("defaults", {}).items()}
     if wrong := [key for key in shared if key not in (*OPTIONS, *SHARED)]:
-        raise OutriderError(
-            f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {', '.join((*OPTIONS, *SHARED))}"
-        )
+        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {', '.join((*OPTIONS, *SHARED))}")
     if named not in commands or not (shared or named in tables):
         return {}
     command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
     options = [p.name for p in command.params if p.param_type_name == "option" and p.name]
     own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
     if wrong := [key for key in own if key not in options]:
-        raise OutriderError(
-            f"config.toml: unknown option {wrong[0]!r} in [{named}]; `outrider {named} --help` lists what there is"
-        )
+        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [{named}]; `outrider {named} --help` lists what there is")
     return {named: {key: value for key, value in (shared | own).items() if key in options}}
 
 
@@ -197,9 +177,7 @@ def sampling(**given: object) -> SamplingParams:
         raise OutriderError(as_options(str(error), given)) from None
     idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
     if idle and params.temperature < GREEDY_EPS:
-        note(
-            f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)"
-        )
+        note(f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)")
     return params
 
 
@@ -262,15 +240,9 @@ def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
 
 
 def stats_line(stats: RequestStats, finish: str) -> str:
-    parts = [
-        f"{stats.new_tokens} tokens ({finish})",
-        f"first after {stats.ttft_s * 1e3:.0f} ms",
-        f"{stats.decode_tps:.1f} tok/s",
-    ]
+    parts = [f"{stats.new_tokens} tokens ({finish})", f"first after {stats.ttft_s * 1e3:.0f} ms", f"{stats.decode_tps:.1f} tok/s"]
     if stats.drafted:
-        by_position = " ".join(
-            f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d
-        )
+        by_position = " ".join(f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d)
         parts.append(f"{stats.tokens_per_cycle:.2f} tokens a cycle")
         parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
     if stats.trees:
@@ -278,6 +250,30 @@ def stats_line(stats: RequestStats, finish: str) -> str:
     if stats.drafter_off:
         parts.append(f"drafter switched off: {stats.drafter_off}")
     return " · ".join(parts)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """A folder that is going to be written, or made: tried before long work."""
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as trial:
+            trial.write(bytes(4096))
+    except OSError as error:
+        raise OutriderError(f"{option} {path} cannot be written: {error.strerror or error}") from None
+
+
+def check_file(option: str, path: Path, *suffixes: str) -> None:
+    """A file that is going to be written, of one of these kinds: tried before long work."""
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise OutriderError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise OutriderError(f"{option} {path} cannot be written: {error.strerror or error}") from None
+    if new:
+        path.unlink()
+        check_folder(option, path.parent)
 
 
 def times(speedup: float) -> str:

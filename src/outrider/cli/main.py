@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -16,21 +18,7 @@ from ..types import OutriderError
 from . import common
 
 COMMANDS = (
-    *(
-        "generate",
-        "chat",
-        "serve",
-        "deploy",
-        "batch",
-        "list",
-        "pull",
-        "rm",
-        "show",
-        "inspect",
-        "prove",
-        "bench",
-        "bench-gpu",
-    ),
+    *("generate", "chat", "serve", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "prove", "bench", "bench-gpu"),
     *("bench-server", "predict", "train", "eval-drafter", "cluster-head", "make-dummy", "demo", "doctor"),
 )
 FUNCTIONS = {"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"}
@@ -63,17 +51,15 @@ def main() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by whoever started this
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a character that a terminal's encoding lacks is shown as a question mark
+        # a character that a terminal's encoding lacks is shown as a question mark
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     code = run()
     try:
         sys.stdout.flush()
     except OSError as error:
-        gone = isinstance(
-            error, BrokenPipeError
-        )  # who read the output has left, as in `outrider ... | head`: not worth a word
+        # who read the output has left, as in `outrider ... | head`: not worth a word
+        gone = isinstance(error, BrokenPipeError)
         if not gone and code != 2:  # with 2 what went wrong was told, and may have been this
             print(f"outrider: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,12 +98,8 @@ def run() -> int:
         print(f"outrider: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a file that nobody has checked: a full disk, a folder that may not be written
-        print(
-            f"outrider: {error.filename}: {error.strerror}"
-            if error.filename
-            else f"outrider: {error.strerror or error}",
-            file=sys.stderr,
-        )
+        where = error.filename or out_option()
+        print(f"outrider: {where}: {error.strerror}" if where else f"outrider: {error.strerror or error}", file=sys.stderr)
         return 2
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
         command = f"outrider {named}" if named in COMMANDS else "outrider"
@@ -129,6 +111,17 @@ def run() -> int:
         return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as error:  # torch and safetensors have errors of their own for a full disk
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        print(f"outrider: {f'{where}: ' if (where := out_option()) else ''}{os.strerror(errno.ENOSPC)}", file=sys.stderr)
+        return 2
+
+
+def out_option() -> str:
+    """What --out names: an error of a file that is open does not say where it lies."""
+    given = [(after if word == "--out" else word[6:]) for word, after in pairwise([*sys.argv, ""]) if word.startswith("--out")]
+    return given[-1] if given else ""
 
 
 if __name__ == "__main__":

@@ -1,126 +1,122 @@
-"""Messages from a terminal, whole: a paste is one message, however long and whatever lines it has.
-
-A terminal's own line editing cuts a line at 4,095 bytes and gives pasted lines one by one. So keys are read one by one
-here (with backspace, Ctrl-U and Ctrl-W), and the terminal is asked to bracket what is pasted. Where it does not, a line
-end with more right behind it is taken to be part of a paste: nobody types that fast.
-"""
+"""Messages from a terminal, with prompt_toolkit: line editing, history, completion of commands, pastes and fenced texts
+of many lines."""
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
-import re
-import select
 import sys
-import termios
-import tty
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
-
+from ..ops.cpu.build import cache_path
 from ..types import OutriderError
 
-PASTE, PASTED = "\x1b[200~", "\x1b[201~"
-ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[^\[O])")  # one whole key that is no character
-BRACKETED, PLAIN = "\x1b[?2004h", "\x1b[?2004l"
-RUSH_S = 0.02  # what comes sooner after a line end was pasted
+if TYPE_CHECKING:
+    from prompt_toolkit.history import SlotSamplingState
+    from prompt_toolkit.input import Input
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import Output
+
+FENCE = '"""'
+
+
+def is_open(text: str) -> bool:
+    """Whether a text began with three quotes that nothing has closed yet."""
+    return text.startswith(FENCE) and not (text.rstrip().endswith(FENCE) and len(text.rstrip()) >= 2 * len(FENCE))
+
+
+def unfenced(text: str) -> str:
+    """What stands between the three quotes; any other text as it is."""
+    return text.rstrip().removeprefix(FENCE).removesuffix(FENCE) if text.startswith(FENCE) else text
 
 
 class Terminal:
-    """Reads from the terminal `fd`; `write` shows text on it."""
+    def __init__(self, commands: Sequence[str], input: Input | None = None, output: Output | None = None) -> None:
+        """input, output: of a test; None: standard input and output."""
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
 
-    def __init__(self, fd: int, write: Callable[[str], object]) -> None:
-        self.fd, self.write = fd, write
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._ahead = ""  # read and not yet looked at
+        self.session: PromptSession[str] = PromptSession(
+            multiline=True,
+            key_bindings=_keys(),
+            history=_history(),
+            completer=WordCompleter([*commands], sentence=True),
+            complete_while_typing=False,
+            enable_history_search=True,
+            input=input,
+            output=output,
+        )
 
     @staticmethod
-    def standard() -> Terminal | None:
+    def standard(commands: Sequence[str]) -> Terminal | None:
         """Standard input and output, where both are a terminal that understands escapes."""
         if sys.stdin is None:
             raise OutriderError("standard input is closed: nothing can be read from it")
-        if (
-            not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb"
-        ):  # a dumb one knows no escapes
-            if isinstance(sys.stdin, io.TextIOWrapper):
-                sys.stdin.reconfigure(errors="replace")  # as keys are read, too
-            return None
+        if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            return Terminal(commands)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # as prompt_toolkit reads keys
+        return None
 
-        def write(text: str) -> None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+    def read(self) -> str:
+        """One message. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, both on an empty line."""
+        return unfenced(self.session.prompt(">>> ", prompt_continuation="... "))
 
-        return Terminal(sys.stdin.fileno(), write)
 
-    def read(self, prompt: str) -> str:
-        """One message. EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C."""
-        before = termios.tcgetattr(self.fd)
-        tty.setcbreak(self.fd, termios.TCSADRAIN)  # keys one by one, not shown; Ctrl-C still interrupts
-        try:
-            self.write(BRACKETED + prompt)
-            return self._message()
-        finally:
-            self.write(PLAIN + "\r\n")
-            termios.tcsetattr(self.fd, termios.TCSADRAIN, before)
+@contextmanager
+def keys_wait() -> Iterator[None]:
+    """Keys that are typed meanwhile are not shown; the next prompt reads them. Ctrl-C still interrupts."""
+    import termios
 
-    def _message(self) -> str:
-        text = ""
-        while True:
-            key = self._key()
-            if key == PASTE:
-                pasted = self._paste()
-                self._show(pasted)
-                text += pasted
-            elif key in ("\r", "\n"):
-                if not self._more():
-                    return text
-                text += "\n"
-                self._show("\n")
-            elif key == "\x04":
-                if not text:
-                    raise EOFError
-            elif key in ("\x7f", "\b"):
-                text = self._rub(text, 1)
-            elif key == "\x15":
-                text = self._rub(text, len(text) - (text.rfind("\n") + 1))
-            elif key == "\x17":
-                text = self._rub(text, len(text) - len(re.sub(r"\S*[^\S\n]*\Z", "", text.rstrip(" \t"))))
-            elif (key >= " " and key[0] != "\x1b") or key == "\t":
-                text += key
-                self._show(key)
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    quiet = [*before]
+    quiet[0] &= ~termios.ICRNL  # Enter stays what prompt_toolkit takes for Enter
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(fd, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
 
-    def _rub(self, text: str, count: int) -> str:
-        """Take `count` characters from the end; those of an earlier line stay on the screen."""
-        gone = text[len(text) - count :]
-        width = cell_len(gone.rpartition("\n")[2])
-        self.write("\b" * width + " " * width + "\b" * width)
-        return text[: len(text) - count]
 
-    def _show(self, text: str) -> None:
-        self.write(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", text).replace("\n", "\r\n"))
+def _keys() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    def _paste(self) -> str:
-        while PASTED not in self._ahead:
-            self._ahead += self._read()
-        pasted, _, self._ahead = self._ahead.partition(PASTED)
-        return pasted.replace("\r\n", "\n").replace("\r", "\n")
+    keys = KeyBindings()
 
-    def _key(self) -> str:
-        """The next character, or a whole escape sequence."""
-        while not self._ahead or (self._ahead[0] == "\x1b" and not ESCAPE.match(self._ahead) and self._more(behind=1)):
-            self._ahead += self._read()
-        match = ESCAPE.match(self._ahead)
-        key = match[0] if match else self._ahead[0]
-        self._ahead = self._ahead[len(key) :]
-        return key
+    @keys.add("enter")
+    def enter(event: KeyPressEvent) -> None:
+        """Ends the message, but for an open fence, in which it begins another line."""
+        if is_open(event.current_buffer.text):
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
 
-    def _more(self, behind: int = 0) -> bool:
-        """Has something been typed or pasted already?"""
-        return len(self._ahead) > behind or bool(select.select([self.fd], [], [], RUSH_S)[0])
+    @keys.add("c-c")
+    def clear(event: KeyPressEvent) -> None:
+        """Clears a half-typed message; on an empty line it ends the conversation."""
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
 
-    def _read(self) -> str:
-        data = os.read(self.fd, 1 << 16)
-        if not data:
-            raise EOFError
-        return self._utf8.decode(data)
+    return keys
+
+
+def _history() -> SlotSamplingState:
+    """Of earlier conversations too; where its file cannot be written, of this one only."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = cache_path("chat_history")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(path)) if os.access(path, os.R_OK | os.W_OK) else InMemoryHistory()

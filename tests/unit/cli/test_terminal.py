@@ -1,72 +1,84 @@
-"""Messages typed and pasted, through a real terminal pair."""
+"""Messages typed and pasted, through prompt_toolkit; keys typed during an answer, through a real terminal pair."""
 
 from __future__ import annotations
 
 import os
 import pty
-import threading
+import sys
+import termios
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
-from outrider.cli.terminal import PASTE, PASTED, Terminal
+from outrider.cli.terminal import Terminal, is_open, keys_wait, unfenced
+
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Terminal, int]]:
-    master, slave = pty.openpty()
-    shown: list[str] = []
-    terminal = Terminal(slave, shown.append)
-    terminal.shown = shown  # type: ignore[attr-defined]
-    yield terminal, master
-    os.close(master)
-    os.close(slave)
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PipeInput]:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    with create_pipe_input() as made:
+        yield made
 
 
-def read(pair: tuple[Terminal, int], *typed: str) -> str:
-    """Type (in pieces, while the terminal reads) and return the message."""
-    terminal, master = pair
-    ready = threading.Event()
-    write = terminal.write
-    terminal.write = lambda text: (write(text), ready.set())
-
-    def keys() -> None:
-        ready.wait(60)
-        for piece in typed:
-            data = piece.encode()
-            while data:
-                data = data[os.write(master, data[:512]) :]
-
-    thread = threading.Thread(target=keys, daemon=True)
-    thread.start()
-    message = terminal.read(">>> ")
-    thread.join(60)
-    return message
+def terminal(keys: PipeInput) -> Terminal:
+    return Terminal(["/stats", "/system"], keys, DummyOutput())
 
 
-def test_a_long_paste_of_many_lines_is_one_message(pair: tuple[Terminal, int]) -> None:
+def test_a_long_paste_of_many_lines_is_one_message(keys: PipeInput) -> None:
     text = "\n".join(f"line {i}: {'é' * 60}" for i in range(120))
-    assert len(text.encode()) > 7500
-    assert read(pair, "See: ", PASTE + text.replace("\n", "\r") + PASTED, "\r") == "See: " + text
+    keys.send_text("See: " + PASTE + text.replace("\n", "\r") + PASTED + "\r")
+    assert terminal(keys).read() == "See: " + text
 
 
-def test_a_line_beyond_4095_bytes_is_whole(pair: tuple[Terminal, int]) -> None:
-    assert read(pair, PASTE + "x" * 20_000 + PASTED + "\r") == "x" * 20_000
+def test_three_quotes_begin_lines_and_end_them(keys: PipeInput) -> None:
+    keys.send_text('"""one\rtwo\rthree"""\r')
+    assert terminal(keys).read() == "one\ntwo\nthree"
+    assert is_open('"""') and is_open('"""a"') and not is_open('""""""') and not is_open("a") and unfenced('"""a"""') == "a"
 
 
-def test_a_paste_without_brackets_is_one_message(pair: tuple[Terminal, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.cli.terminal.RUSH_S", 0.5)  # whoever pastes here may have to wait for a processor
-    text = "\n".join(f"line {i} {'y' * 50}" for i in range(100))
-    assert read(pair, text.replace("\n", "\r") + "\r") == text
+def test_editing_history_and_completion(keys: PipeInput) -> None:
+    first = terminal(keys)
+    keys.send_text("hello wrld\x1b[D\x1b[D\x1b[Do\r")
+    assert first.read() == "hello world"
+    # another conversation has it, too
+    assert [*terminal(keys).session.history.load_history_strings()] == ["hello world"]
+    completer = first.session.completer
+    assert completer is not None
+    found = completer.get_completions(Document("/sta"), CompleteEvent())
+    assert [each.text for each in found] == ["/stats"]
 
 
-def test_keys_that_edit(pair: tuple[Terminal, int]) -> None:
-    assert read(pair, "helo\x7flo wrld\x17world\x1b[D\x1b[A!\x01\r") == "hello world!"
-    assert read(pair, "all wrong\x15right é\x7f\x7f日\x7f.\r") == "right."
+def test_ctrl_c_clears_a_half_typed_line_and_ends_on_an_empty_one(keys: PipeInput) -> None:
+    made = terminal(keys)
+    keys.send_text("half\x03whole\r")
+    assert made.read() == "whole"
+    for key, error in (("\x03", KeyboardInterrupt), ("\x04", EOFError)):
+        keys.send_text(key)
+        with pytest.raises(error):
+            made.read()
 
 
-def test_the_end_and_what_is_left_over(pair: tuple[Terminal, int]) -> None:
-    with pytest.raises(EOFError):
-        read(pair, "\x04")
-    assert read(pair, "a\x04b\r") == "ab"
-    assert "".join(pair[0].shown).count("\x1b[?2004l") == 2  # type: ignore[attr-defined]
+def test_a_history_that_cannot_be_written_is_kept_in_memory(keys: PipeInput, tmp_path: Path) -> None:
+    (tmp_path / "chat_history").mkdir()
+    keys.send_text("hello\r")
+    assert terminal(keys).read() == "hello"
+
+
+def test_keys_typed_during_an_answer_are_not_shown_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "r+b", buffering=0) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        before = termios.tcgetattr(slave)
+        with keys_wait():
+            os.write(master, b"next\r")
+            assert os.read(slave, 100) == b"next\r"  # whole, with no line end needed, as prompt_toolkit will read it
+            assert not termios.tcgetattr(slave)[3] & termios.ECHO
+        assert termios.tcgetattr(slave) == before
+    os.close(master)
