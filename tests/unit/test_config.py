@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from outrider.cli.common import loading
 from outrider.cli.main import app
+from outrider.config import ENGINE, OPTIONS, EngineConfig, LoadSettings
+from outrider.llm import LLM
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 
-from outrider.config import ENGINE, OPTIONS, EngineConfig, LoadSettings
-from outrider.llm import LLM
+from outrider.cli.common import loading
 
 # These mean something else there, or take several.
 OTHERS = {
@@ -147,6 +147,34 @@ def test_a_field_that_there_is_not(field: str, told: str) -> None:
     with pytest.raises(OutriderError) as caught:
         LLM.load("nowhere", **{field: 100})
     assert str(caught.value).startswith(told)
+
+
+def test_the_engines_fields_and_well_known_names() -> None:
+    ours = LoadSettings(draft_tokens=4, engine=EngineConfig(max_context=77, max_batch=3, gpu_memory=0.5))
+    known = {"max_model_len": 77, "max_num_seqs": 3, "gpu_memory_utilization": 0.5, "num_speculative_tokens": 4}
+    assert LoadSettings().changed(known) == ours
+    assert LoadSettings().changed({"max_context": 77, "max_batch": 3, "gpu_memory": 0.5, "draft_tokens": 4}) == ours
+    assert LoadSettings().changed({"max_context": 77, "max_model_len": 77}).engine.max_context == 77
+    with pytest.raises(
+        OutriderError, match="max_context=77 and max_model_len=78 are the same setting with different values"
+    ):
+        LLM.load("nowhere", max_context=77, max_model_len=78)
+    with pytest.raises(OutriderError, match="drafter none drafts nothing: leave out draft_tokens"):
+        LLM.load("nowhere", drafter="none", num_speculative_tokens=4)
+
+
+def test_well_known_options_reach_the_settings() -> None:
+    told: list[LoadSettings] = []
+
+    @loading("draft_tokens", "max_context", "gpu_memory")
+    def command(*, load: LoadSettings) -> None:
+        told.append(load)
+
+    shell = typer.Typer()
+    shell.command()(command)
+    words = ["--max-model-len", "77", "--gpu-memory-utilization", "0.5", "--num-speculative-tokens", "4"]
+    typer.main.get_command(shell)(words, standalone_mode=False)
+    assert told == [LoadSettings(draft_tokens="4", engine=EngineConfig(max_context=77, gpu_memory=0.5))]
 
 
 def test_an_engine_of_none_is_the_default() -> None:

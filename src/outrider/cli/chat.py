@@ -135,7 +135,10 @@ class Conversation:
             self.retry()
         elif name == "/save":
             path = named_file(name, argument)
-            path.write_text(json.dumps({"model": self.llm.name, "messages": self.messages}, ensure_ascii=False, indent=1), encoding="utf-8")
+            path.write_text(
+                json.dumps({"model": self.llm.name, "messages": self.messages}, ensure_ascii=False, indent=1),
+                encoding="utf-8",
+            )
             note(f"{len(self.messages)} messages in {path}")
         elif name == "/load":
             self.messages = read_messages(named_file(name, argument))
@@ -147,7 +150,9 @@ class Conversation:
     def choose_drafter(self, name: str) -> None:
         """Without a name: says which one drafts."""
         loaded = self.llm.drafter.name if self.llm.drafter is not None else None
-        known = {"auto": True, "none": False, "ngram": "ngram"} | ({loaded: loaded} if loaded is not None else {})
+        known: dict[str, bool | str] = {"auto": True, "none": False, "ngram": "ngram"} | (
+            {loaded: loaded} if loaded is not None else {}
+        )
         if not name:
             now = next(key for key, value in known.items() if value == self.drafter)
             note(f"{self.llm.drafter_note}; in use: {now}")

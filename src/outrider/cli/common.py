@@ -46,7 +46,9 @@ def model_names(incomplete: str) -> list[str]:
 Model = Annotated[str, typer.Argument(help=NAMES, autocompletion=model_names)]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token (greedy); 1: as the model has it.")]
-TopP = Annotated[float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")]
+TopP = Annotated[
+    float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")
+]
 TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
 Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives the same result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -84,10 +86,21 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
-# of several commands; the user's file may set them for all of these
-SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-# what the parser reads; others are texts, and the settings check them
-PLAIN = (bool, int, float, int | None, float | None, Path | None)
+SHARED = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+)  # of several commands; the user's file may set them for all of these
+PLAIN = (
+    bool,
+    int,
+    float,
+    int | None,
+    float | None,
+    Path | None,
+)  # what the parser reads; others are texts, and the settings check them
 
 
 def loading(*names: str) -> Callable[[Command], Command]:
@@ -95,7 +108,9 @@ def loading(*names: str) -> Callable[[Command], Command]:
     return offering("load", {name: OPTIONS[name] for name in names}, LoadSettings.of)
 
 
-def offering(parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]) -> Callable[[Command], Command]:
+def offering(
+    parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]
+) -> Callable[[Command], Command]:
     """Gives a command options that settings describe; what is made of them reaches it as that parameter."""
 
     def around(command: Command) -> Command:
@@ -145,7 +160,9 @@ def check_aliases(words: Sequence[str]) -> None:
             if name in names:
                 given[name] = value if equals else behind
         if len({*given.values()}) > 1:
-            raise OutriderError(f"{' and '.join(f'{n} {v}' for n, v in given.items())} are the same option with different values")
+            raise OutriderError(
+                f"{' and '.join(f'{n} {v}' for n, v in given.items())} are the same option with different values"
+            )
 
 
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
@@ -157,14 +174,18 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
         raise OutriderError(f"config.toml: unknown table [{unknown[0]}]; known: {known}")
     shared = {key.replace("-", "_"): value for key, value in tables.get("defaults", {}).items()}
     if wrong := [key for key in shared if key not in (*OPTIONS, *SHARED)]:
-        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {', '.join((*OPTIONS, *SHARED))}")
-    if named not in commands or not (shared or named in tables):
+        raise OutriderError(
+            f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {', '.join((*OPTIONS, *SHARED))}"
+        )
+    if named is None or named not in commands or not (shared or named in tables):
         return {}
     command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
     options = [p.name for p in command.params if p.param_type_name == "option" and p.name]
     own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
     if wrong := [key for key in own if key not in options]:
-        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [{named}]; `outrider {named} --help` lists what there is")
+        raise OutriderError(
+            f"config.toml: unknown option {wrong[0]!r} in [{named}]; `outrider {named} --help` lists what there is"
+        )
     return {named: {key: value for key, value in (shared | own).items() if key in options}}
 
 
@@ -177,7 +198,9 @@ def sampling(**given: object) -> SamplingParams:
         raise OutriderError(as_options(str(error), given)) from None
     idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
     if idle and params.temperature < GREEDY_EPS:
-        note(f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)")
+        note(
+            f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)"
+        )
     return params
 
 
@@ -240,9 +263,15 @@ def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
 
 
 def stats_line(stats: RequestStats, finish: str) -> str:
-    parts = [f"{stats.new_tokens} tokens ({finish})", f"first after {stats.ttft_s * 1e3:.0f} ms", f"{stats.decode_tps:.1f} tok/s"]
+    parts = [
+        f"{stats.new_tokens} tokens ({finish})",
+        f"first after {stats.ttft_s * 1e3:.0f} ms",
+        f"{stats.decode_tps:.1f} tok/s",
+    ]
     if stats.drafted:
-        by_position = " ".join(f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d)
+        by_position = " ".join(
+            f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d
+        )
         parts.append(f"{stats.tokens_per_cycle:.2f} tokens a cycle")
         parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
     if stats.trees:

@@ -21,6 +21,7 @@ from . import common
 from .common import out
 
 if TYPE_CHECKING:
+    from ..weights.files import Files
     from ..weights.sizes import StoredSize
 
 VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
@@ -62,7 +63,7 @@ def show_cpu(asked: bool) -> None:
 def inspect(
     model: common.Model,
     drafter: Annotated[
-        str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")
+        str | None, typer.Option(help="Does this MTP drafter, or draft:MODEL, fit, and what does a step cost?")
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of context for which FLOP a byte is reckoned.")] = 1024,
     bits: Annotated[
@@ -105,6 +106,7 @@ def inspect(
     float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
     int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
     from ..weights.quant_scheme import rounded_activations
+    from ..weights.repos import companion
 
     kv_dtype = load.engine.kv_dtype
     if context < 1:
@@ -117,9 +119,10 @@ def inspect(
         )
     if bits is not None and gpu is not None and quantize is not None:
         raise OutriderError("--bits and --quantize both say what the card holds: leave one of them out")
-    raw, config, kept = read(model, quantize if gpu is not None else None)
+    files, config, kept = read(model, quantize if gpu is not None else None)
     size, total = per_weight(config, kept), kept.total
-    helper, helper_size = read_drafter(drafter) if drafter is not None else (None, 2.0)
+    small = drafter[6:] if drafter is not None and drafter.startswith("draft:") else None
+    helper, helper_size = read_drafter(drafter) if drafter is not None and small is None else (None, 2.0)
     if bits is not None:
         size = helper_size = bits / 8
         total = model_size(config).total * size
@@ -130,9 +133,13 @@ def inspect(
     )  # int8: each row of a head has a factor
     data = {"model": model, **report(config, helper, size, helper_size, context, total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
-    data["rounded_activations"] = rounded_activations(raw)
+    data["rounded_activations"] = rounded_activations(files.config)
+    mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
+    data["mmproj"] = None if mmproj is None else str(mmproj)
+    beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
+    if small is not None:
+        data["drafter"], beside = draft_model(files, small, data["bytes_per_token"], bits)
     if gpu is not None:
-        beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
         data["gpu"] = on_card(gpu, config, total if bits is not None else kept.gpu, beside, kv_item)
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
@@ -164,15 +171,45 @@ def rounding(model: str, quantize: str | None, kv_dtype: str, as_on_gpu: bool) -
     return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
 
 
-def read(name: str, quantize: str | None = None) -> tuple[ForeignDict, ModelConfig, StoredSize]:
-    """A model's configuration, foreign and translated, and what its weights take (quantize: rounded by a GPU as it
-    loads them). Gemma 4's are built in: nothing is fetched for them."""
+def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, StoredSize]:
+    """A model's files and configuration, and what its weights take (quantize: rounded by a GPU as it loads them). Gemma
+    4's are built in: nothing is fetched for them."""
     from ..weights import hub
     from ..weights.sizes import stored_size
 
     files = hub.resolve(name, weights=False)
     config = ModelConfig.from_hf(files.config)
-    return files.config, config, stored_size(files, config, quantize)
+    return files, config, stored_size(files, config, quantize)
+
+
+def draft_model(target: Files, name: str, target_token: float, bits: float | None) -> tuple[ForeignDict, float]:
+    """What `show` says of a small model that drafts, and the bytes of its weights. target_token: bytes that a token of
+    the target reads."""
+    from ..weights.files import check_draft_model
+
+    files, config, kept = read(name)
+    reason = None
+    try:
+        check_draft_model(target, files)
+    except OutriderError as error:
+        reason = str(error)
+    parameters = model_size(config)
+    step, total = (
+        (kept.token, kept.total) if bits is None else (parameters.active * bits / 8, parameters.total * bits / 8)
+    )
+    about = {
+        "model_type": config.model_type,
+        "fits": reason is None,
+        "reason": reason,
+        "parameters": parameters.total,
+        "bytes_per_step": round(step),
+        "share_of_target": round(step / target_token, 4),
+        "reads": [],
+        "clusters": 0,
+        "clusters_scored": 0,
+        "draft_tokens": None,
+    }
+    return about, total
 
 
 def read_drafter(name: str) -> tuple[DrafterConfig, float]:
@@ -220,7 +257,11 @@ def show(data: ForeignDict) -> None:
     drafter = data["drafter"]
     if drafter is not None:
         why = "" if drafter["fits"] else f": {drafter['reason']}"
-        reads = f", reads the K/V of layers {', '.join(map(str, drafter['reads']))}" if drafter["fits"] else ""
+        reads = (
+            f", reads the K/V of layers {', '.join(map(str, drafter['reads']))}"
+            if drafter["fits"] and drafter["reads"]
+            else ""
+        )
         head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
         facts.add_row("drafter", Text.assemble(f"{drafter['name']} ", VERDICT[drafter["fits"]], why))
         facts.add_row("", f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
@@ -231,6 +272,8 @@ def show(data: ForeignDict) -> None:
             "weights",
             f"{amount(data['bytes'], 'B')}: " + ", ".join(f"{amount(n, 'B')} {name}" for name, n in kinds.items()),
         )
+    if data["mmproj"]:
+        facts.add_row("projector", f"{data['mmproj']} (mmproj, next to the model)")
     if data["rounded_activations"]:
         facts.add_row(
             "activations",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from outrider.bench.predict import machine
+from outrider.ops.formats import base
+from outrider.types import OutriderError
 from tests import quantised, tiny
 from typer.testing import CliRunner
 
-from outrider.bench.predict import machine
 from outrider.cli.inspect import inspect
-from outrider.ops.formats import base
-from outrider.types import OutriderError
 
 app = typer.Typer()
 app.command()(inspect)
@@ -70,6 +70,18 @@ def test_bad_input_is_one_line(words: list[str], message: str) -> None:
     with pytest.raises(OutriderError) as caught:
         call(*words)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_draft_model(tmp_path: Path) -> None:
+    """With a vocabulary of another size by padding, and with another tokenizer."""
+    target = tiny.write(tiny.target("llama"), tmp_path / "t")
+    small = tiny.write(tiny.target("llama", vocab_size=304), tmp_path / "s")
+    data = json.loads(call(str(target), "--drafter", f"draft:{small}", "--gpu", "h200", "--json"))["drafter"]
+    assert data["fits"] and data["bytes_per_step"] > 0 and 0.9 < data["share_of_target"] < 1.1
+    assert "fits" in call(str(target), "--drafter", f"draft:{small}")
+    (small / "tokenizer.json").unlink()
+    data = json.loads(call(str(target), "--drafter", f"draft:{small}", "--json"))["drafter"]
+    assert not data["fits"] and "vocabularies of 304 and 288 tokens" in data["reason"]
 
 
 def test_unknown_model_type(tmp_path: Path) -> None:
