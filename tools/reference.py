@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "OUTRIDER_CACHE": "Where the default model, compiled kernels and measured costs are kept. Default: `~/.cache/outrider`.",
     "OUTRIDER_API_KEY": "The same as `outrider serve --api-key`, without the key in the process list.",
     "CC": "The C compiler for the CPU kernels. Default: the first of `cc`, `gcc`, `clang`.",
+    "XDG_CONFIG_HOME": "Where `outrider/config.toml` is looked for: aliases of models and default options. Default: `~/.config`.",
     "HF_HOME, HF_TOKEN, HF_HUB_OFFLINE": "Hugging Face's own: where its downloads are kept, your token, no network.",
     "CUDA_VISIBLE_DEVICES": "NVIDIA's own: which GPU is `cuda`.",
 }
@@ -77,9 +78,10 @@ def _cell(text: str) -> str:
 
 
 def python_api() -> str:
-    from outrider import LLM, Completion, OutriderError, SamplingParams
     from outrider.engine.engine import Event
     from outrider.types import RequestStats
+
+    from outrider import LLM, Completion, OutriderError, SamplingParams
 
     out = ["# The Python API", "", "`from outrider import LLM, SamplingParams`. Made from the code.", ""]
     out += ["## LLM", "", inspect.cleandoc(LLM.__doc__ or ""), ""]

@@ -150,9 +150,9 @@ class Conversation:
     def choose_drafter(self, name: str) -> None:
         """Without a name: says which one drafts."""
         loaded = self.llm.drafter.name if self.llm.drafter is not None else None
-        known: dict[str, bool | str] = {"auto": True, "none": False, "ngram": "ngram"} | (
-            {loaded: loaded} if loaded is not None else {}
-        )
+        known: dict[str, bool | str] = {"auto": True, "none": False, "ngram": "ngram"}
+        if loaded is not None:
+            known[loaded] = loaded
         if not name:
             now = next(key for key, value in known.items() if value == self.drafter)
             note(f"{self.llm.drafter_note}; in use: {now}")
