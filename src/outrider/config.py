@@ -167,8 +167,8 @@ class LoadSettings:
         return cls(**{name: value for name, value in options.items() if name not in ENGINE}, engine=engine)  # type: ignore[arg-type]
 
     def changed(self, changes: Mapping[str, object]) -> LoadSettings:
-        """The same with these fields, the engine's among them and under well-known names too (`ALIASES`); an engine of
-        None changes nothing."""
+        """The same with these fields, the engine's among them and under well-known names too (`ALIASES`); an engine
+        of None changes nothing."""
         given: dict[str, object] = {}
         inner = [f.name for f in fields(self.engine)]
         known = [*(f.name for f in fields(self)), *inner, *ALIASES]
@@ -234,8 +234,8 @@ def parse_draft_tokens(text: str | int | None) -> int | None:
 
 
 def user_file() -> dict[str, dict[str, object]]:
-    """The tables of the user's own file, ~/.config/outrider/config.toml (XDG_CONFIG_HOME); none where there is no such
-    file."""
+    """The tables of the user's own file, ~/.config/outrider/config.toml (XDG_CONFIG_HOME); none where there is no
+    such file."""
     path = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "outrider" / "config.toml"
     try:
         text = path.read_bytes().decode()

@@ -302,9 +302,7 @@ def _assemble(
             1
         )  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     tp, together = (None, SOLO) if team is None else (team.tp, team)
-    if settings.drafter.startswith(
-        "draft:"
-    ):  # a draft model with another vocabulary is refused before weights are fetched or read
+    if settings.drafter.startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
         check_draft_model(hub.resolve(model, weights=False), hub.resolve(settings.drafter[6:], weights=False))
     files = hub.resolve(model, weights=load_format == "auto")
     # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.

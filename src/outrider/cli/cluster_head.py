@@ -16,9 +16,12 @@ from .common import out
 def cluster_head(
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
     to: Annotated[Path, typer.Option("--out", help="Where the drafter with the new head goes.")],
-    clusters: Annotated[int | None, typer.Option(help="How many. Default: by the vocabulary (2048 for Gemma's).")] = None,
+    clusters: Annotated[
+        int | None, typer.Option(help="How many. Default: by the vocabulary (2048 for Gemma's).")
+    ] = None,
     top: Annotated[
-        int | None, typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them.")
+        int | None,
+        typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them."),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="With --prompts: tune the centroids and choose top on this target's own answers.")
@@ -32,8 +35,8 @@ def cluster_head(
     *,
     load: LoadSettings,
 ) -> None:
-    """Group a drafter's vocabulary so that a draft step scores only the best few clusters (the big Gemma drafters have
-    no such head)."""
+    """Group a drafter's vocabulary so that a draft step scores only the best few clusters (the big Gemma drafters
+    have no such head)."""
 
     from ..ops import place
     from ..train.tools import cluster_drafter

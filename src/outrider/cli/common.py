@@ -86,13 +86,7 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
-SHARED = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-)  # of several commands; the user's file may set them for all of these
+SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] of the user's file may set them
 PLAIN = (
     bool,
     int,
@@ -166,8 +160,8 @@ def check_aliases(words: Sequence[str]) -> None:
 
 
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
-    """What the user's file says of a command's options, as the parser takes it: [defaults] where a command has such an
-    option, then the command's own table."""
+    """What the user's file says of a command's options, as the parser takes it: [defaults] where a command has such
+    an option, then the command's own table."""
     tables = user_file()
     if unknown := [table for table in tables if table not in ("aliases", "defaults", *commands)]:
         known = ", ".join(["aliases", "defaults", *commands])

@@ -172,8 +172,8 @@ def rounding(model: str, quantize: str | None, kv_dtype: str, as_on_gpu: bool) -
 
 
 def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, StoredSize]:
-    """A model's files and configuration, and what its weights take (quantize: rounded by a GPU as it loads them). Gemma
-    4's are built in: nothing is fetched for them."""
+    """A model's files and configuration, and what its weights take (quantize: rounded by a GPU as it loads them).
+    Gemma 4's are built in: nothing is fetched for them."""
     from ..weights import hub
     from ..weights.sizes import stored_size
 
@@ -183,8 +183,8 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
 
 
 def draft_model(target: Files, name: str, target_token: float, bits: float | None) -> tuple[ForeignDict, float]:
-    """What `show` says of a small model that drafts, and the bytes of its weights. target_token: bytes that a token of
-    the target reads."""
+    """What `show` says of a small model that drafts, and the bytes of its weights. target_token: bytes that a token
+    of the target reads."""
     from ..weights.files import check_draft_model
 
     files, config, kept = read(name)

@@ -36,8 +36,8 @@ class Item:
 
 
 def listing(as_json: common.AsJson = False) -> None:
-    """List the models and drafters at hand: Hugging Face's cache, our own, GGUF files of this folder, and what was used
-    before."""
+    """List the models and drafters at hand: Hugging Face's cache, our own, GGUF files of this folder, and what was
+    used before."""
     items = list(at_hand())
     if as_json:
         print(json.dumps([asdict(item) for item in items]))
@@ -69,8 +69,8 @@ def pull(name: Name) -> None:
 
 
 def remove(name: Name) -> None:
-    """Remove a model from Hugging Face's cache or our own. REPO:QUANT removes one file of a repository. Your own files
-    stay."""
+    """Remove a model from Hugging Face's cache or our own. REPO:QUANT removes one file of a repository. Your own
+    files stay."""
     from ..weights import hub, repos
 
     name = model_of(name)
@@ -107,8 +107,8 @@ def remove(name: Name) -> None:
 
 
 def show(name: Name, as_json: common.AsJson = False) -> None:
-    """Where a model lies, how large it is, and which drafter and projector belong to it. `outrider inspect` says more
-    of its layers."""
+    """Where a model lies, how large it is, and which drafter and projector belong to it. `outrider inspect` says
+    more of its layers."""
     from ..models.config import ModelConfig
     from ..weights import hub, repos
     from ..weights.files import translate

@@ -1,5 +1,5 @@
-"""Messages from a terminal, with prompt_toolkit: line editing, history, completion of commands, pastes and fenced texts
-of many lines."""
+"""Messages from a terminal, with prompt_toolkit: line editing, history, completion of commands, pastes and fenced
+texts of many lines."""
 
 from __future__ import annotations
 

@@ -139,9 +139,9 @@ class DraftModel(Drafter):
     taps: tuple[int, ...] = ()
 
     def __init__(self, model: Target, listed: Tensor | None = None, vocab: int | None = None):
-        """listed: see `shortlist`. vocab: the target's vocabulary size, where padding makes it another than the draft
-        model's. Ids that only the draft model has are never drafted; a text with an id that only the target has gets no
-        drafts."""
+        """listed: see `shortlist`. vocab: the target's vocabulary size, where padding makes it another than the
+        draft model's. Ids that only the draft model has are never drafted; a text with an id that only the target
+        has gets no drafts."""
         self.model, self.listed, ops = model, listed, model.ops
         self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))

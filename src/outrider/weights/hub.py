@@ -102,9 +102,7 @@ def auto_drafter(model: str | Path | Files) -> tuple[str | None, str]:
     )
     if local is not None:
         named, real = Path(os.path.abspath(local)), local.resolve()
-        for place in dict.fromkeys(
-            (named, real)
-        ):  # next to the model as it is named, then next to what a link stands for
+        for place in dict.fromkeys((named, real)):  # as it is named, then what a link stands for
             if found := _beside(place):
                 return str(found), f"found beside the model: {found}"
         if _is_smollm2(model, real):

@@ -1,7 +1,7 @@
 """GGUF repositories on Hugging Face, and which GGUF files of a folder belong together. Torch-free.
 
-`REPO:QUANT` names one file of a repository, as llama.cpp and Ollama write it (`hf.co/REPO:QUANT` too). A file that is
-in Hugging Face's cache is used without asking the hub. A folder or repository may hold, next to a model, its MTP
+`REPO:QUANT` names one file of a repository, as llama.cpp and Ollama write it (`hf.co/REPO:QUANT` too). A file that
+is in Hugging Face's cache is used without asking the hub. A folder or repository may hold, next to a model, its MTP
 drafter (`…-assistant…gguf`) and its multimodal projector (`mmproj…gguf`); they are told apart by their names.
 """
 
@@ -77,9 +77,7 @@ def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = F
     files = [name for name in every if is_drafter(name) == drafter] or every
     if not files:
         raise OutriderError(f"{repo} holds no GGUF model")
-    by_quant = {
-        quantisation(name) or stem(Path(name).name): name for name in reversed(files)
-    }  # of a model in parts the first
+    by_quant = {quantisation(name) or stem(Path(name).name): name for name in reversed(files)}  # of parts the first
     wanted = (
         quant.upper()
         if quant is not None

@@ -11,9 +11,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from outrider.types import OutriderError
-from outrider.weights import hub, repos
 from tests import tiny
 from tests.unit.weights import ggufs
+
+from outrider.weights import hub, repos
 
 FILES = [
     "README.md",
@@ -33,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> list[str]:
-    """A hub with one repository, org/m; returns what was fetched from it. What is fetched lies in the cache from then
-    on."""
+    """A hub with one repository, org/m; returns what was fetched from it. What is fetched lies in the cache from
+    then on."""
     fetched: list[str] = []
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     kept = tmp_path / "hub" / "models--org--m"
