@@ -78,10 +78,9 @@ def _cell(text: str) -> str:
 
 
 def python_api() -> str:
+    from outrider import LLM, Completion, OutriderError, SamplingParams
     from outrider.engine.engine import Event
     from outrider.types import RequestStats
-
-    from outrider import LLM, Completion, OutriderError, SamplingParams
 
     out = ["# The Python API", "", "`from outrider import LLM, SamplingParams`. Made from the code.", ""]
     out += ["## LLM", "", inspect.cleandoc(LLM.__doc__ or ""), ""]

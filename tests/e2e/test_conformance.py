@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from outrider.config import EngineConfig
-from outrider.llm import LLM
 from tests import conformance_clients, conformance_more, tiny
 from tests.conformance import CASES, HI, Api, case, content, holds, is_a, many, matches, same
 from tests.server_fakes import Served
+
+from outrider.config import EngineConfig
+from outrider.llm import LLM
 
 assert conformance_more and conformance_clients  # their cases are in the table, too
 KNOWN: dict[str, str] = {}  # name -> why it is otherwise here

@@ -22,13 +22,14 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 import transformers
+from tests import tiny
+
 from outrider.cli.main import main
 from outrider.engine import calibrate
 from outrider.ops.cpu import build
 from outrider.server.main import HttpServer
 from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
-from tests import tiny
 
 torch.set_num_threads(1)
 KINDS = ("mtp", "none", "draft")

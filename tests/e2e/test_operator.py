@@ -10,11 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
+
 from outrider.server.main import HttpServer
 from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings, read_keys
 from outrider.types import OutriderError
-from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 TOK = tokenizer()

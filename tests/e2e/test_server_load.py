@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from outrider.types import OutriderError
 from tests.server_fakes import FakeEngine, Served, tokenizer
 
 from outrider.bench.load import Timing, percentiles, run, summary
 from outrider.cli.bench_server import bench_server, draw
+from outrider.types import OutriderError
 
 
 def test_times_are_per_token_not_per_chunk() -> None:

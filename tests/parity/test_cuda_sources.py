@@ -8,14 +8,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.parity.test_triton_attention import cache
+from tests.unit.ops import test_cuda_experts as experts
+from tests.unit.ops.test_few_rows import ROOM, every_code, weight
+
 from outrider.ops.cuda import runtime
 from outrider.ops.triton import few_queries, moe_gemv_int8, w4a16_wgmma, wna16_gemv
 from outrider.ops.triton.attention_config import ReductionSpec
 from outrider.ops.triton.quant import Extras
 from outrider.types import AttnSpec
-from tests.parity.test_triton_attention import cache
-from tests.unit.ops import test_cuda_experts as experts
-from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
 

@@ -10,6 +10,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from tests import interpreter  # noqa: E402
+from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
+
 from outrider.engine.tree import Tree  # noqa: E402
 from outrider.ops.triton import TritonOps, prefill_attention, rope  # noqa: E402
 from outrider.ops.triton.attention import attend  # noqa: E402
@@ -22,8 +25,6 @@ from outrider.ops.triton.attention_config import (  # noqa: E402
 )
 from outrider.ops.triton.gemm_config import MAX_SMEM  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
-from tests import interpreter  # noqa: E402
-from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import tiny
+from tests.unit.weights import ggufs
+
 from outrider.engine.text import Tokenizer
 from outrider.types import OutriderError
 from outrider.weights import load_target
 from outrider.weights.files import fingerprint, from_gguf
-from tests import tiny
-from tests.unit.weights import ggufs
 
 ROUNDS, SEED = 500, 20
 

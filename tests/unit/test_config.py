@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import typer.main
+
+from outrider.cli.common import loading
 from outrider.cli.main import app
 from outrider.config import ENGINE, OPTIONS, EngineConfig, LoadSettings
 from outrider.llm import LLM
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
-
-from outrider.cli.common import loading
 
 # These mean something else there, or take several.
 OTHERS = {

@@ -1,6 +1,7 @@
 """What is asked, and whether an answer is right."""
 
 import pytest
+
 from outrider.bench.quality import function, grade, last_number, letter, passes
 from outrider.bench.traces import copy_runs
 from outrider.bench.workloads import load_graded, load_suite

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from outrider.bench.predict import machine
-from outrider.ops.formats import base
-from outrider.types import OutriderError
 from tests import quantised, tiny
 from typer.testing import CliRunner
 
+from outrider.bench.predict import machine
 from outrider.cli.inspect import inspect
+from outrider.ops.formats import base
+from outrider.types import OutriderError
 
 app = typer.Typer()
 app.command()(inspect)

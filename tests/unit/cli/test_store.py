@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from outrider.config import model_of
 from tests import tiny
 from tests.unit.weights import ggufs
 
 from outrider.cli import common, main, store
+from outrider.config import model_of
 
 Called = tuple[int, str, str]
 

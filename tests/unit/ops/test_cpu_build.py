@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from outrider.ops.cpu.ops import CpuOps, default_threads
-from outrider.ops.reference import ReferenceOps
-from outrider.types import OutriderError
 from tests.waiting import PATIENCE, until
 
 from outrider.ops import choose, place
 from outrider.ops.cpu import build, lib
+from outrider.ops.cpu.ops import CpuOps, default_threads
+from outrider.ops.reference import ReferenceOps
+from outrider.types import OutriderError
 
 
 def test_choose() -> None:
@@ -303,8 +303,9 @@ def test_levels_say_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_inspect_cpu() -> None:
-    from outrider.cli.main import app
     from typer.testing import CliRunner
+
+    from outrider.cli.main import app
 
     result = CliRunner().invoke(app(), ["inspect", "--cpu"])
     assert result.exit_code == 0 and "in use" in result.output and build.best_isa() in result.output

@@ -13,13 +13,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.cuda.emulator import Memory, missing
+
 from outrider.ops.cuda import runtime
 from outrider.ops.formats import MODES, IntegerFormat
 from outrider.ops.triton import moe_gemv_int8, nvrtc_kernels
 from outrider.ops.triton.moe_gemv_int8 import NUMBERS, SOURCE, MoeGemvInt8, MoeGemvPlan, SharedMLP, spans
 from outrider.ops.triton.quant_moe import QuantExperts, round_experts
 from outrider.ops.triton.repack import QuantWeight, repack
-from tests.cuda.emulator import Memory, missing
 
 ROOM = 226 << 10
 ROUTER = torch.zeros((128, 2816), dtype=torch.bfloat16)

@@ -21,7 +21,16 @@ from outrider.ops.triton import nvrtc_kernels
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.quant_config import choose_quant_tile
 from outrider.ops.triton.repack import Codes, QuantWeight, repack
-from outrider.ops.triton.wna16_gemv import NUMBERS, POINTERS, WeightChunk, WNA16Gemv, WorkUnits, choose_block, supports, weights_of
+from outrider.ops.triton.wna16_gemv import (
+    NUMBERS,
+    POINTERS,
+    WeightChunk,
+    WNA16Gemv,
+    WorkUnits,
+    choose_block,
+    supports,
+    weights_of,
+)
 from outrider.weights.names import tensor_plan
 
 ROOM = 226 << 10

@@ -13,15 +13,24 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.cuda.emulator import EmulatorError, missing
+from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
+from tests.unit.ops.test_few_rows import ROOM, every_code, weight
+
 from outrider.ops.cuda import runtime
 from outrider.ops.triton import w4a16_wgmma, wna16_gemv
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.repack import Codes, QuantWeight
-from outrider.ops.triton.w4a16_wgmma import NUMBERS, SOURCE, W4A16Wgmma, WgmmaBlock, blocks_of_a_span, choose_block, suits
+from outrider.ops.triton.w4a16_wgmma import (
+    NUMBERS,
+    SOURCE,
+    W4A16Wgmma,
+    WgmmaBlock,
+    blocks_of_a_span,
+    choose_block,
+    suits,
+)
 from outrider.ops.triton.wna16_gemv import WorkUnits
-from tests.cuda.emulator import EmulatorError, missing
-from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
-from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 

@@ -6,9 +6,10 @@ import sys
 
 import httpx
 import pytest
+from tests.server_fakes import FakeEngine, Served, tokenizer
+
 from outrider.server.tracing import Tracing
 from outrider.types import OutriderError
-from tests.server_fakes import FakeEngine, Served, tokenizer
 
 TOK = tokenizer()
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider.types import OutriderError
 from tests import tiny
 
 from outrider import LLM, SamplingParams
 from outrider import llm as llm_module
+from outrider.types import OutriderError
 
 TEXT = "The quick brown fox"
 

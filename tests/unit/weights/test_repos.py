@@ -10,10 +10,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from outrider.types import OutriderError
 from tests import tiny
 from tests.unit.weights import ggufs
 
+from outrider.types import OutriderError
 from outrider.weights import hub, repos
 
 FILES = [
