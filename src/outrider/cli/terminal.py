@@ -14,7 +14,7 @@ from ..ops.cpu.build import cache_path
 from ..types import OutriderError
 
 if TYPE_CHECKING:
-    from prompt_toolkit.history import SlotSamplingState
+    from prompt_toolkit.history import History
     from prompt_toolkit.input import Input
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import Output
@@ -109,7 +109,7 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _history() -> SlotSamplingState:
+def _history() -> History:
     """Of earlier conversations too; where its file cannot be written, of this one only."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 

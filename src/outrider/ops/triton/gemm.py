@@ -362,7 +362,7 @@ def _call(
             mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span,
             float(softcap or 0.0),
         )  # fmt: skip
-        ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, L2_ROWS=max(1, L2_ROWS // shape.bm))
+        ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, GROUP_M=max(1, L2_ROWS // shape.bm))
         return GemmLaunch(tma_kernel, (programs,), fetches, ends, out)
     grid = (triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn), 1 if serial_splitk else splits)
     wide = shape.bn * (2 if gated else 1)

@@ -20,7 +20,7 @@ def tma_kernel(
     x, w, bias, mul, out, M, N, K, mul_stride, k_span, softcap,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     MUL: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SEVERAL: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SEVERAL: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K] (GATED: [2, N, K], the gate first; one instruction takes rows of both), both as descriptors ->
     out [M, N]. SEVERAL: a program takes more than one tile, and fetches for the next while it stores this one."""
@@ -28,11 +28,11 @@ def tma_kernel(
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     SIDES: tl.constexpr = 2 if GATED else 1
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=SEVERAL):
-        # TOGETHER tiles of rows go through all weights before the next ones begin: their x stays in L2.
-        group = tile // (TOGETHER * tiles_n)
-        high = tl.minimum(tiles_m - group * TOGETHER, TOGETHER)
-        inside = tile - group * (TOGETHER * tiles_n)
-        row, col = (group * TOGETHER + inside % high) * BM, (inside // high) * BN
+        # GROUP_M tiles of rows go through all weights before the next ones begin: their x stays in L2.
+        group = tile // (GROUP_M * tiles_n)
+        high = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+        inside = tile - group * (GROUP_M * tiles_n)
+        row, col = (group * GROUP_M + inside % high) * BM, (inside // high) * BN
         acc = tl.zeros((BM, BN * SIDES), dtype=tl.float32)
         if SPLITS == 1:
             for k in range(0, K, BK):
