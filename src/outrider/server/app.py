@@ -149,10 +149,9 @@ class Server:
         """A large body is read when it is its client's turn; until then it stays with its client. Close it when the
         text is done with."""
         room, client = ExitStack(), request.state.client
-        length = request.headers.get("content-length")
-        if int(length or 0) > BIG_BODY or (
-            length is None and "transfer-encoding" in request.headers
-        ):  # one in chunks may be of any size
+        if (
+            int(request.headers.get("content-length", 0)) > BIG_BODY or "transfer-encoding" in request.headers
+        ):  # chunks: of any size
             await self.big_bodies.acquire(client)
             room.callback(self.big_bodies.release, client)
             room.callback(self._trim)
@@ -175,7 +174,11 @@ class Server:
         if not self.pool.ready(self.pool.find(body.model)):
             room.close()  # a load may take longer than other bodies of this client may take to arrive
         model = await self.acquire(body.model, client, stack)
-        answers = model.prepare.answers(body)
+        answers = (
+            await self.executor.run(client, lambda: model.prepare.answers(body), long)
+            if long
+            else model.prepare.answers(body)
+        )
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))

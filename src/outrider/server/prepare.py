@@ -206,6 +206,10 @@ class Preparer:
         many = n
         if isinstance(body, CompletionRequest):
             n = max(n, body.best_of or 1)
+            listed = (
+                body.prompt if isinstance(body.prompt, list) and not isinstance(next(iter(body.prompt), 0), int) else []
+            )
+            self._check_answers(n, n * len(listed))  # before any of them is looked at
             prompts = body.prompts
             if not prompts or any(not p for p in prompts):
                 raise bad("The prompt is empty.", "prompt")
@@ -214,12 +218,15 @@ class Preparer:
                 self._check_length(len(prompt), "prompt", isinstance(prompt, str))
         elif isinstance(body, ChatRequest):
             self._check_length(sum(len(m.text) for m in body.messages), "messages", True)
+        self._check_answers(n, many)
+        return many
+
+    def _check_answers(self, n: int, many: int) -> None:
         if n > self._settings.max_choices or many > self._settings.max_answers:
             most = (
                 f"n can be at most {self._settings.max_choices}, prompts times n at most {self._settings.max_answers}"
             )
             raise bad(f"This call asks for {many} answers; {most}.", "n")
-        return many
 
     def _check_length(self, length: int, field: str, text: bool) -> None:
         """No token is longer than the longest one, so a text beyond this many characters can't fit, whatever it

@@ -15,6 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel, ValidationError
 
 from .. import __version__
+from ..engine.text import LONG
 from . import anthropic, embeddings, ollama, responses, text_routes
 from .call import timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
@@ -175,7 +176,14 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
 
     @app.post("/api/show", response_model=None, include_in_schema=False)
     async def show(request: Request) -> Json:
-        asked = read(await request.body(), ollama.ShowBody.model_validate_json)
+        try:
+            async with asyncio.timeout(server.settings.timeout):
+                with await server.room(request):
+                    raw = await request.body()
+                    parse = partial(read, raw, ollama.ShowBody.model_validate_json)
+                    asked = await server.executor.run(request.state.client, parse, len(raw) > LONG)
+        except TimeoutError:
+            raise timed_out(server.settings.timeout) from None
         slot = server.pool.find(ollama.untagged(asked.model or asked.name))
         info = {"general.architecture": "outrider", "outrider.context_length": slot.max_context}
         empty = {"modelfile": "", "parameters": "", "template": ""}

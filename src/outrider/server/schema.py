@@ -6,9 +6,11 @@ The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, field_validator, model_validator
+from pydantic_core import CoreSchema
 
 from ..types import MAX_DRAFT
 from .errors import bad
@@ -23,11 +25,44 @@ Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic allows so many
 
 
-class Strict(BaseModel):
+MAX_KEYS = 512  # of one object with fixed fields; more than there are names for
+
+
+def fail_fast(node: object) -> None:
+    """Set the option on every list and map of a core schema, in place."""
+    if isinstance(node, dict):
+        if node.get("type") in ("list", "tuple", "set", "frozenset", "dict"):
+            node["fail_fast"] = True
+        for key, child in node.items():
+            if key != "metadata":
+                fail_fast(child)
+    elif isinstance(node, list):
+        for child in node:
+            fail_fast(child)
+
+
+class FailFastModel(BaseModel):
+    """Validation ends at the first bad item of every list and map: an error for each of a million items costs seconds
+    and gigabytes."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = super().__get_pydantic_core_schema__(source, handler)
+        fail_fast(handler.resolve_ref_schema(schema) if schema["type"] == "definition-ref" else schema)
+        return schema
+
+
+class Strict(FailFastModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def few_keys(cls, data: object) -> object:
+        """Of a thousand unknown fields the first few are enough for a refusal."""
+        return dict(islice(data.items(), MAX_KEYS)) if isinstance(data, dict) and len(data) > MAX_KEYS else data
 
-class Lenient(BaseModel):
+
+class Lenient(FailFastModel):
     """Parts of a conversation. Clients send back what they were given and what they have added to it: what is not known
     is ignored."""
 
@@ -291,7 +326,7 @@ class Common(Strict):
 
 
 class ChatRequest(Common):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None

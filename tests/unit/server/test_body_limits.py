@@ -1,0 +1,112 @@
+"""Bodies that are wrong in a million places: the first place is enough, and nothing is built for the others.
+
+Catches: a list or a map of any schema whose every item is validated, unknown fields without a bound, more values than a
+parser can read without holding the interpreter, and separators inside of a text that are taken for values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from outrider.server import errors, routes
+from outrider.server.anthropic import MessagesRequest
+from outrider.server.embeddings import EmbeddingsRequest
+from outrider.server.errors import ApiError, read
+from outrider.server.ollama import ChatBody, GenerateBody
+from outrider.server.responses import ResponsesRequest
+from outrider.server.schema import ChatRequest, CompletionRequest, FailFastModel
+from outrider.server.text_routes import DetokenizeRequest
+
+MANY = 3000
+ONES = "[" + ",".join("1" * MANY) + "]"
+TEXTS = "[" + ",".join(['""'] * MANY) + "]"
+KEYS = ",".join(f'"k{i}":"x"' for i in range(MANY))
+CASES: list[tuple[type[BaseModel], str]] = [
+    (CompletionRequest, f'{{"prompt":"x","stop":{ONES}}}'),
+    (CompletionRequest, f'{{"prompt":"x","logit_bias":{{{KEYS}}}}}'),
+    (CompletionRequest, f'{{"prompt":"x",{KEYS}}}'),
+    (CompletionRequest, f'{{"prompt":"x","response_format":{{"type":"text",{KEYS}}}}}'),
+    (CompletionRequest, f'{{"prompt":"x","allowed_token_ids":{TEXTS}}}'),
+    (CompletionRequest, f'{{"prompt":"x","guided_choice":{ONES}}}'),
+    (ChatRequest, f'{{"messages":[{{"role":"user","content":{ONES}}}]}}'),
+    (ChatRequest, f'{{"messages":[{{"role":"assistant","tool_calls":{ONES}}}]}}'),
+    (ChatRequest, f'{{"messages":{ONES}}}'),
+    (ChatRequest, f'{{"messages":[{{"role":"user","content":"x"}}],"tools":{ONES}}}'),
+    (DetokenizeRequest, f'{{"tokens":{TEXTS}}}'),
+    (MessagesRequest, f'{{"messages":[{{"role":"user","content":{ONES}}}]}}'),
+    (MessagesRequest, f'{{"messages":[{{"role":"user","content":[{{"type":"x","content":{ONES}}}]}}]}}'),
+    (MessagesRequest, f'{{"messages":[{{"role":"user","content":"x"}}],{KEYS}}}'),
+    (ResponsesRequest, f'{{"input":{ONES}}}'),
+    (ResponsesRequest, f'{{"input":[{{"content":{ONES}}}]}}'),
+    (ChatBody, f'{{"messages":{ONES}}}'),
+    (GenerateBody, f'{{"context":{TEXTS}}}'),
+    (EmbeddingsRequest, f'{{"input":"x",{KEYS}}}'),
+]
+
+
+@pytest.mark.parametrize("model, body", CASES)
+def test_a_body_wrong_in_many_places_makes_few_errors(model: type[BaseModel], body: str) -> None:
+    with pytest.raises(ValidationError) as found:
+        model.model_validate_json(body)
+    assert found.value.error_count() <= 512
+    with pytest.raises(ApiError) as told:
+        read(body.encode(), model.model_validate_json)
+    assert told.value.status == 400 and len(told.value.message) < 400
+
+
+def containers(node: object) -> Iterator[dict[str, object]]:
+    if isinstance(node, dict):
+        if node.get("type") in ("list", "tuple", "set", "frozenset", "dict") and "JsonValue" not in str(node):
+            yield node
+        for key, child in node.items():
+            if key != "metadata":
+                yield from containers(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from containers(child)
+
+
+def all_models(of: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for model in of.__subclasses__():
+        if model.__module__.startswith("outrider.server"):
+            yield model
+            yield from all_models(model)
+
+
+def test_every_list_and_map_of_every_schema_fails_fast() -> None:
+    assert routes
+    strays = [m for m in all_models(BaseModel) if not issubclass(m, FailFastModel)]
+    assert not strays
+    seen = [node for model in all_models(FailFastModel) for node in containers(model.__pydantic_core_schema__)]
+    assert len(seen) > 30 and all(node.get("fail_fast") for node in seen)
+
+
+def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "MAX_VALUES", 100)
+    monkeypatch.setattr(errors, "MAX_MEMBERS", 20)
+    parsed = count()
+
+    def parse(_: bytes) -> int:
+        return next(parsed)
+
+    for body in (
+        "[" + "1," * 101 + "1]",
+        "[" + "{}," * 21 + "1]",
+        "{" + ",".join(f'"{i}":1' for i in range(21)) + "}",
+        "[" * 21,
+    ):
+        with pytest.raises(ApiError) as refused:
+            read(body.encode(), parse)
+        assert (refused.value.status, refused.value.code) == (400, "body_too_complex")
+    fine = ['{"prompt":"' + ",:[{" * 1000 + '\\",' + '\\\\"}', "[" + "1," * 99 + "1]", '{"a":"' + "," * 1000, '"\\']
+    assert [read(body.encode(), parse) for body in fine] == [0, 1, 2, 3]
+
+
+def test_a_text_cut_in_the_middle_of_a_string_is_read_once() -> None:
+    """A pattern that tried each quotation mark anew would take minutes."""
+    body = b'{"a":[' + b'"' + b"," * (1 << 20)
+    assert errors.check_size(body) is None
