@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from urllib.parse import urlsplit
+from ipaddress import ip_address
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -98,6 +100,12 @@ class RequestGuard:
         path = scope["path"].removeprefix(
             scope.get("root_path", "")
         )  # as our routes have it, whatever a proxy serves us under
+        if path.startswith(
+            ("http://", "https://")
+        ):  # a target in absolute form, as it is sent to proxies: its host is the one meant
+            asked = _split(path)
+            headers[b"host"], path = asked.netloc.encode("latin-1", "replace"), asked.path or "/"
+            scope = {**scope, "path": scope.get("root_path", "") + path}
         if len(path) > 1 and (path.endswith("/") or "//" in path):  # an address given with a / too many
             before, path = scope["path"].removesuffix(path), f"/{path.strip('/')}"
             path = SLASHES.sub("/", path)
@@ -139,6 +147,10 @@ class RequestGuard:
                 await answer(message)
 
         try:
+            if (
+                b"content-length" in headers and b"transfer-encoding" in headers
+            ):  # two lengths: whoever is in between may believe the other
+                raise bad("Content-Length and Transfer-Encoding exclude each other.", code="two_lengths")
             self._host(headers)
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers and cross:
                 await Response(status_code=204)(scope, receive, answer)
@@ -155,7 +167,10 @@ class RequestGuard:
                 raise self._too_large()
         except ApiError as e:
             state["refusal"] = e.reason
-            await e.response(path)(scope, receive, answer)
+            response = e.response(path)
+            if e.code == "two_lengths":
+                response.headers["connection"] = "close"
+            await response(scope, receive, answer)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
@@ -167,10 +182,29 @@ class RequestGuard:
         if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):
             raise ApiError(403, "This server listens on loopback only; call it by localhost or 127.0.0.1.")
         origin = headers.get(b"origin", b"").decode("latin-1")
+        if (
+            origin
+            and not self._settings.loopback
+            and not self._keys
+            and not self._own(_hostname(host))
+            and not self._may_call(origin)
+        ):
+            message = (
+                "Pages can call this server by its address; by a name only with an API key or with --trusted-host NAME."
+            )
+            raise ApiError(403, message, code="foreign_host")
         if origin and urlsplit_netloc(origin) != host and not self._may_call(origin):
             raise ApiError(
                 403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin"
             )
+
+    def _own(self, name: str) -> bool:
+        """A name that no page elsewhere can have pointed to this machine (DNS rebinding): an address, this machine's
+        name, one in no domain, or one that was named to us."""
+        own = socket.gethostname().lower()
+        with suppress(ValueError):
+            return bool(ip_address(name))
+        return "." not in name or name in (own, f"{own}.local", *self._settings.trusted_hosts)
 
     def _may_call(self, origin: str) -> bool:
         allowed = self._settings.allowed_origins
@@ -207,15 +241,19 @@ def _address(scope: Scope) -> str:
     return str((scope.get("client") or ("local",))[0])
 
 
+def _split(address: str) -> SplitResult:
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return urlsplit("")
+
+
 def _hostname(host: str) -> str:
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return _split(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
 def urlsplit_netloc(origin: str) -> str:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return ""
+    return _split(origin).netloc

@@ -42,6 +42,8 @@ class HttpServer(uvicorn.Server):
                 http=functools.partial(BoundedProtocol, self.connections),  # type: ignore[arg-type]
                 ws="none",
                 root_path=settings.root_path,
+                proxy_headers=bool(settings.proxies),
+                forwarded_allow_ips=settings.proxies,
                 backlog=BACKLOG,
                 log_config=None,
                 access_log=False,

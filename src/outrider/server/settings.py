@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,9 @@ class ServerSettings:
     shutdown_grace: Annotated[float, "Seconds for running requests to finish on shutdown."] = 10.0
     allowed_origins: tuple[str, ...] = ()  # pages of these origins may call, besides our own; "*": all
     trusted_hosts: tuple[str, ...] = ()  # names we may be called by on loopback, besides localhost
+    trusted_proxies: Annotated[
+        str, "Proxies whose X-Forwarded-For is believed: addresses or networks, separated by commas."
+    ] = ""
     root_path: Annotated[str, "The path a proxy serves us under."] = ""
     max_connections: Annotated[int, "Open connections; at the cap the one that keeps us waiting longest goes."] = 512
     request_timeout: Annotated[float, "Seconds for a request's head to arrive, and for its body."] = 30.0
@@ -66,11 +70,21 @@ class ServerSettings:
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
         require(self.keep_prefixes > 0, f"--keep-prefixes must be more than 0 minutes, got {self.keep_prefixes}")
+        for proxy in self.proxies:
+            try:
+                ip_network(proxy)
+            except ValueError:
+                message = f"--trusted-proxies takes addresses and networks such as 127.0.0.1,10.0.0.0/8, got {proxy!r}"
+                raise OutriderError(message) from None
         fine = all(k.isascii() and k.isprintable() and " " not in k for k in self.api_keys)
         require(fine, "API keys must be printable ASCII without spaces")
         require(self.ssl_keyfile is None or self.ssl_certfile is not None, "--ssl-keyfile needs --ssl-certfile")
         if self.ssl_certfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
+
+    @property
+    def proxies(self) -> list[str]:
+        return [proxy.strip() for proxy in self.trusted_proxies.split(",") if proxy.strip()]
 
     @property
     def loopback(self) -> bool:
