@@ -17,6 +17,7 @@ import pytest
 from tests.server_fakes import FakeEngine, Served, tokenizer
 from tests.waiting import PATIENCE
 
+from outrider.engine import grammar
 from outrider.server import errors
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
@@ -130,3 +131,17 @@ def test_a_target_in_absolute_form(served: Served) -> None:
         {"messages": HI}, "Origin: http://evil.example\r\n", target="http://evil.example/v1/chat/completions"
     )
     assert talk(served, evil).startswith(b"HTTP/1.1 403")
+
+
+def test_a_grammar_that_costs_while_decoding_ends_its_request_only(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has passed its trial; then its masks turn out slow."""
+    body = {"messages": HI, "max_tokens": 20, "grammar": 'root ::= e\ne ::= e e | [a-z ] | ""'}
+    assert served.http.post("/v1/chat/completions", json=body).status_code == 200
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "MASK_BURST", 0.0)
+    answer = served.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "take too long" in answer.json()["error"]["message"]
+    assert served.http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200
+    served.settle()

@@ -12,6 +12,8 @@ torch here.
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
 # Bounded white space: a model may print JSON on one line or indented, but can't spend its budget on blanks.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
+# Processor time of one request's masks: seconds for each, and for all of them together at first. An ordinary mask takes
+# 0.02 to 0.5 ms; an ambiguous grammar takes longer with every token, 400 ms after forty of them, and all sequences of
+# the batch wait for it.
+MASK_SECONDS, MASK_BURST = 0.002, 0.25
+REHEARSED = 48  # tokens that a grammar is tried with before it is served
 
 
 class GrammarMatcher:
@@ -37,7 +44,13 @@ class GrammarMatcher:
         self._taken: list[int] = []  # what was committed, to come back here from a draft that broke the parser
         self._vocab = vocab_size
         self._eos = list(eos_ids)
+        self._masks, self._spent = 0, 0.0  # computed so far, and their processor time
         self.failed: str | None = None
+
+    @property
+    def slow(self) -> bool:
+        """Masks have taken more than their share of the time; this never ends."""
+        return self._spent > MASK_BURST + MASK_SECONDS * self._masks
 
     def bits(self, drafts: Sequence[int]) -> np.ndarray:
         """int32 [len(drafts) + 1, V / 32], a bit for every token: 1 where it is allowed. Row j assumes that drafts[:j]
@@ -58,7 +71,7 @@ class GrammarMatcher:
                 bits[valid + 1] = -1
                 break
             valid += 1
-        if self.failed is not None and valid + consumed:
+        if self.failed is not None and valid + consumed and not self.slow:
             self._replay()
         elif consumed and not self._inner.rollback(consumed):
             self._fail(self._inner.get_error())
@@ -88,14 +101,22 @@ class GrammarMatcher:
     def _consume(self, token: int) -> bool:
         if self.done:
             return token in self._eos  # the text is complete; the end token changes nothing
-        # try_consume leaves the state usable on refusal; consume_token would poison it
-        return bool(self._inner.try_consume_tokens([token]) == 1)
+        began = time.thread_time()
+        taken = self._inner.try_consume_tokens(
+            [token]
+        )  # leaves the state usable on refusal; consume_token would poison it
+        self._spent += time.thread_time() - began
+        return bool(taken == 1)
 
     def _fill(self, row: np.ndarray) -> None:
         if not self.done:
+            began = time.thread_time()
             self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._masks, self._spent = self._masks + 1, self._spent + time.thread_time() - began
             if self._inner.is_error():
                 self._fail(self._inner.get_error())
+            elif self.slow:
+                self._fail("its masks take too long while decoding: make it less ambiguous")
         if self.done:
             row[:] = 0
             for token in self._eos:
@@ -112,6 +133,20 @@ class CompiledGrammar:
 
     def matcher(self) -> GrammarMatcher:
         return GrammarMatcher(self._start, self._vocab, self._eos)
+
+    def rehearse(self) -> None:
+        """Some grammars compile in no time and cost while decoding: follow a few allowed tokens, and refuse one whose
+        masks are slow."""
+        matcher, rng = self.matcher(), random.Random(0)
+        for _ in range(REHEARSED):
+            allowed = unpacked(matcher.bits([]), self._vocab)[0]
+            if matcher.slow:
+                raise OutriderError(f"{matcher.failed}")
+            allowed[list(self._eos)] = False
+            tokens = np.flatnonzero(allowed)
+            if matcher.done or not len(tokens):
+                return
+            matcher.advance([int(tokens[rng.randrange(len(tokens))])])
 
 
 class GrammarCompiler:

@@ -118,7 +118,7 @@ class GrammarSandbox:
         elif child.late:
             _say({"id": child.id, "late": True})
         elif os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
-            self._refuse(child, f"it takes more than {self.seconds:g} seconds to compile: make it simpler")
+            self._refuse(child, f"it takes more than {self.seconds:g} seconds to compile and to try: make it simpler")
         else:  # out of memory or out of stack: which of them, the system doesn't say
             self._refuse(
                 child, f"it needs more than {self.memory >> 20} MB or nests too deep to be compiled: make it simpler"
@@ -163,7 +163,7 @@ class GrammarSandbox:
         text = build(source)
         if len(text) > 4 * MAX_CHARS:
             raise OutriderError(f"it makes a grammar of {len(text)} characters; {4 * MAX_CHARS} are allowed")
-        self.compiler.compile(text)
+        self.compiler.compile(text).rehearse()
         return text
 
     def _limits(self, seconds: float) -> None:

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from tests.server_fakes import VOCAB, masks, tokenizer
 
+from outrider.engine import grammar
 from outrider.engine.grammar import GrammarCompiler, GrammarMatcher, schema_grammar
+from outrider.server.grammar_sandbox import GrammarSandbox
+from outrider.server.grammar_source import GrammarSource
 from outrider.types import OutriderError
 
 TOK = tokenizer()
@@ -159,3 +162,34 @@ def test_a_draft_that_breaks_the_parser_costs_the_draft_only() -> None:
     assert masks(matcher, [])[0][0].nonzero()[0].tolist() == [1] and "too complex" in str(
         matcher.failed
     )  # there plain decoding fails too
+
+
+AMBIGUOUS = 'root ::= e\ne ::= e e | [a-z ] | ""'
+
+
+def test_masks_that_take_too_long_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is ours: each look at it is a tenth of a second of processor time."""
+    now = iter(range(10**6))
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(now) / 10)
+    matcher = COMPILER.compile(schema_grammar(SCHEMA)).matcher()
+    masks(matcher, [])
+    assert matcher.failed is None  # a slow mask or two are forgiven
+    rows, _ = masks(matcher, TOK.encode('{"a":"x"}'))
+    assert matcher.slow and matcher.failed is not None and "take too long" in matcher.failed
+    assert allowed(rows[0]) == {"{"}
+    masks(matcher, TOK.encode("{"))
+    assert "take too long" in str(matcher.failed)  # it is not tried anew
+
+
+def test_a_trial_follows_the_grammar_and_refuses_slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    nursery = GrammarSandbox(COMPILER, 1.0, 1 << 28, 1.0)
+    source = GrammarSource("gbnf", AMBIGUOUS, "grammar")
+    computed: list[int] = []
+    fill = GrammarMatcher._fill
+    monkeypatch.setattr(GrammarMatcher, "_fill", lambda self, row: computed.append(1) or fill(self, row))
+    assert nursery._compile(source)
+    assert len(computed) > grammar.REHEARSED  # with these few tokens it is quick
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "MASK_BURST", 0.0)
+    with pytest.raises(OutriderError, match="take too long"):
+        nursery._compile(source)
