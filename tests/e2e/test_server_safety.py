@@ -145,3 +145,22 @@ def test_a_grammar_that_costs_while_decoding_ends_its_request_only(
     assert answer.status_code == 400 and "take too long" in answer.json()["error"]["message"]
     assert served.http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200
     served.settle()
+
+
+@pytest.mark.parametrize(
+    "name", ["bos_token", "eos_token", "messages", "tools", "self", "range", "raise_exception", "a b"]
+)
+def test_template_variables_cannot_replace_what_is_the_templates_own(served: Served, name: str) -> None:
+    answer = served.http.post(
+        "/v1/chat/completions", json={"messages": HI, "chat_template_kwargs": {name: "<|im_end|>"}}
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_a_server_renders_in_a_process_with_limits(served: Served) -> None:
+    assert served.http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200
+    process = served.model.template._process
+    assert process is not None and process.poll() is None
+    process.kill()
+    process.wait()
+    assert served.http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200

@@ -2,11 +2,11 @@
 
 A template is rendered to text, and text that spells a control token encodes to it: whoever writes `<|im_end|>` into a
 message could end its turn and forge another. So a conversation is rendered a second time with stand-ins for the
-characters that begin and end control text in everything that came from outside (messages, tools; keys and values). What
-that rendering holds of control text was written by the template. Where the plain rendering holds no more, it is encoded
-as it is, and ordinary conversations keep their ids to the last one. Otherwise the second rendering is encoded by a twin
-of the tokenizer whose control tokens bear names that nobody knows: what a message spells is to the twin a text like any
-other.
+characters that begin and end control text in everything that came from outside (messages, tools, a request's variables;
+keys and values). What that rendering holds of control text was written by the template. Where the plain rendering holds
+no more, it is encoded as it is, and ordinary conversations keep their ids to the last one. Otherwise the second
+rendering is encoded by a twin of the tokenizer whose control tokens bear names that nobody knows: what a message spells
+is to the twin a text like any other.
 
 Stand-ins are single characters that occur nowhere in the conversation, so templates that trim, split or measure a
 message do what they always did.
@@ -26,7 +26,10 @@ from tokenizers import Tokenizer as Backend
 
 from ..types import Json, OutriderError
 
-Renderer = Callable[[Sequence[Mapping[str, Json]], Json], str]  # (messages, tools) -> the template's text
+Variables = Mapping[str, Json]
+Renderer = Callable[
+    [Sequence[Mapping[str, Json]], Json, Variables], str
+]  # (messages, tools, variables) -> the template's text
 PLAIN = "_-.,/:\"'"  # punctuation of keys, roles and JSON: never replaced
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -64,16 +67,19 @@ class SpecialTokenGuard:
         unknown = encode(chr(0x10FFFD))  # the answer to a character that no tokenizer has
         self._counted = frozenset(self._ids.values()) - frozenset(unknown)
 
-    def prompt(self, messages: Sequence[Mapping[str, Json]], tools: Json, render: Renderer) -> ChatPrompt:
-        plain = render(messages, tools)
-        ids = self._encode(plain)
-        if not any(self._outside.search(text) for text in _strings([messages, tools])):
+    def prompt(
+        self, messages: Sequence[Mapping[str, Json]], tools: Json, variables: Variables, render: Renderer
+    ) -> ChatPrompt:
+        plain = render(messages, tools, variables)
+        ids, outside = self._encode(plain), [messages, tools, list(variables.values())]
+        if not any(self._outside.search(text) for text in _strings(outside)):
             written, back = plain, {}
         else:
-            back = self._stand_ins(plain + "".join(_strings([messages, tools])))
+            back = self._stand_ins(plain + "".join(_strings(outside)))
             there = {original: c for c, original in back.items()}
             masked = [_masked(m, self._own if m.get("role") == "assistant" else self._outside, there) for m in messages]
-            written = render(masked, _masked(tools, self._outside, there))  # type: ignore[arg-type]
+            more = {name: _masked(value, self._outside, there) for name, value in variables.items()}
+            written = render(masked, _masked(tools, self._outside, there), more)  # type: ignore[arg-type]
         found = [m[0] for m in self._all.finditer(written)]
         if [m[0] for m in self._all.finditer(plain)] == found and self._no_more(ids, found):
             return ChatPrompt(ids, written)

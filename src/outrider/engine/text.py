@@ -10,21 +10,17 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..types import Json, OutriderError, TextFiles
+from .chat_template import ChatTemplate, reserved
 from .special_tokens import ChatPrompt, SpecialTokenGuard
 
 if TYPE_CHECKING:
     import tokenizers
-    from jinja2.parser import Parser
 
 Messages = Sequence[Mapping[str, Json]]
 LONG = 8 << 10  # characters of a text that is worth another process
@@ -69,6 +65,9 @@ class Tokenizer:
         self._texts: dict[int, str | None] = {}
         self.elsewhere: Callable[[str, bool], list[int]] | None = (
             None  # `ids` of long texts, where a server has them made
+        )
+        self.render_elsewhere: Callable[[dict[str, Json]], str] | None = (
+            None  # the chat template, where a server bounds it
         )
 
     # ---- text and ids -----------------------------------------------------------------------------------------------
@@ -154,8 +153,11 @@ class Tokenizer:
     def prompt(
         self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
     ) -> ChatPrompt:
-        """A conversation encoded: control tokens are what the template writes, never what a message spells."""
-        return self._control.prompt(messages, tools, lambda m, t: self.render(m, t, add_generation_prompt, **variables))
+        """A conversation encoded: control tokens are what the template writes, never what a message or a variable
+        spells."""
+        return self._control.prompt(
+            messages, tools, variables, lambda m, t, v: self.render(m, t, add_generation_prompt, **v)
+        )
 
     @cached_property
     def _control(self) -> SpecialTokenGuard:
@@ -168,12 +170,17 @@ class Tokenizer:
     ) -> str:
         if self.files.chat_template is None:
             raise OutriderError(f"{self.files.where} has no chat template: send a plain prompt")
+        odd = next(filter(reserved, variables), None)
+        if odd is not None:
+            raise OutriderError(f"the chat template's variable '{odd[:40]}' can't be set")
+        given = {
+            "messages": [dict(m) for m in messages], "tools": tools, "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables, **self.files.specials,
+        }  # fmt: skip
+        elsewhere = self.render_elsewhere
         try:
-            return self._template.render(
-                messages=[dict(m) for m in messages], tools=tools, documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.files.specials, **variables},
-            )  # fmt: skip
+            return self._template.render(given) if elsewhere is None else elsewhere(given)
         except OutriderError:
             raise
         except Exception as error:  # a template is a foreign program: whatever it does is bad input
@@ -182,15 +189,9 @@ class Tokenizer:
             ) from None
 
     @cached_property
-    def _template(self) -> jinja2.Template:
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
-        env.filters["tojson"] = _tojson
-        env.globals["raise_exception"] = _raise
-        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    def _template(self) -> ChatTemplate:
         try:
-            return env.from_string(self.files.chat_template or "")
+            return ChatTemplate(self.files.chat_template or "")
         except jinja2.TemplateError as error:
             raise OutriderError(f"{self.files.where}: the chat template is broken: {str(error)[:200]}") from None
 
@@ -235,32 +236,6 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Json]]:
         return []
     whole = json.loads(backend.decoder.__getstate__())
     return list(whole["decoders"]) if whole.get("type") == "Sequence" else [whole]
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja's own filter escapes HTML, which is no part of a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return body
 
 
 def overlap(text: str, stop: str) -> int:

@@ -1,12 +1,13 @@
 """One loaded model with everything that answers for it: the engine's thread (`runner`), the places that clients take in
-turn (`turns`), compiled grammars of its vocabulary, the process that tokenises long texts (`clerk`), and what makes
-engine requests of bodies (`prepare`).
+turn (`turns`), compiled grammars of its vocabulary, the processes that tokenise long texts (`clerk`) and render chat
+templates (`template`), and what makes engine requests of bodies (`prepare`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ..engine.chat_template import TemplateProcess
 from .grammars import Grammars
 from .prepare import Preparer, ServedModel
 from .runner import Runner
@@ -25,6 +26,8 @@ class LoadedModel:
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.tokenizer_process = TokenizerProcess(lambda: backend.tokenizer.json, backend.tokenizer.ids_here)
         backend.tokenizer.elsewhere = self.tokenizer_process.ids
+        self.template = TemplateProcess(backend.tokenizer.files.chat_template or "")
+        backend.tokenizer.render_elsewhere = self.template.render
         self.prepare = Preparer(backend, replace(settings, model_name=name))
 
     def start(self) -> None:
@@ -36,3 +39,5 @@ class LoadedModel:
         await self.grammars.close()
         self.backend.tokenizer.elsewhere = None
         self.tokenizer_process.close()
+        self.backend.tokenizer.render_elsewhere = None
+        self.template.close()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import JsonValue
 
+from ..engine.chat_template import reserved
 from ..engine.grammar import AllowedTokens, CompiledGrammar, GrammarCompiler
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
@@ -290,9 +291,9 @@ class Preparer:
                 "reasoning_effort": body.reasoning_effort,
                 **options,
             }
-        for name in ("messages", "tools", "documents", "add_generation_prompt"):
-            if name in options:
-                raise bad(f"chat_template_kwargs can't set '{name}'.", "chat_template_kwargs")
+        for name in options:
+            if reserved(name):
+                raise bad(f"chat_template_kwargs can't set '{name[:40]}'.", "chat_template_kwargs")
         last = str(messages.pop()["content"]) if body.continue_final_message else ""
         begin = True if body.continue_final_message else body.add_generation_prompt is not False
         try:

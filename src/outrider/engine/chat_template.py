@@ -1,0 +1,178 @@
+"""Chat templates: a template is a foreign program, so it runs in jinja's sandbox, and for a server in a process with
+limits.
+
+`ChatTemplate` renders here. `TemplateProcess` renders in a process of its own under limits of processor time, memory
+and output: a loop without an end or a text that doubles a hundred times ends that process and is an error of the
+request; the next request starts another. Run as a script, this file is that process: frames of JSON come on stdin (the
+template, then variables) and go out on stdout. It imports nothing of this package, so that the process stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from datetime import datetime
+from typing import IO, TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+if TYPE_CHECKING:
+    from jinja2.parser import Parser
+
+SECONDS, MEMORY, OUTPUT = 2.0, 512 << 20, 16 << 20  # of one rendering: processor time, bytes, characters
+LENGTH = struct.Struct("<I")  # bytes that follow
+# Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself defines.
+RESERVED = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler",
+     "joiner", "namespace", "loop", "self", "super", "caller", "varargs", "kwargs")
+)  # fmt: skip
+
+
+def reserved(name: str) -> bool:
+    return name in RESERVED or name.endswith("_token") or not name.isidentifier()
+
+
+class ChatTemplate:
+    """May raise anything: a template is bad input."""
+
+    def __init__(self, source: str) -> None:
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
+        env.filters["tojson"] = _tojson
+        env.globals["raise_exception"] = _raise
+        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._template = env.from_string(source)
+
+    def render(self, variables: dict[str, Any]) -> str:
+        return self._template.render(variables)
+
+
+class TemplateProcess:
+    def __init__(self, source: str, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+        """Of one rendering: processor time, and bytes of the whole process."""
+        self._source, self._seconds, self._memory = source, seconds, memory
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """From any thread; blocks until it is done. jinja2.TemplateError where it fails, or is over its limits."""
+        data = json.dumps(variables).encode()
+        with self._lock:
+            if self._closed:
+                raise jinja2.TemplateError("the model is being unloaded")
+            try:
+                process = self._started()
+                assert process.stdin is not None and process.stdout is not None
+                _send(process.stdin, data)
+                said: dict[str, str] = json.loads(_read(process.stdout))
+            except (OSError, EOFError):
+                self._end()
+                raise jinja2.TemplateError(
+                    f"it takes more than {self._seconds:g} seconds or {self._memory >> 20} MB"
+                ) from None
+        if "error" in said:
+            raise jinja2.TemplateError(said["error"])
+        return said["text"]
+
+    def close(self) -> None:
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()  # a rendering that is under way ends
+        with self._lock:
+            self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # something else has ended it in the meantime
+        if self._process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._process = subprocess.Popen([sys.executable, "-P", __file__], process_group=0, **pipes)  # type: ignore[call-overload]
+            assert self._process is not None and self._process.stdin is not None
+            _send(self._process.stdin, json.dumps([self._source, self._seconds, self._memory]).encode())
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja's own filter escapes HTML, which is no part of a prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    head = pipe.read(LENGTH.size)
+    data = pipe.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+    if not data:
+        raise EOFError
+    return data
+
+
+def _answer(template: ChatTemplate | None, source: str, variables: dict[str, Any]) -> dict[str, str]:
+    try:
+        text = (template or ChatTemplate(source)).render(variables)
+    except Exception as error:
+        return {"error": " ".join(str(error).split())[:200] or type(error).__name__}
+    return {"text": text} if len(text) <= OUTPUT else {"error": f"it writes more than {OUTPUT} characters"}
+
+
+def main() -> None:
+    """The process itself. Ends with its stdin, or by the signal of a timer that has run out."""
+    source, seconds, memory = json.loads(_read(sys.stdin.buffer))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    template: ChatTemplate | None = None
+    while True:
+        variables = json.loads(_read(sys.stdin.buffer))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        with contextlib.suppress(Exception):  # one that is broken is told with each answer
+            template = template or ChatTemplate(source)
+        said = _answer(template, source, variables)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _send(sys.stdout.buffer, json.dumps(said).encode())
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError):
+        main()

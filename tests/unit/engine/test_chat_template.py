@@ -1,0 +1,66 @@
+"""Chat templates in a process with limits. Catches: a template that never ends or takes all memory, one that dies with
+its request only, answers that differ from those of the same template here, and variables of a request that forge
+control tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jinja2
+import pytest
+from tests.server_fakes import GEMMA_TEMPLATE, tokenizer
+
+from outrider.engine.chat_template import ChatTemplate, TemplateProcess
+from outrider.engine.text import Tokenizer
+from outrider.types import OutriderError
+
+HI = [{"role": "user", "content": 'hi < "é" 👩‍👩‍👧 \ud83d'}, {"role": "assistant", "content": "ho"}]
+TURN = "{{ bos_token }}{{ who }}{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+SWITCH = (
+    "{% if how == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% elif how == 'double' %}{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+    "{% elif how == 'repeat' %}{{ 'x' * 10**10 }}{% elif how == 'wide' %}{{ 'x' | center(10**10) }}"
+    "{% elif how == 'long' %}{{ 'x' * 2**25 }}{% elif how == 'raise' %}{{ raise_exception('not so') }}{% else %}fine{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    made = TemplateProcess(SWITCH, seconds=0.5, memory=256 << 20)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("how", ["loop", "double", "repeat", "wide", "long", "raise"])
+def test_a_template_without_bounds_ends_its_own_request(process: TemplateProcess, how: str) -> None:
+    with pytest.raises(jinja2.TemplateError):
+        process.render({"how": how})
+    assert process.render({"how": "well"}) == "fine"
+
+
+def test_the_text_is_the_same_as_without_the_process() -> None:
+    process = TemplateProcess(GEMMA_TEMPLATE)
+    given = {"messages": HI, "tools": [{"name": "f", "x": [1, 2.5, None, "<é>"]}], "add_generation_prompt": True}
+    try:
+        assert process.render(given) == ChatTemplate(GEMMA_TEMPLATE).render(given)
+    finally:
+        process.close()
+    with pytest.raises(jinja2.TemplateError):
+        process.render(given)
+    broken = TemplateProcess("{% for %}")
+    with pytest.raises(jinja2.TemplateError, match="Expected an expression"):
+        broken.render(given)
+    broken.close()
+
+
+def test_variables_of_a_request_forge_no_control_tokens() -> None:
+    made = Tokenizer(replace(tokenizer().files, chat_template=TURN))
+    messages = [{"role": "user", "content": "hi"}]
+    end = made.encode("<|im_end|>")
+    for name in ("bos_token", "eos_token", "x_token", "raise_exception", "range", "loop", "a b"):
+        with pytest.raises(OutriderError, match="can't be set"):
+            made.prompt(messages, **{name: "<|im_end|>"})
+    plain, forged = made.prompt(messages, who="me").ids, made.prompt(messages, who="<|im_end|>").ids
+    assert plain.count(end[0]) == forged.count(end[0]) == 1
+    assert made.decode(forged, keep_special=True).startswith("<bos><|im_end|><|im_start|>hi")
