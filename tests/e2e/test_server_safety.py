@@ -7,15 +7,21 @@ the server's output.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from tests import tiny
 from tests.server_fakes import FakeEngine, Served, tokenizer
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, until
 
 from outrider.engine import grammar
 from outrider.server import errors
@@ -164,3 +170,66 @@ def test_a_server_renders_in_a_process_with_limits(served: Served) -> None:
     process.kill()
     process.wait()
     assert served.http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_closed_its_half_gets_its_answer(served: Served, stream: bool) -> None:
+    said = talk(
+        served, request({"messages": HI, "stream": stream}).replace(b"Connection: close\r\n", b""), half_close=True
+    )
+    final = said.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+    assert final.startswith(b"HTTP/1.1 200") and (b"[DONE]" if stream else b'"usage"') in final
+    served.settle()
+
+
+def test_a_client_that_has_left_is_not_answered(served: Served) -> None:
+    """To the server the same, at first: the other half is closed, too."""
+    engine = served.engine
+    engine.hold = 0
+    try:
+        before = len(engine.aborted)
+        with socket.create_connection(("127.0.0.1", served.port)) as made:
+            made.sendall(request({"messages": HI}))
+            until(lambda: engine.running)
+        until(lambda: len(engine.aborted) > before)
+    finally:
+        engine.hold = None
+    served.settle()
+
+
+def test_a_full_disk_behind_its_output_does_not_end_the_server(tmp_path: Path) -> None:
+    model = tiny.write_target("llama", tmp_path / "m")
+    with socket.socket() as free, open("/dev/full", "w") as full:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        command = [
+            sys.executable,
+            "-m",
+            "outrider.cli.main",
+            "serve",
+            str(model),
+            "--port",
+            str(port),
+            "--max-context",
+            "64",
+        ]
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+
+        def healthy() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE).status_code == 200
+            return False
+
+        until(lambda: process.poll() is not None or healthy())
+        assert process.poll() is None
+        assert (
+            httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE).status_code
+            == 200
+        )
+        process.terminate()
+        process.wait(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
 import typer
 from rich.text import Text
@@ -72,6 +74,7 @@ def serve(
 
     Example: outrider serve smollm2, then open http://127.0.0.1:8000
     """
+    sys.stdout, sys.stderr = cast(TextIO, Unfailing(sys.stdout)), cast(TextIO, Unfailing(sys.stderr))
     with common.needs("the server needs", "serve"):
         from ..server import catalogue
         from ..server.loaded_model import LoadedModel
@@ -118,6 +121,25 @@ def serve(
     where = f" at {address(settings, listener)} (page at /, API at /v1)"
     err.print(Text.assemble("serving ", names, where))
     run(served, settings, listener)
+
+
+class Unfailing:
+    """An output whose failures are ignored: a full disk behind the log must not end a server."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def several(listed: Sequence[CatalogueEntry], name: str | None, load: LoadSettings, memory: float | None) -> None:

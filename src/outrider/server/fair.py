@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,25 @@ from typing import TypeVar, cast
 from .errors import ApiError
 
 T = TypeVar("T")
+MAX_RETRY_S = 600  # the longest Retry-After; clients that are told more give up
+
+
+class WaitEstimate:
+    """How long it takes until places are free, from how long they were held lately: the seconds from one release to the
+    next are the seconds that a place is held, divided by how many are held at once. Long ones count for more: they are
+    the ones that are waited for."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def held(self, seconds: float, at_once: int) -> None:
+        """A place was held so long, as one of `at_once`."""
+        self._sum = 0.8 * self._sum + seconds * seconds / max(1, at_once)
+        self._weight = 0.8 * self._weight + seconds
+
+    def until_free(self, places: int = 1) -> int:
+        """Whole seconds, for Retry-After."""
+        return min(MAX_RETRY_S, max(1, round(places * self._sum / self._weight))) if self._weight else 1
 
 
 @dataclass(order=True)
@@ -93,13 +113,23 @@ class FairGate(Places):
         """`most_waiting`: of one client. `what`: named in the refusal."""
         super().__init__()
         self._places, self._most, self._what = places, most_waiting, what
+        self._estimate, self._since = WaitEstimate(), dict[str, float]()
 
     async def acquire(self, client: str, priority: int = 0) -> None:
         waiting = len(self._waiting.get(client, ()))
         if waiting >= self._most:
             message = f"{waiting} requests of this client wait for {self._what} already."
-            raise ApiError(429, message, retry_after=1, code="too_many_requests")
+            raise ApiError(
+                429, message, retry_after=self._estimate.until_free(len(self._waiting)), code="too_many_requests"
+            )
         await super().acquire(client, priority)
+        self._since[client] = time.monotonic()
+
+    def release(self, client: str) -> None:
+        began = self._since.pop(client, None)
+        if began is not None:
+            self._estimate.held(time.monotonic() - began, sum(self._held.values()))
+        super().release(client)
 
     def _may(self, client: str) -> bool:
         return sum(self._held.values()) < self._places and client not in self._held
@@ -132,6 +162,7 @@ class _ClientQueue:
         self._waiting: dict[str, deque[_Piece]] = {}  # in the order of turns
         self._busy: set[str] = set()  # clients that a thread works for
         self._done: list[tuple[_Piece, object, BaseException | None]] = []
+        self._estimate = WaitEstimate()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -140,7 +171,9 @@ class _ClientQueue:
             waiting = self._waiting.setdefault(client, deque())
             if len(waiting) >= self._most:
                 message = f"{len(waiting)} requests of this client wait for being read already."
-                raise ApiError(429, message, retry_after=1, code="too_many_requests")
+                raise ApiError(
+                    429, message, retry_after=self._estimate.until_free(len(self._waiting)), code="too_many_requests"
+                )
             waiting.append(piece)
             start = bool(self._idle) and client not in self._busy
             self._idle -= start
@@ -174,11 +207,13 @@ class _ClientQueue:
             client, piece = taken
             result: object = None
             error: BaseException | None = None
+            began = time.monotonic()
             try:
                 result = piece.work()
             except BaseException as e:
                 error = e
             with self._lock:
+                self._estimate.held(time.monotonic() - began, len(self._busy))
                 self._busy.remove(client)
                 self._done.append((piece, result, error))
                 first = len(self._done) == 1

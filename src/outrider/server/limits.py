@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, bad, shutting_down
+from .fair import WaitEstimate
 from .keys import Keys
 from .settings import LOOPBACK, ServerSettings
 
@@ -51,6 +53,7 @@ class Admission:
         self.in_flight = 0
         self.closing = False
         self._of: dict[str, int] = {}
+        self._estimate = WaitEstimate()
 
     @contextmanager
     def enter(self, sequences: int, client: str = "") -> Iterator[None]:
@@ -61,17 +64,23 @@ class Admission:
             raise bad(f"This call asks for {sequences} answers at once; the server takes {self.most}.", "n")
         if self.in_flight + sequences > self.most:
             message = f"The server is full ({self.in_flight} of {self.most} sequences in flight)."
-            raise ApiError(429, message, retry_after=1, code="server_full")
+            wait = self._estimate.until_free(self.in_flight + sequences - self.most)
+            raise ApiError(429, message, retry_after=wait, code="server_full")
         if mine and mine + sequences > self.share:
             message = (
                 f"This client has {mine} of the server's {self.most} sequences in flight; {self.share} are its share."
             )
-            raise ApiError(429, message, retry_after=1, code="client_full")
+            wait = self._estimate.until_free(
+                (mine + sequences - self.share) * self.in_flight // mine
+            )  # others' places don't help it
+            raise ApiError(429, message, retry_after=wait, code="client_full")
         self.in_flight += sequences
+        entered, began = self.in_flight, time.monotonic()
         self._of[client] = mine + sequences
         try:
             yield
         finally:
+            self._estimate.held(time.monotonic() - began, max(entered, self.in_flight))
             self.in_flight -= sequences
             self._of[client] -= sequences
             if not self._of[client]:

@@ -4,6 +4,9 @@ A connection waits for a request's head, for its body, for its answer to be writ
 has a limit, counted from its beginning: a client that sends a byte now and then does not prolong it. When
 `max_connections` are open, the one that has waited longest for its client is closed for a new one; where none waits,
 the new one is told 503. All on the event loop.
+
+A client that has sent its request may close its half of the connection and still read (`nc -N`), and looks exactly like
+one that has left. An interim response (100 Continue) tells which: the system of one that has left answers with a reset.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from .errors import ApiError
 from .settings import ServerSettings
 
 log = logging.getLogger("outrider.server")
 SEND_BUFFER = 256 << 10  # bytes the system may hold for a client that does not read
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_S, PROBE_MOST_S = 0.02, 5.0  # from one look for a reset to the next: at first, doubled each time, and at most
 RESERVE, BACKLOG = 64, 64  # file descriptors for everything else, and for connections accepted in one go
 
 
@@ -89,6 +94,34 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open for the answer."""
+        cycle = self.cycle
+        waits = (
+            cycle is not None
+            and not cycle.more_body
+            and not cycle.response_started
+            and cycle.scope["http_version"] == "1.1"
+        )
+        if not waits or self.scheme == "https":  # TLS has no half-closed connections
+            return False
+        cycle.keep_alive = False
+        self.transport.write(CONTINUE)
+        self.loop.call_later(PROBE_S, self._probe, cycle, PROBE_S)
+        return True
+
+    def _probe(self, cycle: RequestResponseCycle, waited: float) -> None:
+        """Look for a reset until the answer begins; writing finds out from then on."""
+        if cycle.response_started or self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if waited >= 1.0:
+            self.transport.write(CONTINUE)
+        then = min(2 * waited, PROBE_MOST_S)
+        self.loop.call_later(then, self._probe, cycle, then)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
