@@ -103,7 +103,7 @@ def defined(module: str) -> set[str]:
 def test_scripts_import_what_is_there() -> None:
     """Benchmarks and checks for a GPU are run by hand, and rarely."""
     root, known, wrong = SRC.parents[1], dict[str, set[str]](), []
-    for path in [*root.glob("benchmarks/*.py"), *root.glob("tests/gpu/*.py")]:
+    for path in [*root.glob("benchmarks/*.py"), *root.glob("tests/gpu/*.py"), *root.glob("tests/stress/*.py")]:
         for name in imports(path):
             module, _, what = name.rpartition(".")
             if module and what not in (known.get(module) or known.setdefault(module, defined(module))):

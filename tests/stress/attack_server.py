@@ -1,9 +1,10 @@
 """All attacks at once, from several clients, beside one that behaves.
 
-    python benchmarks/attack_server.py smollm2 --minutes 10
+    python tests/stress/attack_server.py smollm2 --minutes 10
 
 Starts `outrider serve` as a process of its own, measures a well-behaved client alone, then under attack: grammar bombs,
-texts of 4 MB, streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies. Loopback
+texts of 4 MB, streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies of up to 4 MB,
+grammars that cost while decoding, bodies of two lengths, half-closed connections, invented addresses. Loopback
 addresses only; every attacker has an address of its own (127.0.0.2 and up), so that the server can tell them apart.
 Fails (exit code 1) when the client's p99 is more than three times its value alone, an answer differs, /health takes 100
 ms, or the resident size is not back within 10 % of its start half a minute after prefixes that nobody uses are dropped
@@ -29,7 +30,7 @@ from pathlib import Path
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HEALTH_LIMIT, P99_FACTOR, MEMORY_FACTOR = 0.100, 3.0, 1.10
 Json = dict[str, object]
 
@@ -137,7 +138,7 @@ class Target:
 
 
 class Good:
-    """Asks the same questions again and again; the answers it got alone are the right ones."""
+    """SamplingFeatures the same questions again and again; the answers it got alone are the right ones."""
 
     def __init__(self, port: int, tokens: int) -> None:
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300)
@@ -210,7 +211,7 @@ async def probe_health(port: int, stop: asyncio.Event, times: list[float]) -> No
 class Attack:
     """Runs until told to stop; what the server answered is counted."""
 
-    KINDS = ("bombs", "long_texts", "unread", "silent", "malformed", "leavers")
+    KINDS = ("bombs", "ambiguous", "long_texts", "unread", "silent", "malformed", "wrong_lists", "odd_heads", "leavers")
 
     def __init__(self, port: int, stop: asyncio.Event, many: int, kinds: list[str]) -> None:
         self.port, self.stop, self.many, self.kinds = port, stop, many, kinds
@@ -222,9 +223,11 @@ class Attack:
         return f"127.0.0.{self._address}"
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        known = {"bombs": self.bombs, "long_texts": self.long_texts, "unread": self.unread, "silent": self.silent}
-        known |= {"malformed": self.malformed, "leavers": self.leavers}
-        return [asyncio.create_task(known[kind]()) for kind in self.kinds for _ in range(2 if kind == "bombs" else 1)]
+        return [
+            asyncio.create_task(getattr(self, kind)())
+            for kind in self.kinds
+            for _ in range(2 if kind == "bombs" else 1)
+        ]
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(local_address=self.address())
@@ -263,6 +266,53 @@ class Attack:
                     *(self.post(client, "grammar bomb", "/v1/chat/completions", json=body) for _ in range(3))
                 )
 
+    async def ambiguous(self) -> None:
+        """Compiles in no time, and each mask takes longer than the one before."""
+        rng = random.Random(5)
+        async with self.client() as client:
+            while not self.stop.is_set():
+                # another each time: none is known
+                grammar = f'root ::= e\ne ::= e e | [a-z ] | "" | "{rng.randrange(10**6)}"'
+                body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "grammar": grammar}
+                await self.post(client, "ambiguous", "/v1/chat/completions", json=body)
+
+    async def wrong_lists(self) -> None:
+        """Each item is wrong, or one of very many."""
+        ones, keys = b"1," * 2_000_000 + b"1", b",".join(b'"%x":"a"' % i for i in range(350_000))
+        message = b'{"messages":[{"role":"user","content":'
+        bodies = [
+            ("/v1/completions", b'{"prompt":"x","stop":[' + ones + b"]}"),
+            ("/v1/chat/completions", message + b"[" + ones + b"]}]}"),
+        ]
+        bodies += [
+            ("/v1/completions", b'{"prompt":"x","logit_bias":{' + keys + b"}}"),
+            ("/detokenize", b'{"tokens":["",' + ones + b"]}"),
+        ]
+        bodies += [("/api/show", b'{"model":[' + ones + b"]}"), ("/v1/completions", b'{"prompt":"x",' + keys + b"}")]
+        async with self.client() as client:
+            while not self.stop.is_set():
+                for path, body in bodies:
+                    await self.post(
+                        client, "wrong list", path, content=body, headers={"Content-Type": "application/json"}
+                    )
+
+    async def odd_heads(self) -> None:
+        """Two lengths with 4 MB behind them, one half closed, another address with each request."""
+        address, numbers = self.address(), iter(range(10**9))
+        text = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":4}'
+        kind = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        two = kind + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n3d0900\r\n" + b"x" * 0x3D0900
+        while not self.stop.is_set():
+            forged = f"X-Forwarded-For: 10.0.{next(numbers) % 250}.1\r\nContent-Length: {len(text)}\r\n\r\n".encode()
+            for name, data in (("two lengths", two), ("invented address", kind + forged + text)):
+                made = await self.connect(address, data)
+                if made is not None:
+                    with contextlib.suppress(OSError):
+                        made.shutdown(socket.SHUT_WR)
+                    await asyncio.sleep(0.05)
+                    made.close()
+                    self.counts[name] += 1
+
     async def long_texts(self) -> None:
         body = {"prompt": "1" * 4_100_000, "max_tokens": 1}
         fitting = {"prompt": "1 " * 20_000, "max_tokens": 1}
@@ -296,7 +346,7 @@ class Attack:
 
     async def silent(self) -> None:
         address = self.address()
-        half_body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+        half_body = b"POST /v1/messages HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
         kinds = [b""] * 3 + [b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127"] * 3 + [half_body]
         open_ones: list[socket.socket] = []
         while not self.stop.is_set():
@@ -328,14 +378,8 @@ class Attack:
             return None
 
     async def malformed(self) -> None:
-        bodies = [
-            b'{"model":"\\ud800","messages":[]}',
-            b"[" * 100_000,
-            b"{",
-            b'{"messages":[{"role":"user","content":"x"}],"foo":1}',
-            b'"x"',
-            b"\xff",
-        ]
+        bodies = [b'{"model":"\\ud800","messages":[]}', b"[" * 100_000, b"{", b'"x"', b"\xff"]
+        bodies.append(b'{"messages":[{"role":"user","content":"x"}],"foo":1}')
         async with self.client() as client:
             while not self.stop.is_set():
                 for body in bodies:

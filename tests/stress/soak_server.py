@@ -1,7 +1,7 @@
 """Soak: many streams for minutes, with joins, cancels, disconnects and bad requests, against one server in this
 process.
 
-    python benchmarks/soak_server.py smollm2 --streams 64 --minutes 5
+    python tests/stress/soak_server.py smollm2 --streams 64 --minutes 5
 
 Fails when a request ends in anything but its answer or a deliberate 4xx, when a completed text differs from the same
 request run alone with the same seed, when a page is leaked (engine.check and the count of free pages), when JSON
@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import jsonschema
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src")]
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
