@@ -139,14 +139,17 @@ class Case:
         if rng.random() < 0.5:
             self.mutate(body)
         if isinstance(body, dict):
-            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-                body[name] = 4 if name == "max_tokens" or isinstance(body.get(name), int) else body.get(name)
+            known = SCHEMAS[self.path].get("properties", {})
+            body |= {
+                name: 4 for name in ("max_tokens", "max_output_tokens") if name in known
+            }  # short answers, many cases
+            for name in ("max_completion_tokens", *(["model"] if rng.random() < 0.9 else [])):
+                body.pop(name, None)
             if self.path.startswith("/api"):
                 body["options"] = {"num_predict": 4}
-            body.pop("model", None) if rng.random() < 0.9 else None
-            if rng.random() < 0.1:
+            if "grammar" in known and rng.random() < 0.1:
                 body["grammar"] = rng.choice(GRAMMARS)
-            elif rng.random() < 0.1:
+            elif "response_format" in known and rng.random() < 0.1:
                 body["response_format"] = {
                     "type": "json_schema",
                     "json_schema": {"name": "x", "schema": self.json_schema(3)},
@@ -324,7 +327,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--at-once", type=int, default=8, help="connections")
     parser.add_argument("--stall", type=float, default=0.25, help="seconds that /health may take; 0: not judged")
-    parser.add_argument("--serve", default="--timeout 60 --max-context 512", help="more options for `outrider serve`")
+    parser.add_argument(
+        "--serve",
+        default="--timeout 60 --request-timeout 3 --max-context 512",
+        help="more options for `outrider serve`",
+    )
     args = parser.parse_args()
     target = Target(args.model, args.serve.split())
     times: list[float] = []

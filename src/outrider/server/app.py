@@ -96,8 +96,9 @@ class Server:
                         else Named()
                     )
                     model = await unless_gone(request, self.acquire(named.model, client, stack))
-                    return JSONResponse(
-                        await self.executor.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long)
+                    # rendered by the desk, too: a long text has many tokens
+                    return await self.executor.run(
+                        client, lambda: JSONResponse(read(raw, lambda data: work(data, model.prepare))), long
                     )
         except TimeoutError:
             raise timed_out(self.settings.timeout) from None

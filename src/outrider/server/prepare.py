@@ -22,7 +22,7 @@ from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
 from ..types import Json, OutriderError, SamplingParams
-from .errors import ApiError, bad
+from .errors import ApiError, bad, check_size
 from .grammar_source import GrammarSource, build
 from .output import Parser, ParserChain, PlainText
 from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat, Thoughts
@@ -324,6 +324,8 @@ class Preparer:
             calls: list[JsonValue] = []
             for call in message.calls:
                 given = call.function.arguments or "{}"
+                if isinstance(given, str) and len(given) > LONG:
+                    check_size(given.encode("utf-8", "replace"))  # it is a body of its own
                 try:
                     arguments: JsonValue = json.loads(given) if isinstance(given, str) else cast(JsonValue, given)
                 except (ValueError, RecursionError):

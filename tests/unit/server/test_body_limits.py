@@ -11,14 +11,17 @@ from itertools import count
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.server import errors, routes
 from outrider.server.anthropic import MessagesRequest
 from outrider.server.embeddings import EmbeddingsRequest
 from outrider.server.errors import ApiError, read
 from outrider.server.ollama import ChatBody, GenerateBody
+from outrider.server.prepare import Preparer, ServedModel
 from outrider.server.responses import ResponsesRequest
 from outrider.server.schema import ChatRequest, CompletionRequest, FailFastModel
+from outrider.server.settings import ServerSettings
 from outrider.server.text_routes import DetokenizeRequest
 
 MANY = 3000
@@ -110,3 +113,17 @@ def test_a_text_cut_in_the_middle_of_a_string_is_read_once() -> None:
     """A pattern that tried each quotation mark anew would take minutes."""
     body = b'{"a":[' + b'"' + b"," * (1 << 20)
     assert errors.check_size(body) is None
+
+
+def test_arguments_of_a_call_are_bounded_as_a_body_is() -> None:
+    """They are JSON inside of a text, where separators do not count."""
+    tok = tokenizer()
+    preparer = Preparer(ServedModel(FakeEngine(tok), tok, VOCAB, 1 << 22), ServerSettings("m"))
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "f", "arguments": "[" + "{}," * (errors.MAX_MEMBERS + 1) + "1]"},
+    }
+    body = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]})
+    with pytest.raises(ApiError, match="too complex"):
+        preparer.conversation(body)
