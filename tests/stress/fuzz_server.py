@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import random
 import socket
 import struct
@@ -333,6 +334,9 @@ def main() -> None:
         help="more options for `outrider serve`",
     )
     args = parser.parse_args()
+    logging.getLogger("asyncio").setLevel(
+        logging.ERROR
+    )  # of writes to connections that the server has closed, as it should
     target = Target(args.model, args.serve.split())
     times: list[float] = []
     stop = threading.Event()

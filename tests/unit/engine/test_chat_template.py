@@ -27,7 +27,7 @@ SWITCH = (
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
-    made = TemplateProcess(SWITCH, seconds=0.5, memory=256 << 20)
+    made = TemplateProcess(SWITCH, seconds=3.0, memory=256 << 20)
     yield made
     made.close()
 
