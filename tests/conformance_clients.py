@@ -153,7 +153,7 @@ def anthropic_stop_sequence(api: Api) -> None:
     [token, *_], letter = first["token_ids"], first["text"][0]
     by_token = api.post("/v1/completions", {**text, "stop_token_ids": [token], "stop": letter})["choices"][0]
     assert (
-        by_token["finish_reason"] == "stop" and "stop_reason" not in by_token
+        by_token["finish_reason"] == "stop" and by_token["stop_reason"] == token
     )  # what the token says is not part of the answer
     assert (
         "stop_reason"
@@ -257,7 +257,7 @@ def ollama_loads(api: Api) -> None:
     ):
         got = api.post(path, {"model": "fake", **body})
         assert got["done"] and got["done_reason"] == "load" and key in got
-    assert "other" in api.post("/api/generate", {"model": "other"}, 404)["error"]
+    assert api.post("/api/generate", {"model": "other"})["model"] == "fake"  # the only one there is
 
 
 @case

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests import conformance_clients, conformance_more, tiny
+from tests import conformance_clients, conformance_more, conformance_peers, tiny
 from tests.conformance import CASES, HI, Api, case, content, holds, is_a, many, matches, same
 from tests.server_fakes import Served
 
 from outrider.config import EngineConfig
 from outrider.llm import LLM
 
-assert conformance_more and conformance_clients  # their cases are in the table, too
+assert conformance_more and conformance_clients and conformance_peers  # their cases are in the table, too
 KNOWN: dict[str, str] = {}  # name -> why it is otherwise here
 OUTCOMES: dict[str, bool] = {}
 CONTEXT = 1536
@@ -70,7 +70,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "format_text": {"response_format": {"type": "text"}},
     "bias_empty": {"logit_bias": {}}, "priority": {"priority": 3},
     "prediction": {"prediction": {"type": "content", "content": "hello there"}},
-    "temperature_int": {"temperature": 1}, "outrider": {"outrider": {"draft_tokens": 0}},
+    "temperature": {"temperature": 0.7}, "outrider": {"outrider": {"draft_tokens": 0}},
     "kwargs_empty": {"chat_template_kwargs": {}},
     "completion_tokens": {"max_completion_tokens": 8}, "both_limits": {"max_completion_tokens": 8, "max_tokens": 8},
 }  # fmt: skip
@@ -86,14 +86,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "unknown": {"foo": 1},
     "logprobs": {"logprobs": True, "top_logprobs": 21}, "top_logprobs": {"top_logprobs": 2},
     "messages": {"messages": []},
-    "role": {"messages": [{"role": "king", "content": "x"}]},
+    "role": {"messages": [{"role": "a king", "content": "x"}]},
     "image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     "stream_options": {"stream_options": {"include_usage": True}},
     "schema": {"response_format": {"type": "json_schema"}},
     "schema_not": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
     "regex": {"guided_regex": "("},
     "format_type": {"response_format": {"type": "xml"}}, "two_formats": {"guided_regex": "a", "guided_choice": ["a"]},
-    "tool_choice": {"tool_choice": "required"}, "bias": {"logit_bias": {"x": 1}},
+    "tool_choice": {"tool_choice": "required"}, "bias": {"logit_bias": {"5": "x"}},
     "bias_range": {"logit_bias": {"5": 101}}, "bias_id": {"logit_bias": {"999999": 1}},
     "seed": {"seed": "x"}, "stops": {"stop": ["x"] * 17}, "allowed": {"allowed_token_ids": [999999]},
     "allowed_empty": {"allowed_token_ids": []},
@@ -113,7 +113,7 @@ for field_name, given in REFUSED.items():
 many("missing", {
     "messages": lambda api: same(api.post("/v1/chat/completions", {}, 400)["error"]["param"], "messages"),
     "prompt": lambda api: same(api.post("/v1/completions", {}, 400)["error"]["param"], "prompt"),
-    "model": lambda api: same(api.chat(404, model="other")["error"]["code"], "model_not_found"),
+    "model": lambda api: same(api.chat(model="other")["model"], "fake"),
     "route": lambda api: api.post("/v1/nowhere", {}, 404),
     "method": lambda api: holds(api.http.get("/v1/chat/completions").status_code == 405),
 })  # fmt: skip
@@ -512,7 +512,7 @@ many("routes", {
     "ollama_tags": lambda api: same(api.http.get("/api/tags").json()["models"][0]["name"], "fake"),
     "ollama_show": lambda api: holds(api.post("/api/show", {"model": "fake"})["model_info"]),
     "ollama_version": lambda api: holds(api.http.get("/api/version").json()["version"]),
-    "ollama_error": lambda api: holds(api.post("/api/chat", {"model": "other", "messages": HI}, 404)["error"]),
+    "ollama_error": lambda api: holds(api.post("/api/chat", {"model": "fake", "messages": HI, "options": {"temperature": -1}}, 400)["error"]),
     "tokenize": lambda api: same(api.post("/tokenize", {"prompt": "hello"})["count"], 5),
     "tokenize_content": lambda api: same(len(api.post("/tokenize", {"content": "hello"})["tokens"]), 5),
     "tokenize_pieces": lambda api: same([t["piece"] for t in api.post("/tokenize", {"content": "hi", "with_pieces": True})["tokens"]], ["h", "i"]),

@@ -15,6 +15,10 @@ import pytest
 from tests.server_fakes import FakeEngine, Served, tokenizer
 from tests.waiting import PATIENCE
 
+from outrider.server.keys import Keys
+from outrider.server.limits import RequestGuard
+from outrider.server.settings import ServerSettings
+
 TOK = tokenizer()
 BODY = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 3}
 PAGE = "https://app.example"
@@ -72,11 +76,51 @@ def test_clients_for_browsers_may_send_their_headers(served: Served) -> None:
 )
 def test_other_pages_may_not(served: Served, origin: str) -> None:
     answer = post(served, Origin=origin)
-    assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "foreign_origin"
+    assert answer.headers["access-control-allow-origin"] == origin  # so that the page can say why
     before = served.http.options(
         "/v1/chat/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"}
     )
-    assert before.status_code == 403
+    assert before.status_code == 204 and "access-control-allow-credentials" not in before.headers
+
+
+LOCAL = [
+    "http://localhost:3000",
+    "https://localhost",
+    "http://127.0.0.1:8080",
+    "http://[::1]:5173",
+    "vscode-webview://1abc",
+    "app://obsidian.md",
+]
+
+
+@pytest.mark.parametrize("origin", [*LOCAL, "tauri://localhost"])
+def test_pages_and_programs_of_this_machine_may_call(served: Served, origin: str) -> None:
+    answer = post(served, Origin=origin)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == origin
+
+
+NOT_LOCAL = [
+    "http://localhost.evil.example",
+    "http://127.0.0.1.evil.example:80",
+    "http://evil.example/localhost",
+    "app:",
+    "ftp://localhost",
+    "file://",
+]
+
+
+@pytest.mark.parametrize("origin", NOT_LOCAL)
+def test_what_only_looks_local_may_not(served: Served, origin: str) -> None:
+    assert post(served, Origin=origin).status_code == 403
+
+
+def test_local_pages_are_let_in_on_loopback_only() -> None:
+    def may(host: str) -> bool:
+        settings = ServerSettings("m", host=host)
+        return RequestGuard(None, settings, lambda *_: None, Keys(settings))._may_call("http://localhost:3000")  # type: ignore[arg-type]
+
+    assert may("127.0.0.1") and not may("0.0.0.0")
 
 
 def test_any_page_may_where_all_are_allowed() -> None:

@@ -40,6 +40,7 @@ class ChatPrompt:
 
     ids: list[int]
     written: str  # its text, with stand-ins where a message has brackets like those of control text
+    text: str  # its text as the template renders it
 
 
 class SpecialTokenGuard:
@@ -82,13 +83,13 @@ class SpecialTokenGuard:
             written = render(masked, _masked(tools, self._outside, there), more)  # type: ignore[arg-type]
         found = [m[0] for m in self._all.finditer(written)]
         if [m[0] for m in self._all.finditer(plain)] == found and self._no_more(ids, found):
-            return ChatPrompt(ids, written)
+            return ChatPrompt(ids, written, plain)
         ids = self._encode_apart(written, back)
         if not self._no_more(ids, found):
             raise OutriderError(
                 "a message spells control tokens, and this tokenizer cannot tell them from the template's: leave them out"
             )
-        return ChatPrompt(ids, written)
+        return ChatPrompt(ids, written, plain)
 
     def _no_more(self, ids: Iterable[int], found: Iterable[str]) -> bool:
         """Every control token among `ids` is one that the template wrote, in its order."""

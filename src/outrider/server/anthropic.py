@@ -249,8 +249,9 @@ class AnthropicWire:
 
 
 def _ended(one: AnswerText) -> Json:
-    reason = REASONS.get(one.finish or "", "end_turn") if one.stopped_by is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": one.stopped_by}
+    sequence = one.stopped_by if isinstance(one.stopped_by, str) else None
+    reason = REASONS.get(one.finish or "", "end_turn") if sequence is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _usage(answer: Json) -> Json:

@@ -29,9 +29,10 @@ from .keys import Keys
 from .limits import Admission, RequestGuard
 from .loaded_model import LoadedModel
 from .metrics import ServerMetrics
-from .model_pool import ModelPool
+from .model_pool import ModelPool, PoolSlot
 from .names import route_of
 from .prepare import Job, Preparer, ServedModel
+from .response_store import ResponseStore
 from .routes import add_routes
 from .runner import EngineError, where
 from .schema import ChatRequest, Common, CompletionRequest, Named
@@ -64,6 +65,7 @@ class Server:
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
         self.started = int(time.time())
+        self.responses = ResponseStore()
         self._trimming: asyncio.TimerHandle | None = None
         self.fingerprint = f"outrider-{__version__}"
 
@@ -95,7 +97,7 @@ class Server:
                         if several
                         else Named()
                     )
-                    model = await unless_gone(request, self.acquire(named.model, client, stack))
+                    model = await unless_gone(request, self.acquire(self.resolve(request, named.model), client, stack))
                     # rendered by the desk, too: a long text has many tokens
                     return await self.executor.run(
                         client, lambda: JSONResponse(read(raw, lambda data: work(data, model.prepare))), long
@@ -103,10 +105,14 @@ class Server:
         except TimeoutError:
             raise timed_out(self.settings.timeout) from None
 
-    async def acquire(self, name: str | None, client: str, stack: ExitStack) -> LoadedModel:
-        """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place
-        of its own."""
-        slot = self.pool.find(name)
+    def resolve(self, request: Request, name: str | None) -> PoolSlot:
+        """The model that a request names. What its sender should know of it becomes a header of the answer
+        (limits.py)."""
+        slot, request.state.warning = self.pool.resolve(name)
+        return slot
+
+    async def acquire(self, slot: PoolSlot, client: str, stack: ExitStack) -> LoadedModel:
+        """A model until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
         with nullcontext() if self.pool.ready(slot) else self.admission.enter(1, client):
             model = await self.pool.acquire(slot)
         stack.callback(self.pool.release, slot)
@@ -172,9 +178,10 @@ class Server:
         `stack`."""
         client, long = request.state.client, len(raw) > LONG
         body = await self.executor.run(client, lambda: read(raw, parse), long)
-        if not self.pool.ready(self.pool.find(body.model)):
+        slot = self.resolve(request, body.model)
+        if not self.pool.ready(slot):
             room.close()  # a load may take longer than other bodies of this client may take to arrive
-        model = await self.acquire(body.model, client, stack)
+        model = await self.acquire(slot, client, stack)
         answers = (
             await self.executor.run(client, lambda: model.prepare.answers(body), long)
             if long

@@ -295,6 +295,11 @@ class BatchRunner:
             body = {**body, "seed": int.from_bytes(digest[:4], "big") >> 1}
         try:
             request = ChatRequest.model_validate(body) if chat else CompletionRequest.model_validate(body)
+            if request.model not in (None, self._settings.model_name):
+                message = (
+                    f"The model '{request.model[:100]}' does not exist; this run has '{self._settings.model_name}'."
+                )
+                raise ApiError(404, message, "model", "model_not_found")
             self._prepare.answers(request)
             made = (
                 self._prepare.chat(request, False)

@@ -17,6 +17,7 @@ from ..models.config import ModelConfig
 from ..types import OutriderError
 from ..weights import hub
 from ..weights.sizes import stored_size
+from .model_info import ModelInfo
 from .model_pool import ModelPool, PoolSlot
 from .prepare import ServedModel
 from .settings import ServerSettings, public_name
@@ -46,15 +47,16 @@ def read(given: Sequence[str]) -> list[CatalogueEntry]:
     return out
 
 
-def estimate(model: str, engine: EngineConfig) -> tuple[int, int]:
-    """(bytes of weights and K/V, most tokens of context) from the configuration alone. A model that can't be had fails
-    here."""
+def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
+    """(bytes of weights and K/V, most tokens of context, what is known of it), nothing loaded. A model that can't be
+    had fails here."""
     files = hub.resolve(model, weights=False)
     config = ModelConfig.from_hf(files.config)
     dtype = torch.float16  # of K/V, on nearly every machine
     budget = plan_kv_memory(engine, config, dtype, free_bytes(torch.device("cpu")))
     position = sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim * 2 for i in config.kv_layers)
-    return int(stored_size(files, config).total) + position * budget.tokens, budget.max_context
+    stored = stored_size(files, config)
+    return int(stored.total) + position * budget.tokens, budget.max_context, ModelInfo.of(files, config, stored)
 
 
 def model_pool(
@@ -73,8 +75,8 @@ def model_pool(
             llm = load(one.model)
             return replace(ServedModel.of(llm), places=max(1, llm.engine.max_batch - SPARE))
 
-        size, context = estimate(one.model, engine)
-        return PoolSlot(one.name, loaded, size, context)
+        size, context, info = estimate(one.model, engine)
+        return PoolSlot(one.name, loaded, size, context, info=info)
 
     most = limit if limit is not None else 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
     return ModelPool([slot(one) for one in listed], most, settings)

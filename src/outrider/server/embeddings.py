@@ -27,6 +27,7 @@ from .ollama import untagged
 from .prepare import Preparer
 from .schema import Lenient, Strict
 from .scoring import run_scoring
+from .spellings import split_prompts
 
 if TYPE_CHECKING:
     from .app import Server
@@ -41,6 +42,7 @@ class EmbeddingsRequest(Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # vLLM's
 
 
 class EmbedBody(Lenient):
@@ -49,6 +51,7 @@ class EmbedBody(Lenient):
     input: str | list[object]
     model: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: None = None
 
 
 class OldEmbedBody(Lenient):
@@ -57,6 +60,7 @@ class OldEmbedBody(Lenient):
     prompt: str
     model: str | None = None
     dimensions: None = None
+    truncate_prompt_tokens: None = None
 
     @property
     def input(self) -> str:
@@ -64,10 +68,10 @@ class OldEmbedBody(Lenient):
 
 
 def split(given: str | list[object]) -> list[str | list[object]]:
-    many: list[object] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
-    out = [one for one in many if isinstance(one, str | list)]
-    if len(out) < len(many):
-        raise bad("input must be a text, token ids, or a list of either.", "input")
+    try:
+        out = split_prompts(given, "input")
+    except ValueError as e:
+        raise bad(f"{e}.", "input") from None
     if not out or any(not one for one in out):
         raise bad("The input is empty.", "input")
     if len(out) > MOST:
@@ -111,13 +115,13 @@ async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -
                 raw = await request.body()
                 long = len(raw) > LONG
                 body = await server.executor.run(client, lambda: read(raw, parse), long)
-                name = untagged(body.model)
-                if not server.pool.ready(server.pool.find(name)):
+                slot = server.resolve(request, untagged(body.model))
+                if not server.pool.ready(slot):
                     room.close()  # as in app.py
-                model = await unless_gone(request, server.acquire(name, client, stack))
+                model = await unless_gone(request, server.acquire(slot, client, stack))
                 stack.enter_context(server.admission.enter(1, client))
                 ids = await server.executor.run(
-                    client, lambda: [tokens(model.prepare, one) for one in split(body.input)], long
+                    client, lambda: tokens(model.prepare, body.input, body.truncate_prompt_tokens), long
                 )
                 room.close()
                 vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions))
@@ -138,9 +142,10 @@ async def _vectors(model: LoadedModel, ids: list[list[int]], client: str, dimens
     return out
 
 
-def tokens(preparer: Preparer, text: str | list[object]) -> list[int]:
-    ids = preparer.tokens(text, special=True) if isinstance(text, str) else preparer.token_ids(text, "input")
-    if len(ids) > preparer.longest_prompt:
-        message = f"An input has {len(ids)} tokens; at most {preparer.longest_prompt} are allowed here."
-        raise bad(message, "input", "context_length_exceeded")
-    return ids
+def tokens(preparer: Preparer, given: str | list[object], keep: int | None) -> list[list[int]]:
+    """keep: how many of an input's last tokens, as vLLM has it; None: too many are refused."""
+    keep = preparer.kept(keep)
+    inputs = split(given)
+    for one in inputs if keep is None else ():
+        preparer.check_length(one, "input")
+    return [preparer.fitting(preparer.prompt_ids(one, "input", keep), "input", keep) for one in inputs]

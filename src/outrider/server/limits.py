@@ -26,7 +26,8 @@ from .keys import Keys
 from .settings import LOOPBACK, ServerSettings
 
 log = logging.getLogger("outrider.server")
-OPEN_PATHS = ("/", "/health", "/livez", "/readyz", "/version")
+OPEN_PATHS = ("/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version")
+LOCAL_SCHEMES = ("vscode-webview", "app", "tauri")  # pages of programs on this machine
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 SLASHES = re.compile("/{2,}")
@@ -145,7 +146,9 @@ class RequestGuard:
                         status,
                         state.get("refusal", "refused"),
                     )
-                extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *cross)
+                warning = state.get("warning")
+                told = [] if warning is None else [(b"x-outrider-warning", warning.encode("latin-1", "replace"))]
+                extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *told, *cross)
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif head:
                 message = {**message, "body": b""}
@@ -164,6 +167,7 @@ class RequestGuard:
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers and cross:
                 await Response(status_code=204)(scope, receive, answer)
                 return
+            self._origin(headers)
             state["client"] = self._key(path, headers) or state["client"]
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self._settings.max_body:
@@ -185,8 +189,7 @@ class RequestGuard:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
 
     def _host(self, headers: dict[bytes, bytes]) -> None:
-        """A web page elsewhere must not drive this server: no foreign origins, and on loopback no foreign host names
-        (DNS rebinding)."""
+        """On loopback no foreign host names (DNS rebinding)."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):
             raise ApiError(403, "This server listens on loopback only; call it by localhost or 127.0.0.1.")
@@ -202,6 +205,11 @@ class RequestGuard:
                 "Pages can call this server by its address; by a name only with an API key or with --trusted-host NAME."
             )
             raise ApiError(403, message, code="foreign_host")
+
+    def _origin(self, headers: dict[bytes, bytes]) -> None:
+        """A web page elsewhere must not drive this server. A preflight is answered all the same: only so can the page
+        read the refusal."""
+        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         if origin and urlsplit_netloc(origin) != host and not self._may_call(origin):
             raise ApiError(
                 403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin"
@@ -217,20 +225,22 @@ class RequestGuard:
 
     def _may_call(self, origin: str) -> bool:
         allowed = self._settings.allowed_origins
-        return "*" in allowed or origin.rstrip("/") in {a.rstrip("/") for a in allowed}
+        if "*" in allowed or origin.rstrip("/") in {a.rstrip("/") for a in allowed}:
+            return True
+        return self._settings.loopback and local_origin(origin)
 
     def _cross(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """What a browser wants to hear before it shows our answer to a page of an allowed origin. Such a page may send
-        the headers it likes: those of OpenAI's and Anthropic's clients for browsers are many."""
+        """What a browser wants to hear before it shows our answer, which may be a refusal, to a page of another origin.
+        Such a page may send the headers it likes: those of OpenAI's and Anthropic's clients for browsers are many."""
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if not origin or not self._may_call(origin):
+        if not origin:
             return []
         wanted = headers.get(b"access-control-request-headers", b"")
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
-            (b"access-control-allow-methods", b"GET, POST, OPTIONS"), (b"access-control-max-age", b"600"),
+            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"), (b"access-control-max-age", b"600"),
             (b"access-control-allow-headers", wanted if HEADERS.fullmatch(wanted) else b"authorization, content-type, x-api-key"),
-            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"access-control-expose-headers", b"x-request-id, x-outrider-warning, retry-after"),
         ]  # fmt: skip
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
@@ -262,6 +272,14 @@ def _hostname(host: str) -> str:
         return _split(f"//{host}").hostname or ""
     except ValueError:
         return ""
+
+
+def local_origin(origin: str) -> bool:
+    """A page that this machine serves, on any port, or one of a program that runs here: an editor, a desktop app."""
+    scheme, _, rest = origin.partition("://")
+    if scheme in LOCAL_SCHEMES:
+        return bool(rest)
+    return scheme in ("http", "https") and _hostname(rest) in LOOPBACK
 
 
 def urlsplit_netloc(origin: str) -> str:

@@ -24,6 +24,7 @@ from ..engine.metrics import Metrics
 from ..types import OutriderError
 from .errors import ApiError, shutting_down
 from .loaded_model import LoadedModel
+from .model_info import UNKNOWN, ModelInfo
 from .prepare import ServedModel
 from .runner import where
 from .settings import ServerSettings, without_paths
@@ -42,6 +43,7 @@ class PoolSlot:
     size: int = 0  # bytes of weights and K/V; an estimate until it was loaded once
     max_context: int = 0  # 0: not known yet
     note: str = ""
+    info: ModelInfo = UNKNOWN
     model: LoadedModel | None = None
     loading: bool = False
     users: int = 0
@@ -61,6 +63,7 @@ class PoolSlot:
             backend.max_context,
             backend.note,
         )
+        self.info = backend.info if backend.info.family else self.info
         self.loads += 1
 
 
@@ -118,8 +121,17 @@ class ModelPool:
     def healthy(self) -> bool:
         return all(model.runner.healthy for model in self.loaded)
 
+    def resolve(self, name: str | None) -> tuple[PoolSlot, str | None]:
+        """The model that answers a request for `name`, and what its sender should know. Every request's model is found
+        here: without a name it is the first; a name that is not known is answered by the only model there is, as
+        llama.cpp does."""
+        if name is None or name in self.slots or len(self.slots) > 1:
+            return self.find(name), None
+        shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:100])
+        return self.first, f"the model '{shown}' is not served here; '{self.first.name}' answered"
+
     def find(self, name: str | None) -> PoolSlot:
-        """With one model served it need not be named; without a name, it is the first."""
+        """By its exact name; without a name, it is the first."""
         if name is None:
             return self.first
         if name not in self.slots:

@@ -12,6 +12,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from .defaults import OLLAMA
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
 from .wire import Json, answer_texts, arguments_of
@@ -110,26 +111,28 @@ def parse_chat(raw: bytes) -> ChatRequest:
             {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
         )
         messages.append({"role": m.role, "content": m.content or "", **more})
-    return ChatRequest.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
+    return ChatRequest.model_validate({**_common(body), "messages": messages, "tools": body.tools or None}).sampled_by(
+        OLLAMA
+    )
 
 
 def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
     body = GenerateBody.model_validate_json(raw)
     if body.images:
         raise bad("images can't be read here.", "images")
-    for name in ("suffix", "template", "context"):
+    for name in ("template", "context"):
         if getattr(body, name):
             raise bad(f"{name} can't be used here.", name)
-    if body.raw:
+    if body.raw or body.suffix:
         common = _common(body)
         common.pop("reasoning_effort", None)
         if common.get("logprobs"):
-            raise bad("logprobs can't be had with raw here.", "logprobs")
-        return CompletionRequest.model_validate({"max_tokens": -1, **common, "prompt": body.prompt})
+            raise bad("logprobs can't be had with raw or suffix here.", "logprobs")
+        given = {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
+        return CompletionRequest.model_validate(given).sampled_by(OLLAMA)
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
-    return ChatRequest.model_validate(
-        {**_common(body), "messages": [*system, {"role": "user", "content": body.prompt}]}
-    )
+    messages = [*system, {"role": "user", "content": body.prompt}]
+    return ChatRequest.model_validate({**_common(body), "messages": messages}).sampled_by(OLLAMA)
 
 
 def _common(body: OllamaRequest) -> Json:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import JsonValue
 
@@ -23,9 +23,18 @@ from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
 from ..types import Json, OutriderError, SamplingParams
 from .errors import ApiError, bad, check_size
+from ..engine.grammar import AllowedTokens, GrammarCompiler
+from ..types import OutriderError, SamplingParams
+from .defaults import UNCHANGED
+from .dialect import Dialect, spell_out_tools
+from .errors import bad
 from .grammar_source import GrammarSource, build
+from .infill import Infill
+from .job import Job as Job
+from .model_info import UNKNOWN, ModelInfo
 from .output import Parser, ParserChain, PlainText
-from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat, Thoughts
+from .overflow import ContextOverflow
+from .reasoning import Thoughts
 from .runner import EngineLike
 from .schema import (
     ChatRequest,
@@ -39,17 +48,10 @@ from .schema import (
 )
 from .settings import ServerSettings, without_paths
 from .tool_grammar import MAX_CALLS
-from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CLOSE, JSON_OPEN, GemmaCalls, JsonCalls
+from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
 
 if TYPE_CHECKING:
     from ..llm import LLM
-
-TOOLS_PROMPT = """You can call functions. These are available:
-<tools>{tools}</tools>
-
-When a function is needed, answer with nothing but a list of calls in this format, with arguments of the right types:
-<tool_call>[{{"name": "function_name", "arguments": {{"argument": "value"}}}}]</tool_call>
-If no function is needed, answer the user directly."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class ServedModel:
     max_context: int
     note: str = ""  # one line about the drafter
     nbytes: int = 0  # weights and K/V; 0: nobody counted
+    info: ModelInfo = UNKNOWN
     places: int = 0  # sequences at once; 0: as many as the settings say
 
     @classmethod
@@ -73,60 +76,14 @@ class ServedModel:
         ready = llm.engine.serve()
         if ready:
             say(ready)
-        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes)
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """How this model writes thoughts and tool calls, found out from its vocabulary and template."""
-
-    tools: Literal["gemma4", "json"]
-    thoughts: ThoughtFormat
-    template_tools: bool  # the chat template writes the tools into the prompt
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Dialect:
-        gemma = len(tokenizer.encode(GEMMA_OPEN, bos=False)) == 1
-        function: Json = {"name": "zq_probe", "description": "", "parameters": {"type": "object", "properties": {}}}
-        probe: Json = {"type": "function", "function": function}
-        try:
-            shown = "zq_probe" in tokenizer.render([{"role": "user", "content": "x"}], tools=[probe])
-        except OutriderError:
-            shown = False
-        return cls("gemma4" if gemma else "json", GEMMA4_CHANNEL if gemma else THINK_TAGS, shown)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One HTTP call: its engine requests (choice i is requests[i]) and how to read their answers."""
-
-    requests: list[Request]
-    parser: Callable[[], Parser]
-    options: OutriderOptions
-    seed: int
-    stream: bool
-    include_usage: bool
-    one_call: bool = False  # parallel_tool_calls: false
-    echoes: tuple[str, ...] = ()  # /v1/completions with echo: the prompt's text, per request
-    priority: int = 0  # among the waiting requests of one client: lower comes first
-    continuous_usage: bool = False
-    return_ids: bool = False
-    functions: bool = False  # calls are told as they were before there were tools
-    best: tuple[int, int] = (1, 1)  # keep so many of each prompt's so many answers
-    hide_logprobs: bool = False  # they were computed to choose the best
-    max_zero: bool = False  # max_tokens: 0: nothing is wanted but the prompt
-    prompt_logprobs: int | None = None  # score the prompt, with so many alternatives
-    echo_logprobs: bool = False  # and tell it with the answer's
-    grammar: GrammarSource | None = None  # what the answers must match, to be compiled before the job can run
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Each prompt once, however many answers it has."""
-        return sum(len(p) for p in {id(r.prompt): r.prompt for r in self.requests}.values())
-
-    def under(self, grammar: CompiledGrammar) -> Job:
-        return replace(
-            self, requests=[replace(r, params=replace(r.params, grammar=grammar)) for r in self.requests], grammar=None
+        return cls(
+            llm.engine,
+            llm.tokenizer,
+            llm.config.vocab_size,
+            llm.engine.max_context,
+            note,
+            llm.nbytes,
+            ModelInfo.named(llm.name),
         )
 
 
@@ -139,16 +96,16 @@ class Preparer:
         self._hand_over = (
             tuple(response) if len(response) == 1 else ()
         )  # Gemma 4 hands over to the tool with this token
+        self.infill = Infill.of(self.tokenizer)
 
     # ---- the two kinds of call
 
     def chat(self, body: ChatRequest, stats: bool) -> Job:
-        self._check_model(body.model)
         use_tools = bool(body.tools) and body.tool_choice != "none"
         forced = use_tools and body.tool_choice not in (None, "auto")
         format_ = self._format(body)
         prompt = self._prompt(body, use_tools)
-        ids = prompt.ids
+        ids = self.fitting(prompt.ids, "messages", self.kept(body.truncate_prompt_tokens))
         grammar = (
             self._tool_grammar(body, format_ if not forced else None)
             if forced or (use_tools and format_ is not None)
@@ -157,7 +114,7 @@ class Preparer:
         if grammar is not None and (body.min_tokens or body.ignore_eos):
             field = "min_tokens" if body.min_tokens else "ignore_eos"
             raise bad(f"{field} can't be combined with {grammar.field}.", field)
-        params = self._params(body, ids, body.limit, (body.top_logprobs or 0) if body.logprobs else None)
+        params = self._params(body, body.limit, (body.top_logprobs or 0) if body.logprobs else None)
         tail = prompt.written[-64:]
 
         def parser() -> Parser:
@@ -172,21 +129,26 @@ class Preparer:
         hint = self._hint(body.prediction)
         if hint:
             job = replace(job, requests=[replace(r, hint=hint) for r in job.requests])
-        return replace(job, grammar=grammar, functions=body.functions is not None, prompt_logprobs=body.prompt_logprobs)
+        last = body.messages[-1]
+        echoes = (last.text,) * len(job.requests) if body.echo and last.role == "assistant" else ()
+        return replace(
+            job,
+            grammar=grammar,
+            functions=body.functions is not None,
+            prompt_logprobs=body.prompt_logprobs,
+            echoes=echoes,
+        )
 
     def completion(self, body: CompletionRequest, stats: bool) -> Job:
-        self._check_model(body.model)
         prompts = body.prompts
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                self._check_beginning(prompt, "prompt")
-        encoded = [self._encode(p, bos=True) if isinstance(p, str) else self.token_ids(p) for p in prompts]
-        longest = max(encoded, key=len)
+        kept = self.kept(body.truncate_prompt_tokens)
+        made = [self._filled_in(p, body.suffix) if body.suffix else self.prompt_ids(p, "prompt", kept) for p in prompts]
+        encoded = [self.fitting(ids, "prompt", kept) for ids in made]
         limit = body.limit if body.max_tokens is not None else 16  # OpenAI's default
         best_of = max(body.best_of or 1, body.n or 1)
         keep = body.n or 1
         asked = 0 if body.logprobs is None and best_of > keep else body.logprobs  # to know which are the best
-        params = self._params(body, longest, limit, asked)
+        params = self._params(body, limit, asked)
         job = self._job(body, encoded, params, PlainText, stats, many=best_of)
         scored = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
         job = replace(
@@ -196,7 +158,9 @@ class Preparer:
         )  # fmt: skip
         if not body.echo:
             return job
-        texts = [p if isinstance(p, str) else self.tokenizer.decode(ids) for p, ids in zip(prompts, encoded)]
+        texts = [
+            p if isinstance(p, str) and kept is None else self.tokenizer.decode(ids) for p, ids in zip(prompts, encoded)
+        ]
         return replace(job, echoes=tuple(t for t in texts for _ in range(best_of)))
 
     # ---- before any work
@@ -215,9 +179,9 @@ class Preparer:
             if not prompts or any(not p for p in prompts):
                 raise bad("The prompt is empty.", "prompt")
             many = n * len(prompts)
-            for prompt in prompts:
-                self._check_length(len(prompt), "prompt", isinstance(prompt, str))
-        elif isinstance(body, ChatRequest):
+            for prompt in prompts if body.truncate_prompt_tokens is None else ():
+                self.check_length(prompt, "prompt")
+        elif isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None:
             self._check_length(sum(len(m.text) for m in body.messages), "messages", True)
         self._check_answers(n, many)
         return many
@@ -229,15 +193,22 @@ class Preparer:
             )
             raise bad(f"This call asks for {many} answers; {most}.", "n")
 
+    def check_length(self, prompt: str | list[object], field: str) -> None:
+        """Refuses what can be seen to be too long before it is tokenised."""
+        self._check_length(len(prompt), field, isinstance(prompt, str))
+        for part in prompt if isinstance(prompt, list) else ():
+            if isinstance(part, str):
+                self._check_length(len(part), field, True)
+
     def _check_length(self, length: int, field: str, text: bool) -> None:
         """No token is longer than the longest one, so a text beyond this many characters can't fit, whatever it
         says."""
-        most = self.longest_prompt * (self._longest_token if text else 1)
-        if length > most:
-            message = (
-                f"{field}: {length} {'characters' if text else 'tokens'}; at most {most} can fit into the context here."
-            )
-            raise bad(message, field, "context_length_exceeded")
+        tokens = length // self._longest_token if text else length
+        if tokens > self.longest_prompt:
+            raise self._overflow(tokens, field, at_least=text)
+
+    def _overflow(self, tokens: int, field: str, at_least: bool = False) -> ContextOverflow:
+        return ContextOverflow(tokens, self.longest_prompt, self._backend.max_context, field, at_least)
 
     @property
     def longest_prompt(self) -> int:
@@ -263,6 +234,46 @@ class Preparer:
         self._check_length(len(text), "prompt", True)
         return self._encode(text, bos=special)
 
+    def prompt_ids(self, prompt: str | list[object], field: str, keep: int | None = None) -> list[int]:
+        """Of a text, or of token ids with texts between them. keep: only its last so many tokens are of interest."""
+        if isinstance(prompt, str) and keep is not None:
+            prompt = prompt[-max(LONG, keep * self._longest_token) :]  # what stands before can't be among them
+        if isinstance(prompt, str):
+            if keep is None:
+                self._check_beginning(prompt, field)
+            return self._encode(prompt, bos=True)
+        if not any(isinstance(part, str) for part in prompt):
+            return self.token_ids(prompt, field)
+        ids: list[int] = []
+        for i, part in enumerate(prompt):
+            ids += self._encode(part, bos=i == 0) if isinstance(part, str) else self.token_ids([part], field)
+        return ids
+
+    def kept(self, asked: int | None) -> int | None:
+        """`truncate_prompt_tokens` as a number of tokens; None: all are kept, and too many are refused."""
+        if asked is not None and (asked == 0 or asked > self.longest_prompt):
+            raise bad(f"truncate_prompt_tokens must be -1 or in 1..{self.longest_prompt}.", "truncate_prompt_tokens")
+        return self.longest_prompt if asked == -1 else asked
+
+    def fitting(self, ids: list[int], field: str, keep: int | None) -> list[int]:
+        ids = ids if keep is None else ids[-keep:]
+        if len(ids) > self.longest_prompt:
+            raise self._overflow(len(ids), field)
+        return ids
+
+    def _filled_in(self, prompt: str | list[object], suffix: str) -> list[int]:
+        """The prompt that asks for what stands between a text and its suffix."""
+        if self.infill is None:
+            raise bad("suffix: this model has no tokens for filling in the middle of a text; leave it out.", "suffix")
+        if not isinstance(prompt, str):
+            raise bad("suffix needs a prompt that is a text.", "suffix")
+        self._check_length(len(suffix), "suffix", True)
+        for text, field in ((prompt, "prompt"), (suffix, "suffix")):
+            self._check_beginning(text, field)
+        return self.infill.prompt(
+            lambda text: self._encode(text, bos=False), prompt, suffix, self._encode("", bos=True)
+        )
+
     def token_ids(self, prompt: Sequence[object], field: str = "prompt") -> list[int]:
         ids: list[int] = []
         for token in prompt:
@@ -278,11 +289,13 @@ class Preparer:
         tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if use_tools else None
         messages = [self._message(m) for m in body.messages]
         for message in body.messages:
-            if message.role == "user":  # what others have said a template may leave out
+            if (
+                message.role == "user" and body.truncate_prompt_tokens is None
+            ):  # what others have said a template may leave out
                 self._check_beginning(message.text, "messages")
         if not self.dialect.template_tools:
             self._check_beginning(json.dumps(tools) if tools else "", "tools")
-            messages = _spell_out_tools(messages, tools)
+            messages = spell_out_tools(messages, tools)
             tools = None
         options: dict[str, JsonValue] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
@@ -298,7 +311,11 @@ class Preparer:
         begin = True if body.continue_final_message else body.add_generation_prompt is not False
         try:
             prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
-            return prompt if not last else ChatPrompt(prompt.ids + self._continued(last), prompt.written + last)
+            return (
+                prompt
+                if not last
+                else ChatPrompt(prompt.ids + self._continued(last), prompt.written + last, prompt.text + last)
+            )
         except OutriderError as e:
             raise bad(_one_line(e), "messages", "template_error") from e
         except (UnicodeError, TypeError) as e:
@@ -357,41 +374,34 @@ class Preparer:
         at."""
         head = 3 * self.longest_prompt
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
-            message = f"{field}: more than {head // 2} tokens; at most {self.longest_prompt} are allowed here."
-            raise bad(message, field, "context_length_exceeded")
+            raise self._overflow(head // 2, field, at_least=True)
 
     # ---- parameters
 
-    def _params(self, body: Common, ids: Sequence[int], limit: int | None, logprobs: int | None) -> SamplingParams:
+    def _params(self, body: Common, limit: int | None, logprobs: int | None) -> SamplingParams:
         """As they were asked for; `_fit` makes them fit behind a prompt."""
-        longest = self.longest_prompt
-        if len(ids) > longest:
-            raise bad(
-                f"The prompt has {len(ids)} tokens; at most {longest} are allowed here.",
-                "messages",
-                "context_length_exceeded",
-            )
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         asked = {
-            "min_p": body.min_p, "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
+            "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
             "presence_penalty": body.presence_penalty, "frequency_penalty": body.frequency_penalty,
             "min_tokens": body.min_tokens, "ignore_eos": body.ignore_eos,
         }  # fmt: skip
+        chosen = {
+            name: default if getattr(body, name) is None else getattr(body, name)
+            for name, default in self.sampling(body.defaults).items()
+        }
+        bias, never = self._biases(body)
         params = SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            logit_bias={int(k): v for k, v in (body.logit_bias or {}).items()},
-            top_k=max(0, body.top_k or 0),
-            top_p=max(
-                body.top_p if body.top_p is not None else 1.0, 1e-6
-            ),  # 0 keeps the most likely token, as the peers have it
-            bad_words=tuple(w for word in body.bad_words or () for w in self._spellings(word)),
+            temperature=chosen["temperature"],
+            logit_bias=bias,
+            top_k=max(0, int(chosen["top_k"])),
+            top_p=max(chosen["top_p"], 1e-6),  # 0 keeps the most likely token, as the peers have it
+            min_p=chosen["min_p"],
+            bad_words=(*never, *(w for word in body.bad_words or () for w in self._spellings(word))),
             grammar=self._allowed(body.allowed_token_ids),
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
-            stop_token_ids=(
-                *(body.stop_token_ids or ()),
-                *(self._hand_over if isinstance(body, ChatRequest) and body.tools else ()),
-            ),
+            stop_token_ids=(*(body.stop_token_ids or ()), *self._own_ends(body)),
             max_tokens=max(self._backend.max_context, body.min_tokens or 0) if limit is None else max(1, limit),
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
@@ -403,6 +413,30 @@ class Preparer:
             return params.validate(self._backend.vocab_size)
         except OutriderError as e:
             raise bad(str(e)) from e
+
+    def sampling(self, protocol: Mapping[str, float]) -> dict[str, float]:
+        """What a request that says nothing gets: what the model's maker says, else the protocol's."""
+        return {**UNCHANGED, **(self.tokenizer.files.sampling or protocol)}
+
+    def _own_ends(self, body: Common) -> tuple[int, ...]:
+        """Tokens that end an answer of this kind besides the model's end tokens."""
+        if isinstance(body, ChatRequest):
+            return self._hand_over if body.tools else ()
+        return (
+            self.infill.ends if isinstance(body, CompletionRequest) and body.suffix and self.infill is not None else ()
+        )
+
+    def _biases(self, body: Common) -> tuple[dict[int, float], list[tuple[int, ...]]]:
+        """(biases by token, tokens that may not come). A text's bias is that of each of its tokens."""
+        bias: dict[int, float] = {}
+        never: list[tuple[int, ...]] = []
+        for key, value in (body.logit_bias or {}).items():
+            for token in (key,) if isinstance(key, int) else self._encode(key, bos=False):
+                if value is False:
+                    never.append((token,))
+                else:
+                    bias[token] = float(value)
+        return bias, never
 
     def _fit(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
         """Both bounds of an answer's length, as far as the context has room behind this prompt."""
@@ -453,13 +487,8 @@ class Preparer:
             bool(streamed.include_usage or streamed.continuous_usage_stats), one_call,
             continuous_usage=bool(streamed.continuous_usage_stats), priority=body.priority or 0,
             return_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
         )  # fmt: skip
-
-    def _check_model(self, name: str | None) -> None:
-        """With one model served, it need not be named."""
-        if name is not None and name != self._settings.model_name:
-            message = f"The model '{name[:100]}' does not exist; this server has '{self._settings.model_name}'."
-            raise ApiError(404, message, "model", "model_not_found")
 
     # ---- grammars
 
@@ -510,27 +539,6 @@ class Preparer:
         if len(ids) != 1:
             raise OutriderError(f"the tokenizer has no token {text}")
         return ids[0]
-
-
-def _spell_out_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """For templates that know nothing of tools: definitions go into the system message, calls and results into text."""
-    out = []
-    for message in messages:
-        text = message["content"]
-        if message.get("tool_calls"):
-            calls = [c["function"] for c in message["tool_calls"]]
-            text += JSON_OPEN + json.dumps(calls, ensure_ascii=False) + JSON_CLOSE
-        if message["role"] == "tool":
-            out.append({"role": "user", "content": f"<tool_response>{text}</tool_response>"})
-        else:
-            out.append({"role": message["role"], "content": text})
-    if tools:
-        prompt = TOOLS_PROMPT.format(tools=json.dumps([t["function"] for t in tools], ensure_ascii=False))
-        if out[0]["role"] == "system":
-            out[0] = {"role": "system", "content": f"{out[0]['content']}\n\n{prompt}"}
-        else:
-            out.insert(0, {"role": "system", "content": prompt})
-    return out
 
 
 def _dumps(value: object, field: str) -> str:

@@ -1,20 +1,22 @@
-"""OpenAI's Responses API without state, as a translation: input items become messages, our answer becomes output items.
+"""OpenAI's Responses API as a translation: input items become messages, our answer becomes output items.
 
-What needs a store on the server (`previous_response_id`, `conversation`, `background`, `prompt`) is refused; `store` is
-taken and nothing is stored. Tools are functions, also those in a namespace (as Codex has those of an MCP server); tools
-of other types (web search and the like) are not offered to the model, and the answer's `tools` tells which are.
+Answers are kept for `previous_response_id` unless `store` is false (response_store.py); `conversation`, `background`
+and `prompt` are refused. Tools are functions, also those in a namespace (as Codex has those of an MCP server); tools of
+other types (web search and the like) are not offered to the model, and the answer's `tools` tells which are.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 from pydantic import Field, TypeAdapter
 
 from .errors import ApiError, bad
 from .prepare import Preparer
+from .response_store import ResponseStore
 from .schema import INERT, ChatRequest, Lenient, Strict
 from .wire import Json, answer_texts, sse
 
@@ -84,23 +86,39 @@ class ResponsesRequest(Strict):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     outrider: dict[str, object] | None = None
+    previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     seed: int | None = None
 
 
-def parse(raw: bytes) -> tuple[ChatRequest, Json]:
-    """The request, and what of it is told again in the answer."""
+@dataclass(frozen=True)
+class Parsed:
+    request: ChatRequest
+    asked: Json  # what of the request is told again in the answer
+    messages: list[Json]  # without instructions
+    items: list[Json]  # the input
+
+
+def parse(raw: bytes, earlier: Callable[[str], list[Json]]) -> Parsed:
+    """earlier: the messages of a stored response, by its id."""
     given = BODY.validate_json(raw)
-    for name in ("previous_response_id", "conversation", "prompt", "background"):
+    for name in ("conversation", "prompt", "background"):
         if given.get(name):
-            raise bad(f"{name}: nothing is stored on this server; send the whole conversation as input.", name)
+            raise bad(f"{name} can't be used here; send input, and previous_response_id to go on from an answer.", name)
     kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, *UNHEEDED)}
     body = ResponsesRequest.model_validate(kept)
-    messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    for item in [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
+    messages = [] if body.previous_response_id is None else [dict(m) for m in earlier(body.previous_response_id)]
+    items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for item in items:
         _add(messages, item)
+    system: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    told_first = (
+        [*system, *messages]
+        if not (system and messages[:1] and messages[0]["role"] == "system")
+        else _joined(system, messages)
+    )
     functions = offered(body.tools or [])
     out: Json = {
-        "model": body.model, "messages": messages, "max_tokens": body.max_output_tokens,
+        "model": body.model, "messages": told_first, "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p, "stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls,
         "outrider": body.outrider,
@@ -116,17 +134,29 @@ def parse(raw: bytes) -> tuple[ChatRequest, Json]:
     if form is not None and form.type != "text":
         schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
         out["response_format"] = {"type": form.type, **schema}
-    return ChatRequest.model_validate(out), told(given)
+    return Parsed(
+        ChatRequest.model_validate(out), told(given), messages, [i.model_dump(exclude_none=True) for i in items]
+    )
 
 
-def count_tokens(raw: bytes, preparer: Preparer) -> Json:
-    return {"object": "response.input_tokens", "input_tokens": len(preparer.conversation(parse(raw)[0]).ids)}
+def _joined(system: list[Json], messages: list[Json]) -> list[Json]:
+    """Many templates know one message of the system's."""
+    first = {**messages[0], "content": f"{system[0]['content']}\n\n{messages[0]['content']}"}
+    return [first, *messages[1:]]
+
+
+def counter(store: ResponseStore, client: str) -> Callable[[bytes, Preparer], Json]:
+    def count(raw: bytes, preparer: Preparer) -> Json:
+        request = parse(raw, lambda id: store.get(client, id, "previous_response_id").messages).request
+        return {"object": "response.input_tokens", "input_tokens": len(preparer.conversation(request).ids)}
+
+    return count
 
 
 def told(given: Json) -> Json:
     defaults: Json = {
-        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": 1.0,
-        "top_p": 1.0,
+        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": None,
+        "top_p": None,
         "max_output_tokens": None, "max_tool_calls": None, "truncation": "disabled",
         "text": {"format": {"type": "text"}},
         "reasoning": {"effort": None, "summary": None}, "user": None, "prompt_cache_key": None,
@@ -138,11 +168,15 @@ def told(given: Json) -> Json:
     return {
         **again,
         "tools": tools,
-        "store": False,
-        "previous_response_id": None,
+        "store": stored(given),
+        "previous_response_id": given.get("previous_response_id"),
         "background": False,
         "service_tier": "default",
     }
+
+
+def stored(given: Json) -> bool:
+    return given.get("store") is not False
 
 
 def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Json]:
@@ -186,9 +220,7 @@ def _add(messages: list[Json], item: ResponsesItem) -> None:
         if not isinstance(item.content, str) and any(p.text is None and p.refusal is None for p in item.content or []):
             raise bad("input: only text can be read here.", "input")
         role = {"developer": "system"}.get(item.role or "user", item.role or "user")
-        if (
-            role == "system" and last.get("role") == "system" and len(messages) == 1
-        ):  # many templates know one message of the system's
+        if role == "system" and last.get("role") == "system" and len(messages) == 1:  # as in _joined
             last["content"] = f"{last['content']}\n\n{text}"
         else:
             messages.append({"role": role, "content": text})
@@ -213,17 +245,15 @@ def _add(messages: list[Json], item: ResponsesItem) -> None:
         raise bad(f"input: items of type '{item.type[:40]}' can't be read here.", "input")
 
 
-def protocol() -> tuple[Callable[[bytes], ChatRequest], ResponsesWire]:
-    wire = ResponsesWire()
-    return wire.parse, wire
-
-
 class ResponsesWire:
     media_type = "text/event-stream"
     still_working = ": still working\n\n"
 
-    def __init__(self) -> None:
+    def __init__(self, store: ResponseStore | None = None, client: str = "") -> None:
+        self._store, self._client = ResponseStore() if store is None else store, client
         self._asked: Json = {}  # what of the request is told again
+        self._messages: list[Json] = []
+        self._input: list[Json] = []
         self._number = 0
         self._response: Json = {}
         self._items: list[Json] = []  # finished ones, then the open one
@@ -231,8 +261,9 @@ class ResponsesWire:
         self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
 
     def parse(self, raw: bytes) -> ChatRequest:
-        request, self._asked = parse(raw)
-        return request
+        parsed = parse(raw, lambda id: self._store.get(self._client, id, "previous_response_id").messages)
+        self._asked, self._messages, self._input = parsed.asked, parsed.messages, parsed.items
+        return parsed.request
 
     def whole(self, answer: Json) -> Json:
         one = answer_texts(answer)[0]
@@ -240,7 +271,7 @@ class ResponsesWire:
         if one.text:
             items.append(_message(one.text, one.logprobs))
         items += [self._function(call.id, call.name, call.arguments) for call in one.calls]
-        return self._whole(answer, items, one.finish)
+        return self._kept(self._whole(answer, items, one.finish))
 
     def chunk(self, chunk: Json) -> str:
         out = ""
@@ -268,7 +299,7 @@ class ResponsesWire:
             out += self._finish()
             whole = self._whole(chunk, self._items, self._response.get("finish"))
             kind = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-            out += self._event(kind, response={**whole, "id": self._response["id"]})
+            out += self._event(kind, response=self._kept({**whole, "id": self._response["id"]}))
         return out
 
     def done(self) -> str:
@@ -278,7 +309,17 @@ class ResponsesWire:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def refusal(self, error: ApiError) -> Json:
+        error.param = "input" if error.param == "messages" else error.param
         return error.body()
+
+    def _kept(self, response: Json) -> Json:
+        """Stored for the requests that go on from it, unless its sender does not want that."""
+        if self._asked.get("store"):
+            messages = [dict(m) for m in self._messages]
+            for item in cast(list[Json], response["output"]):
+                _add(messages, ResponsesItem.model_validate(item))
+            self._store.put(self._client, messages, self._input, response)
+        return response
 
     def _whole(self, answer: Json, items: list[Json], finish: object) -> Json:
         usage = cast(Json, answer["usage"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +16,9 @@ from pydantic import BaseModel, ValidationError
 from .. import __version__
 from ..engine.text import LONG
 from . import anthropic, embeddings, ollama, responses, text_routes
+from . import anthropic, embeddings, model_info, ollama, responses, text_routes
 from .call import timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
-from .model_pool import PoolSlot
 from .schema import ChatRequest, Common, CompletionRequest
 from .wire import Json, OpenAIWire, Wire
 
@@ -47,17 +46,25 @@ def add_routes(app: FastAPI, server: Server) -> None:
         )
 
     def speak(
-        path: str, shape: type[BaseModel], protocol: Callable[[], tuple[Callable[[bytes], Common], Wire]]
+        path: str, shape: type[BaseModel], protocol: Callable[[Request], tuple[Callable[[bytes], Common], Wire]]
     ) -> None:
         """protocol: how a body is read, and how its answer is written."""
-        post(path, shape, lambda request: server.answer(request, *protocol()))
+        post(path, shape, lambda request: server.answer(request, *protocol(request)))
+
+    def respond(request: Request) -> tuple[Callable[[bytes], Common], Wire]:
+        wire = responses.ResponsesWire(server.responses, request.state.client)
+        return wire.parse, wire
+
+    def count_input(request: Request) -> Awaitable[Response]:
+        return server.look(request, responses.counter(server.responses, request.state.client))
 
     def speak_ollama(path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], chat: bool) -> None:
         async def load(request: Request, name: str | None) -> Response:
             if server.admission.closing:
                 raise shutting_down()
+            slot = server.resolve(request, ollama.untagged(name))
             with ExitStack() as stack:
-                model = await unless_gone(request, server.acquire(ollama.untagged(name), request.state.client, stack))
+                model = await unless_gone(request, server.acquire(slot, request.state.client, stack))
                 return JSONResponse(ollama.loaded(model.name, chat))
 
         async def answer(request: Request) -> Response:
@@ -74,16 +81,18 @@ def add_routes(app: FastAPI, server: Server) -> None:
         post(path, shape, answer)
 
     for base in ("/v1", ""):  # some clients are given the address without /v1
-        speak(f"{base}/chat/completions", ChatRequest, lambda: (ChatRequest.model_validate_json, OpenAIWire()))
-        speak(f"{base}/completions", CompletionRequest, lambda: (CompletionRequest.model_validate_json, OpenAIWire()))
-        post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
-        speak(f"{base}/responses", responses.ResponsesRequest, responses.protocol)
+        speak(f"{base}/chat/completions", ChatRequest, lambda _: (ChatRequest.model_validate_json, OpenAIWire()))
         post(
-            f"{base}/responses/input_tokens",
-            responses.ResponsesRequest,
-            partial(server.look, work=responses.count_tokens),
+            f"{base}/chat/completions/input_tokens",
+            ChatRequest,
+            partial(server.look, work=text_routes.count_chat_tokens),
         )
-    speak("/v1/messages", anthropic.MessagesRequest, lambda: (anthropic.parse, anthropic.AnthropicWire()))
+        speak(f"{base}/completions", CompletionRequest, lambda _: (CompletionRequest.model_validate_json, OpenAIWire()))
+        post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
+        speak(f"{base}/responses", responses.ResponsesRequest, respond)
+        post(f"{base}/responses/input_tokens", responses.ResponsesRequest, count_input)
+        _stored_responses(app, server, base)
+    speak("/v1/messages", anthropic.MessagesRequest, lambda _: (anthropic.parse, anthropic.AnthropicWire()))
     post("/v1/messages/count_tokens", anthropic.MessagesRequest, partial(server.look, work=anthropic.count_tokens))
     speak_ollama("/api/chat", ollama.ChatBody, ollama.parse_chat, chat=True)
     speak_ollama("/api/generate", ollama.GenerateBody, ollama.parse_generate, chat=False)
@@ -107,26 +116,28 @@ def _load(raw: bytes) -> ollama.LoadBody | None:
 
 
 def _information(app: FastAPI, server: Server) -> None:
-    def card(slot: PoolSlot) -> Json:
-        return {
-            "id": slot.name, "object": "model", "created": server.started, "owned_by": "outrider",
-            "outrider": {"max_context": slot.max_context or None, "drafter": slot.note, "state": slot.state, "bytes": slot.size},
-        }  # fmt: skip
-
     @app.get("/models", response_model=None, include_in_schema=False)
     @app.get("/v1/models", response_model=None)
     async def models() -> Json:
-        return {"object": "list", "data": [card(slot) for slot in server.pool.slots.values()]}
+        return model_info.cards(list(server.pool.slots.values()), server.started)
 
     @app.get("/models/{name:path}", response_model=None, include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
     async def model(name: str) -> Json:
-        return card(server.pool.find(name))
+        return model_info.card(server.pool.find(name), server.started)
 
     @app.get("/tokenizer_info", response_model=None, include_in_schema=False)
     async def tokenizer_info(request: Request) -> Response:
         return await server.look(request, lambda _, preparer: text_routes.tokenizer_info(preparer))
 
+    @app.get("/props", response_model=None, include_in_schema=False)
+    async def props(request: Request) -> Response:
+        slot = server.pool.first
+        total = server.settings.max_concurrent
+        return await server.look(request, lambda _, preparer: model_info.props(preparer, slot, total))
+
+    @app.get("/ping", response_model=None, include_in_schema=False)
+    @app.get("/v1/health", response_model=None, include_in_schema=False)
     @app.get("/health", responses={503: {"description": "The engine has stopped"}}, response_model=None)
     @app.get("/readyz", responses={503: {"description": "Not for new requests"}}, response_model=None)
     async def health() -> Response:
@@ -149,18 +160,6 @@ def _information(app: FastAPI, server: Server) -> None:
 
 def _ollama_information(app: FastAPI, server: Server) -> None:
     """What Ollama's clients ask before they chat."""
-    details = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
-
-    def told(slot: PoolSlot) -> Json:
-        when = datetime.fromtimestamp(server.started, UTC).isoformat()
-        return {
-            "name": slot.name,
-            "model": slot.name,
-            "modified_at": when,
-            "size": slot.size,
-            "digest": "",
-            "details": details,
-        }
 
     @app.get("/api/version", response_model=None, include_in_schema=False)
     async def version() -> dict[str, str]:
@@ -168,11 +167,12 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
 
     @app.get("/api/tags", response_model=None, include_in_schema=False)
     async def tags() -> Json:
-        return {"models": [told(slot) for slot in server.pool.slots.values()]}
+        return {"models": [model_info.ollama_tag(slot, server.started) for slot in server.pool.slots.values()]}
 
     @app.get("/api/ps", response_model=None, include_in_schema=False)
     async def loaded() -> Json:
-        return {"models": [told(slot) for slot in server.pool.slots.values() if slot.model is not None]}
+        there = [slot for slot in server.pool.slots.values() if slot.model is not None]
+        return {"models": [model_info.ollama_loaded(slot, server.started) for slot in there]}
 
     @app.post("/api/show", response_model=None, include_in_schema=False)
     async def show(request: Request) -> Json:
@@ -185,9 +185,25 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
         except TimeoutError:
             raise timed_out(server.settings.timeout) from None
         slot = server.pool.find(ollama.untagged(asked.model or asked.name))
-        info = {"general.architecture": "outrider", "outrider.context_length": slot.max_context}
-        empty = {"modelfile": "", "parameters": "", "template": ""}
-        return {**empty, "details": details, "model_info": info, "capabilities": ["completion", "tools"]}
+        return model_info.ollama_show(slot, server.started)
+
+
+def _stored_responses(app: FastAPI, server: Server, base: str) -> None:
+    seen = bool(base)
+
+    @app.get(base + "/responses/{id}", responses={404: ERRORS[404]}, response_model=None, include_in_schema=seen)
+    async def stored(request: Request, id: str) -> Json:
+        return server.responses.get(request.state.client, id).response
+
+    @app.get(
+        base + "/responses/{id}/input_items", responses={404: ERRORS[404]}, response_model=None, include_in_schema=seen
+    )
+    async def items(request: Request, id: str) -> Json:
+        return {"object": "list", "data": server.responses.get(request.state.client, id).items, "has_more": False}
+
+    @app.delete(base + "/responses/{id}", responses={404: ERRORS[404]}, response_model=None, include_in_schema=seen)
+    async def delete(request: Request, id: str) -> Json:
+        return server.responses.delete(request.state.client, id)
 
 
 def _page(app: FastAPI) -> None:

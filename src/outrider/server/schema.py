@@ -11,17 +11,22 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, field_validator, model_validator
 from pydantic_core import CoreSchema
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
 from ..types import MAX_DRAFT
-from .errors import bad
+from .defaults import OPENAI
 from .grammar_source import Kind
-from .spellings import Integer, chat, sampling
+from .spellings import MOST_LOGPROBS, Biases, Integer, Top, chat, sampling, split_prompts
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
+Likeliest = Annotated[Top, Field(ge=0, le=MOST_LOGPROBS)]
+Role = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # templates may know others than OpenAI's
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic allows so many
 
 
@@ -113,7 +118,7 @@ class ToolCallIn(Lenient):
 
 
 class Message(Lenient):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallIn] | None = None
@@ -125,7 +130,7 @@ class Message(Lenient):
     def fits_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant message may hold tool_calls")
-        if self.content is None and self.role in ("system", "developer", "user"):
+        if self.content is None and self.role not in ("assistant", "tool", "function"):
             raise ValueError("content is missing")
         return self
 
@@ -224,8 +229,7 @@ INERT = (
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
     "modalities",
     "verbosity", "cache_prompt", "cache_salt", "request_id", "add_special_tokens", "skip_special_tokens",
-    "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "n_probs",
-    "prompt_cache_options",
+    "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "prompt_cache_options",
 )  # fmt: skip
 
 
@@ -240,7 +244,7 @@ class Common(Strict):
     max_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as the context holds
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     seed: Seed | None = None
     # beyond OpenAI's
     top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
@@ -254,6 +258,9 @@ class Common(Strict):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65536)] | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens of logprobs as "token_id:15"
+    # the prompt's last so many tokens are kept; -1: as many as fit
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
     # among the waiting requests of one client; lower comes first
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
@@ -266,6 +273,16 @@ class Common(Strict):
     grammar: str | None = None  # llama.cpp's GBNF, or Lark
     outrider: OutriderOptions | None = None
     ignored: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # which of INERT were sent
+    _defaults: Mapping[str, float] = PrivateAttr(default=OPENAI)
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """Sampling by the protocol that was asked in, for models that say nothing of it."""
+        return self._defaults
+
+    def sampled_by(self, defaults: Mapping[str, float]) -> Self:
+        self._defaults = defaults
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -287,13 +304,6 @@ class Common(Strict):
         stops = [value] if isinstance(value, str) else value or []
         if len(stops) > 16 or not all(len(s) <= 256 for s in stops):
             raise ValueError("at most 16 stop strings of up to 256 characters")
-        return value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def bias_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value and (len(value) > 1024 or not all(k.isascii() and k.isdigit() and len(k) < 10 for k in value)):
-            raise ValueError("keys must be token ids, at most 1024 of them")
         return value
 
     @model_validator(mode="after")
@@ -329,7 +339,7 @@ class ChatRequest(Common):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    top_logprobs: Likeliest | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -339,7 +349,8 @@ class ChatRequest(Common):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the last message is the assistant's and goes on
-    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None  # an assistant message at the end is told with the answer
+    prompt_logprobs: Likeliest | None = None
     prediction: PredictedOutput | None = None
 
     @model_validator(mode="before")
@@ -368,6 +379,8 @@ class ChatRequest(Common):
             if isinstance(options.get(name), bool) and getattr(self, name) is None:
                 setattr(self, name, options[name])
                 self.chat_template_kwargs = options = {k: v for k, v in options.items() if k != name}
+        if [m.role for m in self.messages[-2:]] == ["assistant", "assistant"]:
+            raise ValueError("messages can't end with two assistant messages; put what they say into one")
         if self.messages[-1].prefix and self.messages[-1].role == "assistant":
             self.continue_final_message = True
         if self.prompt_logprobs is not None and self.stream:
@@ -388,17 +401,16 @@ class CompletionRequest(Common):
     prompt: str | list[object] = Field(
         description="A text, token ids, or a list of either."
     )  # a long list is looked at when there is room
-    logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    logprobs: Likeliest | None = None
     echo: bool | None = None
     best_of: Annotated[Integer, Field(ge=1, le=128)] | None = None
     suffix: str | None = None
-    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Likeliest | None = None
 
-    @field_validator("suffix")
+    @field_validator("prompt")
     @classmethod
-    def no_suffix(cls, value: str | None) -> str | None:
-        if value:
-            raise ValueError("text can't be filled in before a suffix here; leave it out")
+    def texts_or_ids(cls, value: str | list[object]) -> str | list[object]:
+        split_prompts(value, "prompt")
         return value
 
     @model_validator(mode="after")
@@ -417,10 +429,4 @@ class CompletionRequest(Common):
 
     @property
     def prompts(self) -> list[str | list[object]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        if not all(isinstance(p, str | list) for p in self.prompt):
-            raise bad("prompt must be a text, token ids, or a list of either.", "prompt")
-        return [p for p in self.prompt if isinstance(p, str | list)]
+        return split_prompts(self.prompt, "prompt")

@@ -21,8 +21,7 @@ OFF: dict[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "num_beams": (1,), "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,), "ban_eos_token": (False,), "include_reasoning": (True,), "separate_reasoning": (True,),
-    "stream_reasoning": (True,), "detokenize": (True,), "return_tokens_as_token_ids": (False,), "documents": ([],),
-    "lora": ([],),
+    "stream_reasoning": (True,), "detokenize": (True,), "documents": ([],), "lora": ([],),
     "logits_processors": ([],), "mm_processor_kwargs": ({},),
 }  # fmt: skip
 # What says how such a sampler works once it is on: of no effect beside the above.
@@ -31,7 +30,9 @@ BESIDE_OFF = (
     "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "smoothing_curve",
 )  # fmt: skip
-OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}
+OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"best_of": (1,), "suffix": ("",)}
+MOST_LOGPROBS = 20
+MOST_BIASES = 1024
 
 
 def whole(value: object) -> object:
@@ -42,12 +43,69 @@ def whole(value: object) -> object:
 Integer = Annotated[int, BeforeValidator(whole)]
 
 
+def top(value: object) -> object:
+    """vLLM's -1: as many as the server tells."""
+    return MOST_LOGPROBS if value == -1 else whole(value)
+
+
+Top = Annotated[int, BeforeValidator(top)]  # how many of the likeliest tokens
+
+
+def biases(value: object) -> object:
+    """OpenAI's {"15": 1.5}, and llama.cpp's [[15, 1.5], [" text", -2], [16, false]]: {token id or text: bias, or false
+    for never}."""
+    if value is None:
+        return None
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or len(pairs) > MOST_BIASES:
+        raise ValueError(f"must be an object or a list of pairs, at most {MOST_BIASES} of them")
+    out: dict[int | str, float | bool] = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError("must hold pairs of a token id or a text and a number")
+        key, bias = whole(pair[0]), pair[1]
+        if isinstance(key, str) and isinstance(value, dict) and key.isascii() and key.isdigit() and len(key) < 10:
+            key = int(key)
+        if isinstance(key, bool) or not isinstance(key, int | str) or not 0 < len(str(key)) <= 256:
+            raise ValueError("keys must be token ids or texts of 1 to 256 characters")
+        if bias is not False and (
+            isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100
+        ):
+            raise ValueError("a bias must be a number in [-100, 100], or false for a token that may not come")
+        out[key] = False if bias is False else float(bias)
+    return out
+
+
+Biases = Annotated[dict[int | str, float | bool], BeforeValidator(biases)]
+
+
+def split_prompts(given: str | list[object], field: str) -> list[str | list[object]]:
+    """Texts and lists of token ids, in each of which texts may stand between ids: [1, 2, "text", 3] is one prompt, as
+    in llama.cpp."""
+    if isinstance(given, str) or any(isinstance(one, int) for one in given):
+        return [given]
+    out = [one for one in given if isinstance(one, str | list)]
+    if len(out) < len(given):
+        raise ValueError(f"{field} must be a text, token ids, or a list of either")
+    return out
+
+
 def without_off(fields: Fields, off: dict[str, tuple[object, ...]]) -> Fields:
     return {k: v for k, v in fields.items() if k not in off or v not in off[k]}
 
 
 def sampling(fields: Fields) -> Fields:
     out = without_off(fields, OFF)
+    limit = out.pop("n_predict", None)  # llama.cpp's max_tokens
+    if limit is not None:
+        limit = -1 if limit == -2 else limit  # -2: until the context is full
+        if any(out.get(name, limit) != limit for name in ("max_tokens", "max_completion_tokens")):
+            raise ValueError("n_predict and max_tokens are two names of one limit, and differ")
+        out["max_tokens"] = limit
+    likeliest = out.pop("n_probs", None)  # llama.cpp's logprobs
+    if likeliest:
+        chat = "messages" in out
+        out |= {"logprobs": True, "top_logprobs": likeliest} if chat else {"logprobs": likeliest}
     if all(out.get(name) in (None, 1) for name in ("repetition_penalty", "repeat_penalty")):
         out.pop("repeat_last_n", None)  # how far back a penalty looks that is off
     return {k: v for k, v in out.items() if k not in BESIDE_OFF}

@@ -93,7 +93,9 @@ class ChoiceWriter:
         self.echoed = echo
         self.offset = 0 if job.echo_logprobs else len(echo)  # where in the text the next token's entry begins
         self.finish: str | None = None
-        self.stopped_by: str | None = None  # the stop string that ended it
+        self.stopped_by: str | int | None = None  # the stop string or the stop token that ended it
+        self._stop_ids = frozenset(request.params.stop_token_ids) - frozenset(tokenizer.eos_ids)
+        self.begun = False  # a chunk of a stream was made
         self.stats: RequestStats | None = None
 
     def take(self, event: Event) -> Update:
@@ -116,7 +118,8 @@ class ChoiceWriter:
             parts += self._parser.finish(complete)
             self.stats = event.stats
             self.finish = "tool_calls" if complete and self._parser.calls else event.finish_reason
-            self.stopped_by = event.stopped_by if self.finish == "stop" else None
+            last = event.tokens[-1] if event.tokens and event.tokens[-1] in self._stop_ids else None
+            self.stopped_by = (event.stopped_by or last) if self.finish == "stop" else None
         update.parts += self._first_call_only(parts) if self._one_call else parts
         if event.logprobs is not None:
             new = list(zip(event.tokens, event.logprobs))
@@ -250,7 +253,7 @@ class Writer:
     def opening(self) -> list[Json]:
         """The first chunk of each choice: the role, or the echoed prompt."""
         if self._chat:
-            first: list[Json] = [self._chunk(c, {"role": "assistant", "content": ""}) for c in self.choices]
+            first: list[Json] = [self._chunk(c, {"role": "assistant", "content": c.echoed}) for c in self.choices]
         else:
             first = [self._chunk(c, {"content": c.echoed}, self._scored(c)) for c in self.choices if c.echoed]
         return [{**chunk, "usage": self.usage()} for chunk in first] if self._job.continuous_usage else first
@@ -314,7 +317,11 @@ class Writer:
             )
         else:
             body["text"] = delta.get("content", "")
-        return {**self._head, "object": self._chunk_object, "choices": [body]}
+        out: Json = {**self._head, "object": self._chunk_object, "choices": [body]}
+        if self._job.return_ids and not choice.begun:
+            (out if self._chat else body)["prompt_token_ids"] = choice.prompt
+        choice.begun = True
+        return out
 
     # ---- parts of both
 
@@ -363,19 +370,22 @@ class Writer:
                 if table is not None
             ]
             return {"content": content, "refusal": None}
-        tokens = [self._token(t, 0.0 if table is None else table[t])["token"] for t, table in entries]
+        tokens = [self._token(t, 0.0)["token"] for t, _ in entries]
         offsets = []
-        for token in tokens:
+        for t, _ in entries:
             offsets.append(choice.offset)
-            choice.offset += len(token)
+            choice.offset += len(self._tokenizer.token_bytes(t).decode("utf-8", "replace"))
+        # vLLM and OpenAI tell the chosen token among them, wherever it stands.
         top = [
-            None if table is None else {e["token"]: e["logprob"] for e in self._top(table, wanted)}
-            for _, table in entries
+            None
+            if table is None
+            else {e["token"]: e["logprob"] for e in [*self._top(table, wanted), self._token(t, table[t])]}
+            for t, table in entries
         ]
         return {
             "tokens": tokens,
             "token_logprobs": [None if table is None else max(table[t], -9999.0) for t, table in entries],
-            "top_logprobs": top if wanted else None,
+            "top_logprobs": top,
             "text_offset": offsets,
         }
 
@@ -385,11 +395,8 @@ class Writer:
 
     def _token(self, token: int, logprob: float) -> TokenEntry:
         raw = self._tokenizer.token_bytes(token)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, -9999.0),
-            "bytes": list(raw),
-        }  # JSON has no -inf
+        text = f"token_id:{token}" if self._job.tokens_as_ids else raw.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(raw)}  # JSON has no -inf
 
 
 def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:

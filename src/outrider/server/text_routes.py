@@ -6,18 +6,26 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from .errors import bad
 from .prepare import Preparer
 from .schema import ChatRequest, Lenient, TokenId
 from .wire import Json
 
+CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+
 
 class TokenizeRequest(Lenient):
+    """A text, or what /v1/chat/completions would read: `messages` with `tools` and the options of the chat template."""
+
     prompt: str | None = None
     content: str | None = None  # llama.cpp's name for it
     messages: list[object] | None = None
+    tools: list[object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
@@ -32,19 +40,28 @@ def tokenize(raw: bytes, preparer: Preparer) -> Json:
     body = TokenizeRequest.model_validate_json(raw)
     text = body.prompt if body.prompt is not None else body.content
     if body.messages is not None:
-        ids = preparer.conversation(ChatRequest.model_validate({"messages": body.messages})).ids
+        ids = preparer.conversation(ChatRequest.model_validate(body.model_dump(include=CHAT_FIELDS))).ids
     elif text is not None:
-        special = body.add_special_tokens if body.add_special_tokens is not None else bool(body.add_special)
+        asked = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+        special = body.prompt is not None if asked is None else asked  # vLLM's default is true, llama.cpp's false
         ids = preparer.tokens(text, special)
     else:
         raise bad("Missing field: 'prompt'.", "prompt", "missing_field")
-    pieces = [preparer.tokenizer.token_bytes(t).decode("utf-8", "replace") for t in ids]
+    pieces = [preparer.tokenizer.token_bytes(t) for t in ids]
     out: Json = {"tokens": ids, "count": len(ids), "max_model_len": preparer.max_context}
     if body.with_pieces:
-        out["tokens"] = [{"id": t, "piece": p} for t, p in zip(ids, pieces)]
+        out["tokens"] = [{"id": t, "piece": piece(p)} for t, p in zip(ids, pieces)]
     if body.return_token_strs:
-        out["token_strs"] = pieces
+        out["token_strs"] = [p.decode("utf-8", "replace") for p in pieces]
     return out
+
+
+def piece(data: bytes) -> str | list[int]:
+    """As llama.cpp tells it: text, or the bytes of what is not whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 def detokenize(raw: bytes, preparer: Preparer) -> Json:
@@ -54,7 +71,13 @@ def detokenize(raw: bytes, preparer: Preparer) -> Json:
 
 
 def apply_template(raw: bytes, preparer: Preparer) -> Json:
-    return {"prompt": preparer.conversation(ChatRequest.model_validate_json(raw)).written}
+    return {"prompt": preparer.conversation(ChatRequest.model_validate_json(raw)).text}
+
+
+def count_chat_tokens(raw: bytes, preparer: Preparer) -> Json:
+    """llama.cpp's /chat/completions/input_tokens."""
+    count = len(preparer.conversation(ChatRequest.model_validate_json(raw)).ids)
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 def tokenizer_info(preparer: Preparer) -> Json:

@@ -44,7 +44,7 @@ class AnswerText(NamedTuple):
     calls: list[AnswerToolCall]
     logprobs: list[Json]
     finish: str | None
-    stopped_by: str | None  # the stop string that ended it
+    stopped_by: str | int | None  # the stop string or the stop token that ended it
 
 
 def answer_texts(answer: Json) -> list[AnswerText]:

@@ -19,6 +19,7 @@ from ..models.config import (
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
 from .repos import is_model
+from .gguf_text import RANGES, advised
 from .safetensors import read_json
 from .source import TensorSource
 
@@ -154,4 +155,13 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
         bos_id=bos if isinstance(bos, int) else None,
         eos_ids=tuple(e for e in (eos if isinstance(eos, list) else [eos]) if isinstance(e, int)),
         add_bos=bool(settings.get("add_bos_token", False)),
+        sampling=sampling_of(folder),
     )
+
+
+def sampling_of(folder: Path) -> dict[str, float]:
+    """What generation_config.json advises. Of one that says `do_sample: false` its numbers are of no effect, as in
+    transformers."""
+    path = folder / "generation_config.json"
+    given = read_json(path) if path.is_file() else {}
+    return advised(given, {name: name for name in RANGES}, str(path)) if given.get("do_sample") is not False else {}

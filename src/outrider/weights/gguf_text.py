@@ -6,6 +6,8 @@ whose merges are recovered from the scores ("llama": Llama 2, Gemma 3), and the 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +28,15 @@ SPLITS = {  # how text is cut before merging, by tokenizer.ggml.pre; None: GPT-2
     "smollm": None,
     "gpt-2": None,
 }
+
+GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 1 << 31),
+    "min_p": (0.0, 1.0),
+}  # advice on sampling
+log = logging.getLogger("outrider")
 
 
 def text_files(file: GGUF) -> TextFiles:
@@ -49,7 +60,21 @@ def text_files(file: GGUF) -> TextFiles:
         bos_id=bos if type(bos) is int else None,
         eos_ids=tuple(eos_ids(file)),
         add_bos=bool(add_bos) and type(bos) is int,
+        sampling=advised(meta, {name: f"general.sampling.{key}" for name, key in GGUF_NAMES.items()}, str(file.path)),
     )
+
+
+def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -> dict[str, float]:
+    """Sampling that a checkpoint advises, by our names. What is no number, or out of range, is left out with a
+    warning."""
+    found: dict[str, float] = {}
+    for name, key in names.items():
+        value, (low, high) = given.get(key), RANGES[name]
+        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+            found[name] = value
+        elif value is not None:
+            log.warning("%s: %s is %r, not a number in %g..%g: it is not used", where, key, value, low, high)
+    return found
 
 
 def build(file: GGUF) -> Tokenizer:

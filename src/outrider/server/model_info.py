@@ -1,0 +1,164 @@
+"""What clients are told of a model: its card in /v1/models (OpenAI's, vLLM's, llama.cpp's and Anthropic's fields in
+one), Ollama's /api/tags, /api/ps and /api/show, and llama.cpp's /props."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..models.config import ModelConfig, text_part
+from ..types import OutriderError
+from ..weights import hub
+from ..weights.files import Files, fingerprint
+from ..weights.sizes import StoredSize, stored_size
+from .defaults import OLLAMA, OPENAI
+from .wire import Json
+
+if TYPE_CHECKING:
+    from .model_pool import PoolSlot
+    from .prepare import Preparer
+
+NEVER = "2318-01-01T00:00:00Z"  # a model stays until its place is needed; clients want a date
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Of the checkpoint, whether it is loaded or not. Empty fields: not known."""
+
+    family: str = ""
+    format: str = ""  # gguf | safetensors
+    quantization: str = ""
+    digest: str = ""  # of configuration, names, shapes and samples of the weights
+    parameters: int = 0
+    file_bytes: int = 0
+    trained_context: int = 0
+    hidden: int = 0
+    layers: int = 0
+
+    @classmethod
+    def of(cls, files: Files, config: ModelConfig, stored: StoredSize) -> ModelInfo:
+        kind = max(stored.formats, key=lambda name: stored.formats[name], default="")
+        named = {**files.config, **text_part(files.config)}
+        dtype = DTYPES.get(str(named.get("dtype") or named.get("torch_dtype")), "")
+        try:
+            digest = hashlib.sha256(fingerprint(files).encode()).hexdigest()
+        except (OutriderError, OSError):  # a configuration without its weights
+            digest = ""
+        return cls(
+            config.model_type, "safetensors" if files.gguf is None else "gguf",
+            dtype if kind == "dense" else kind.upper(), digest,
+            stored.parameters, int(stored.total), config.max_context, config.hidden, len(config.layers),
+        )  # fmt: skip
+
+    @classmethod
+    def named(cls, model: str) -> ModelInfo:
+        """Of a model that was loaded by this name."""
+        try:
+            files = hub.resolve(model)
+            config = ModelConfig.from_hf(files.config)
+            return cls.of(files, config, stored_size(files, config))
+        except OutriderError:
+            return cls()
+
+    @property
+    def parameter_size(self) -> str:
+        if not self.parameters:
+            return ""
+        return f"{self.parameters / 1e9:.1f}B" if self.parameters >= 1e9 else f"{self.parameters / 1e6:.1f}M"
+
+    @property
+    def details(self) -> Json:
+        families = [self.family] if self.family else []
+        return {
+            "parent_model": "", "format": self.format, "family": self.family, "families": families,
+            "parameter_size": self.parameter_size, "quantization_level": self.quantization,
+        }  # fmt: skip
+
+
+UNKNOWN = ModelInfo()
+
+
+def when(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def card(slot: PoolSlot, started: int) -> Json:
+    info, context = slot.info, slot.max_context or None
+    meta = {
+        "n_ctx_train": info.trained_context, "n_ctx": context, "n_embd": info.hidden, "n_params": info.parameters,
+        "size": info.file_bytes, "family": info.family, "quantization": info.quantization, "digest": info.digest,
+    }  # fmt: skip
+    return {
+        "id": slot.name, "object": "model", "created": started, "owned_by": "outrider", "root": slot.name,
+        "parent": None,
+        "max_model_len": context, "context_length": context, "context_window": context,
+        "type": "model", "display_name": slot.name, "created_at": when(started), "max_input_tokens": context,
+        "max_tokens": context,
+        "meta": {k: v or None for k, v in meta.items()},
+        "outrider": {"max_context": context, "drafter": slot.note, "state": slot.state, "bytes": slot.size},
+    }  # fmt: skip
+
+
+def cards(slots: list[PoolSlot], started: int) -> Json:
+    data = [card(slot, started) for slot in slots]
+    return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+
+
+def ollama_tag(slot: PoolSlot, started: int) -> Json:
+    return {
+        "name": slot.name, "model": slot.name, "modified_at": when(started), "size": slot.info.file_bytes or slot.size,
+        "digest": slot.info.digest, "details": slot.info.details,
+    }  # fmt: skip
+
+
+def ollama_loaded(slot: PoolSlot, started: int) -> Json:
+    """Of /api/ps. `size_vram` is what Ollama calls the memory that weights and K/V take."""
+    tag = {**ollama_tag(slot, started), "size": slot.size, "size_vram": slot.size}
+    return {**tag, "expires_at": NEVER, "context_length": slot.max_context}
+
+
+def ollama_show(slot: PoolSlot, started: int) -> Json:
+    info, family = slot.info, slot.info.family or "outrider"
+    known: Json = {
+        "general.architecture": family, "general.parameter_count": info.parameters, "general.basename": slot.name,
+        f"{family}.context_length": slot.max_context or info.trained_context, f"{family}.embedding_length": info.hidden,
+        f"{family}.block_count": info.layers,
+    }  # fmt: skip
+    capabilities, template, sampling = ["completion", "tools"], "", ""
+    if slot.model is not None:
+        prepare = slot.model.prepare
+        template = prepare.tokenizer.files.chat_template or ""
+        capabilities += ["insert"] if prepare.infill is not None else []
+        capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
+        sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.sampling(OLLAMA).items())
+    return {
+        "modelfile": "", "license": "", "parameters": sampling, "template": template, "details": info.details,
+        "model_info": known,
+        "capabilities": capabilities, "modified_at": when(started),
+    }  # fmt: skip
+
+
+def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
+    """llama.cpp's, with the sampling that each protocol's requests get where they say nothing."""
+    files = preparer.tokenizer.files
+    own = bool(files.sampling)
+    settings = {
+        "n_ctx": preparer.max_context,
+        "params": {"n_predict": -1, **preparer.sampling(OPENAI)},
+        "is_processing": False,
+    }
+    return {
+        "default_generation_settings": settings, "total_slots": total_slots, "model_alias": slot.name,
+        "model_path": slot.name,
+        "chat_template": files.chat_template, "bos_token": files.specials.get("bos_token"),
+        "eos_token": files.specials.get("eos_token"),
+        "modalities": {"vision": False, "audio": False}, "build_info": f"outrider-{__version__}",
+        "outrider": {
+            "sampling_from": "model" if own else "protocol",
+            "sampling": {"openai": preparer.sampling(OPENAI), "anthropic": preparer.sampling(OPENAI), "ollama": preparer.sampling(OLLAMA)},
+        },
+    }  # fmt: skip

@@ -1,0 +1,66 @@
+"""Answers of the Responses API that may be asked for again or gone on from. In memory, bounded by number and by bytes:
+the least recently used goes first, and all of it ends with the server. A client finds only what it has stored
+itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from .errors import ApiError
+from .wire import Json
+
+MOST_RESPONSES = 1024
+MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Stored:
+    messages: list[Json]  # of the conversation, without instructions, up to and with the answer
+    items: list[Json]  # what was sent as input
+    response: Json
+    size: int = 0
+
+
+class ResponseStore:
+    """Bodies are read in other threads than answers are written in: hence the lock."""
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._of: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def put(self, client: str, messages: list[Json], items: list[Json], response: Json) -> None:
+        size = len(json.dumps([messages, items, response], ensure_ascii=False))
+        if size > self._most_bytes:
+            return
+        with self._lock:
+            self._of[client, str(response["id"])] = Stored(messages, items, response, size)
+            self.bytes += size
+            while len(self._of) > self._most or self.bytes > self._most_bytes:
+                self.bytes -= self._of.popitem(last=False)[1].size
+
+    def get(self, client: str, id: str, param: str | None = None) -> Stored:
+        """param: the field of a request that names it, which is then the one at fault."""
+        with self._lock:
+            found = self._of.get((client, id))
+            if found is not None:
+                self._of.move_to_end((client, id))
+                return found
+        if param is None:
+            raise ApiError(404, f"There is no response '{id[:100]}' here: it was not stored, or made room for others.")
+        message = f"Previous response with id '{id[:100]}' not found: it was not stored, or made room for others."
+        raise ApiError(400, message, param, "previous_response_not_found")
+
+    def delete(self, client: str, id: str) -> Json:
+        self.get(client, id)
+        with self._lock:
+            gone = self._of.pop((client, id), None)
+            self.bytes -= 0 if gone is None else gone.size
+        return {"id": id, "object": "response", "deleted": True}
