@@ -22,9 +22,11 @@ from starlette.requests import ClientDisconnect
 from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
+from .batches import Batches
 from .call import Call, EventStream, Feeder, timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
 from .fair import FairExecutor, FairGate
+from .files import FileStore
 from .keys import Keys
 from .limits import Admission, RequestGuard
 from .loaded_model import LoadedModel
@@ -66,6 +68,8 @@ class Server:
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
         self.started = int(time.time())
         self.responses = ResponseStore()
+        self.files = FileStore()
+        self.batches = Batches(self, self.files)
         self._trimming: asyncio.TimerHandle | None = None
         self.fingerprint = f"outrider-{__version__}"
 
@@ -240,6 +244,8 @@ class Server:
         asyncio.get_running_loop().run_in_executor(None, trim)
 
     async def close(self) -> None:
+        await self.batches.close()
+        self.files.close()
         await self.pool.stop()
         self.executor.close()
         if self.tracing is not None:

@@ -229,10 +229,10 @@ class BatchCall:
             self.writer.choice(event.id).take(event)
         if any(c.finish is None for c in self.writer.choices):
             return None
-        return _row(self.line, self.custom_id, 200, self.writer.whole())
+        return result_row(self.line, self.custom_id, 200, self.writer.whole())
 
     def refused(self, error: ApiError) -> Json:
-        return _row(self.line, self.custom_id, error.status, error.body())
+        return result_row(self.line, self.custom_id, error.status, error.body())
 
 
 class BatchRunner:
@@ -275,7 +275,7 @@ class BatchRunner:
         try:
             job = self._job(custom_id, chat, body)
         except ApiError as e:
-            return [_row(line, custom_id, e.status, e.body())]
+            return [result_row(line, custom_id, e.status, e.body())]
         writer = Writer(job, self._backend.tokenizer, self._settings.model_name, chat, f"outrider-{__version__}")
         call = BatchCall(line, custom_id, job, writer)
         for request in job.requests:
@@ -290,9 +290,7 @@ class BatchRunner:
     def _job(self, custom_id: str, chat: bool, body: Json) -> Job:
         if body.get("stream"):
             raise bad("A batch can't stream; drop 'stream'.", "stream")
-        if body.get("seed") is None:
-            digest = hashlib.sha256(f"{self._seed} {custom_id}".encode("utf-8", "replace")).digest()
-            body = {**body, "seed": int.from_bytes(digest[:4], "big") >> 1}
+        body = seeded(body, self._seed, custom_id)
         try:
             request = ChatRequest.model_validate(body) if chat else CompletionRequest.model_validate(body)
             if request.model not in (None, self._settings.model_name):
@@ -353,6 +351,14 @@ class BatchRunner:
         call.open = set()
 
 
+def seeded(body: Json, seed: int, custom_id: str) -> Json:
+    """With a seed made from the run's and the line's name, where it has none."""
+    if body.get("seed") is not None:
+        return body
+    digest = hashlib.sha256(f"{seed} {custom_id}".encode("utf-8", "replace")).digest()
+    return {**body, "seed": int.from_bytes(digest[:4], "big") >> 1}
+
+
 def parse(line: BatchLine) -> tuple[str, bool, Json]:
     """(custom_id, chat?, body) of a line."""
     try:
@@ -381,10 +387,10 @@ def bad_row(line: BatchLine, error: BadLine) -> Json:
 
 
 def failed_row(line: BatchLine, message: str) -> Json:
-    return _row(line, parse(line)[0], 500, ApiError(500, message, code="engine_error").body())
+    return result_row(line, parse(line)[0], 500, ApiError(500, message, code="engine_error").body())
 
 
-def _row(line: BatchLine, custom_id: str, status: int, body: Json) -> Json:
+def result_row(line: BatchLine, custom_id: str, status: int, body: Json) -> Json:
     response = {"status_code": status, "request_id": line.id, "body": body}
     return {"id": line.id, "custom_id": custom_id, "response": response, "error": None}
 

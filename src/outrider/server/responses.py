@@ -134,9 +134,17 @@ def parse(raw: bytes, earlier: Callable[[str], list[Json]]) -> Parsed:
     if form is not None and form.type != "text":
         schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
         out["response_format"] = {"type": form.type, **schema}
-    return Parsed(
-        ChatRequest.model_validate(out), told(given), messages, [i.model_dump(exclude_none=True) for i in items]
-    )
+    return Parsed(ChatRequest.model_validate(out), told(given), messages, [_told_again(item) for item in items])
+
+
+def _told_again(item: ResponsesItem) -> Json:
+    """As /v1/responses/{id}/input_items lists it."""
+    text = [{"type": "input_text", "text": item.content}] if isinstance(item.content, str) else None
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        **item.model_dump(exclude_none=True),
+        **({"content": text} if text else {}),
+    }
 
 
 def _joined(system: list[Json], messages: list[Json]) -> list[Json]:

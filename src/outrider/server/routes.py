@@ -15,8 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from .. import __version__
 from ..engine.text import LONG
-from . import anthropic, embeddings, ollama, responses, text_routes
-from . import anthropic, embeddings, model_info, ollama, responses, text_routes
+from . import anthropic, batches, embeddings, files, model_info, ollama, responses, text_routes
 from .call import timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
 from .schema import ChatRequest, Common, CompletionRequest
@@ -101,6 +100,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
     post("/tokenize", text_routes.TokenizeRequest, partial(server.look, work=text_routes.tokenize))
     post("/detokenize", text_routes.DetokenizeRequest, partial(server.look, work=text_routes.detokenize))
     post("/apply-template", ChatRequest, partial(server.look, work=text_routes.apply_template))
+    files.add_routes(app, server)
+    batches.add_routes(app, server)
     _information(app, server)
     _ollama_information(app, server)
     _page(app)

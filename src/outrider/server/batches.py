@@ -1,0 +1,238 @@
+"""/v1/batches: the lines of an uploaded file, each answered as if its client had sent it, behind that client's other
+requests.
+
+Lines are read, named, seeded and written as `outrider batch` does (batch.py); answers come from the server's own
+pipeline, so limits, grammars and errors are the same. Results of lines with a 200 go into the output file, the others
+into the error file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.types import Message
+
+from ..types import OutriderError
+from .batch import ROUTES, BadLine, BatchLine, bad_row, claim, read_lines, result_row, salt_of, seeded
+from .errors import ApiError, bad, read
+from .files import FileStore, StoredFile
+from .runner import where
+from .schema import ChatRequest, CompletionRequest, Strict
+from .wire import Json, OpenAIWire
+
+if TYPE_CHECKING:
+    from .app import Server
+
+log = logging.getLogger("outrider.server")
+DAY_S = 24 * 3600
+LAST = 1 << 20  # the priority of a line that names none: behind whatever else its client asks
+MOST_RUNNING = 16  # batches that have not ended, of all clients
+MOST_OF_CLIENT = 4
+MOST_KEPT = 256
+RETRY_S = 0.5
+RUNNING = ("validating", "in_progress", "cancelling")
+
+
+class BatchRequest(Strict):
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"] = "24h"
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
+@dataclass
+class Batch:
+    client: str
+    request: BatchRequest
+    source: StoredFile
+    id: str = field(default_factory=lambda: f"batch_{uuid.uuid4().hex}")
+    status: str = "validating"
+    times: dict[str, int] = field(default_factory=lambda: {"created": int(time.time())})
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    results: StoredFile | None = None
+    refused: StoredFile | None = None
+    error: str | None = None
+    task: asyncio.Task[None] | None = None
+
+    def become(self, status: str) -> None:
+        self.status = status
+        self.times[status] = int(time.time())
+
+    def told(self) -> Json:
+        names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        wrong = {"code": "batch_failed", "message": self.error, "param": None, "line": None}
+        return {
+            "id": self.id, "object": "batch", "endpoint": self.request.endpoint, "input_file_id": self.source.id,
+            "completion_window": self.request.completion_window, "status": self.status,
+            "created_at": self.times["created"],
+            "expires_at": self.times["created"] + DAY_S, **{f"{name}_at": self.times.get(name) for name in names},
+            "output_file_id": self.results.id if self.results is not None else None,
+            "error_file_id": self.refused.id if self.refused is not None else None,
+            "errors": {"object": "list", "data": [wrong]} if self.error is not None else None,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": self.request.metadata,
+        }  # fmt: skip
+
+
+class Batches:
+    def __init__(self, server: Server, files: FileStore) -> None:
+        self._server, self._files = server, files
+        self._of: dict[str, Batch] = {}
+
+    def start(self, client: str, request: BatchRequest) -> Batch:
+        if request.endpoint not in ROUTES:
+            raise bad(f"endpoint must be one of {', '.join(ROUTES)}.", "endpoint")
+        source = self._files.get(client, request.input_file_id)
+        running = [b for b in self._of.values() if b.status in RUNNING]
+        if len(running) >= MOST_RUNNING or sum(b.client == client for b in running) >= MOST_OF_CLIENT:
+            raise ApiError(
+                429, f"{len(running)} batches run here; wait for one to end.", retry_after=60, code="too_many_batches"
+            )
+        while len(self._of) >= MOST_KEPT:
+            del self._of[next(id for id, b in self._of.items() if b.status not in RUNNING)]
+        batch = Batch(client, request, source)
+        self._of[batch.id] = batch
+        batch.task = asyncio.get_running_loop().create_task(self._run(batch))
+        return batch
+
+    def get(self, client: str, id: str) -> Batch:
+        batch = self._of.get(id)
+        if batch is None or batch.client != client:
+            raise ApiError(404, f"There is no batch '{id[:100]}' here.", "batch_id")
+        return batch
+
+    def of(self, client: str) -> list[Batch]:
+        return [batch for batch in reversed(self._of.values()) if batch.client == client]
+
+    def cancel(self, batch: Batch) -> None:
+        if batch.status in RUNNING and batch.task is not None:
+            batch.become("cancelling")
+            batch.task.cancel()
+
+    def uses(self, file: StoredFile) -> bool:
+        return any(file in (b.source, b.results, b.refused) for b in self._of.values() if b.status in RUNNING)
+
+    async def close(self) -> None:
+        for batch in self._of.values():
+            self.cancel(batch)
+        await asyncio.gather(*(b.task for b in self._of.values() if b.task is not None), return_exceptions=True)
+
+    # ---- a run
+
+    async def _run(self, batch: Batch) -> None:
+        try:
+            salt = salt_of(batch.id, 0)
+            batch.total = await asyncio.to_thread(lambda: sum(1 for _ in read_lines(batch.source.path, salt)))
+            if not batch.total:
+                raise OutriderError("the file holds no request")
+            batch.become("in_progress")
+            lines, names = read_lines(batch.source.path, salt), set[str]()
+            workers = min(batch.total, self._server.settings.max_concurrent)
+            tasks = [asyncio.ensure_future(self._work(batch, lines, names)) for _ in range(workers)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            batch.become("completed")
+        except asyncio.CancelledError:
+            batch.become("cancelled")
+        except Exception as e:
+            told = isinstance(e, OutriderError | ApiError)
+            batch.error = str(e) if told else "Internal error; the server's log has the details."
+            batch.become("failed")
+            log.error("%s failed: %s", batch.id, e if told else where(e))
+
+    async def _work(self, batch: Batch, lines: Iterator[BatchLine], names: set[str]) -> None:
+        for line in lines:  # shared by all workers: each takes the next
+            row = await self._answer(batch, line, names)
+            response = row["response"]
+            fine = isinstance(response, dict) and response["status_code"] == 200
+            which = "results" if fine else "refused"
+            file = getattr(batch, which)
+            if file is None:
+                file = self._files.new(
+                    batch.client, f"{batch.id}_{'output' if fine else 'error'}.jsonl", "batch_output"
+                )
+                setattr(batch, which, file)
+            self._files.append(file, json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            batch.completed += fine
+            batch.failed += not fine
+
+    async def _answer(self, batch: Batch, line: BatchLine, names: set[str]) -> Json:
+        try:
+            custom_id, chat, body = claim(line, names)
+            if ROUTES[batch.request.endpoint] != chat:
+                raise BadLine(
+                    "mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.", custom_id
+                )
+        except BadLine as e:
+            return bad_row(line, e)
+        if body.get("stream"):
+            return result_row(line, custom_id, 400, bad("A batch can't stream; drop 'stream'.", "stream").body())
+        raw = json.dumps({"priority": LAST, **seeded(body, 0, custom_id)}).encode()
+        parse = ChatRequest.model_validate_json if chat else CompletionRequest.model_validate_json
+        while True:
+            response = await self._server.answer(self._as_request(batch, line, raw), parse, OpenAIWire())
+            if response.status_code not in (429, 503):
+                return result_row(line, custom_id, response.status_code, json.loads(bytes(response.body)))
+            await asyncio.sleep(RETRY_S)  # others fill the server, or it ends, and this task with it
+
+    def _as_request(self, batch: Batch, line: BatchLine, raw: bytes) -> Request:
+        """What the server would have read, had the client sent the line itself."""
+        path, sent = batch.request.endpoint, False
+
+        async def receive() -> Message:
+            nonlocal sent
+            if sent:
+                await asyncio.get_running_loop().create_future()  # nobody leaves
+            sent = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+        state = {"client": batch.client, "path": path, "request_id": line.id}
+        return Request(
+            {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers, "state": state},
+            receive,
+        )
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    batches = server.batches
+
+    @app.post("/v1/batches", response_model=None)
+    async def create(request: Request) -> Json:
+        with await server.room(request):
+            raw = await request.body()
+            body = await server.executor.run(request.state.client, lambda: read(raw, BatchRequest.model_validate_json))
+        return batches.start(request.state.client, body).told()
+
+    @app.get("/v1/batches", response_model=None)
+    async def listed(request: Request) -> Json:
+        return {
+            "object": "list",
+            "data": [batch.told() for batch in batches.of(request.state.client)],
+            "has_more": False,
+        }
+
+    @app.get("/v1/batches/{id}", response_model=None)
+    async def one(request: Request, id: str) -> Json:
+        return batches.get(request.state.client, id).told()
+
+    @app.post("/v1/batches/{id}/cancel", response_model=None)
+    async def cancel(request: Request, id: str) -> Json:
+        batch = batches.get(request.state.client, id)
+        batches.cancel(batch)
+        return batch.told()

@@ -1,0 +1,153 @@
+"""/v1/files: what batches read and write. Kept on disk in a temporary folder of this server, bounded by number and by
+bytes, and gone when the server ends. A client sees only its own files."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from email import policy
+from email.parser import BytesParser
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+
+from ..engine.text import LONG
+from .errors import ApiError, bad
+from .wire import Json
+
+if TYPE_CHECKING:
+    from .app import Server
+
+MOST_FILES = 256
+MOST_BYTES = 256 << 20
+
+
+@dataclass
+class StoredFile:
+    client: str
+    name: str
+    purpose: str  # batch | batch_output
+    path: Path
+    size: int = 0
+    id: str = field(default_factory=lambda: f"file-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def told(self) -> Json:
+        return {
+            "id": self.id, "object": "file", "bytes": self.size, "created_at": self.created, "filename": self.name,
+            "purpose": self.purpose, "status": "processed", "expires_at": None,
+        }  # fmt: skip
+
+
+class FileStore:
+    def __init__(self, most: int = MOST_FILES, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._files: dict[str, StoredFile] = {}
+
+    @cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        """Made with the first file; only its owner can read it."""
+        return tempfile.TemporaryDirectory(prefix="outrider-files-")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self._files.values())
+
+    def new(self, client: str, name: str, purpose: str) -> StoredFile:
+        if len(self._files) >= self._most:
+            raise ApiError(
+                413,
+                f"{self._most} files are stored here, which is all there is room for: delete some.",
+                code="storage_full",
+            )
+        file = StoredFile(client, name[:200], purpose, Path(self._folder.name) / uuid.uuid4().hex)
+        self._files[file.id] = file
+        return file
+
+    def append(self, file: StoredFile, data: bytes) -> None:
+        if self.total_bytes + len(data) > self._most_bytes:
+            message = f"The stored files would take more than {self._most_bytes >> 20} MiB together: delete some."
+            raise ApiError(413, message, code="storage_full")
+        with file.path.open("ab") as out:
+            out.write(data)
+        file.size += len(data)
+
+    def get(self, client: str, id: str) -> StoredFile:
+        file = self._files.get(id)
+        if file is None or file.client != client:
+            raise ApiError(404, f"There is no file '{id[:100]}' here.", "file_id")
+        return file
+
+    def of(self, client: str) -> list[StoredFile]:
+        return [file for file in reversed(self._files.values()) if file.client == client]
+
+    def delete(self, file: StoredFile) -> Json:
+        self._files.pop(file.id, None)
+        file.path.unlink(missing_ok=True)
+        return {"id": file.id, "object": "file", "deleted": True}
+
+    def close(self) -> None:
+        if "_folder" in self.__dict__:
+            self._folder.cleanup()
+
+
+def form(content_type: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
+    """{field: (file name or "", content)} of a multipart/form-data body."""
+    head = b"Content-Type: " + content_type.encode("latin-1", "replace") + b"\r\n\r\n"
+    message = BytesParser(policy=policy.HTTP).parsebytes(head + raw)
+    if message.get_content_type() != "multipart/form-data" or not message.is_multipart():
+        raise bad("The body must be multipart/form-data with the parts 'file' and 'purpose'.", "file")
+    out: dict[str, tuple[str, bytes]] = {}
+    for part in message.iter_parts():  # type: ignore[attr-defined]
+        name, data = part.get_param("name", header="content-disposition"), part.get_payload(decode=True)
+        if isinstance(name, str) and isinstance(data, bytes):
+            out[name] = (part.get_filename() or "", data)
+    return out
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    files = server.files
+
+    @app.post("/v1/files", response_model=None)
+    async def upload(request: Request) -> Response:
+        client = request.state.client
+        with await server.room(request):
+            raw = await request.body()
+            kind = request.headers.get("content-type", "")
+            parts = await server.executor.run(client, lambda: form(kind, raw), len(raw) > LONG)
+        if "file" not in parts:
+            raise bad("Missing part: 'file'.", "file", "missing_field")
+        if parts.get("purpose", ("", b""))[1].strip() != b"batch":
+            raise bad("purpose must be 'batch': files have no other use here.", "purpose")
+        name, data = parts["file"]
+        file = files.new(client, name or "batch.jsonl", "batch")
+        try:
+            files.append(file, data)
+        except ApiError:
+            files.delete(file)
+            raise
+        return JSONResponse(file.told())
+
+    @app.get("/v1/files", response_model=None)
+    async def listed(request: Request) -> Json:
+        return {"object": "list", "data": [file.told() for file in files.of(request.state.client)], "has_more": False}
+
+    @app.get("/v1/files/{id}", response_model=None)
+    async def one(request: Request, id: str) -> Json:
+        return files.get(request.state.client, id).told()
+
+    @app.get("/v1/files/{id}/content", response_model=None)
+    async def content(request: Request, id: str) -> Response:
+        return FileResponse(files.get(request.state.client, id).path, media_type="application/jsonl")
+
+    @app.delete("/v1/files/{id}", response_model=None)
+    async def delete(request: Request, id: str) -> Json:
+        file = files.get(request.state.client, id)
+        if server.batches.uses(file):
+            raise ApiError(409, "A batch that runs reads or writes this file: cancel it first.", "file_id")
+        return files.delete(file)

@@ -1,0 +1,244 @@
+"""What a server keeps: uploaded files, batches over them, responses to go on from. Bounded, and each client's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
+from tests.waiting import until
+
+from outrider.server.batch import BatchRunner
+from outrider.server.errors import ApiError
+from outrider.server.files import FileStore, form
+from outrider.server.prepare import ServedModel
+from outrider.server.response_store import ResponseStore
+from outrider.server.settings import ServerSettings
+
+TOK = tokenizer()
+HI: Any = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+KEYS = ("alpha", "beta")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(FakeEngine(TOK), TOK, api_keys=KEYS, max_concurrent=4) as s:
+        yield s
+
+
+def line(id: str, url: str = CHAT, **body: Any) -> str:
+    return json.dumps(
+        {
+            "custom_id": id,
+            "method": "POST",
+            "url": url,
+            "body": {"model": "fake", "messages": HI, "max_tokens": 12, **body},
+        }
+    )
+
+
+def ended(client: openai.OpenAI, id: str) -> Any:
+    until(
+        lambda: client.batches.retrieve(id).status in ("completed", "failed", "cancelled"), lambda: "the batch runs on"
+    )
+    return client.batches.retrieve(id)
+
+
+def run(client: openai.OpenAI, text: str) -> Any:
+    file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"})
+    return ended(client, batch.id)
+
+
+def rows(client: openai.OpenAI, id: str) -> dict[str, Any]:
+    return {r["custom_id"]: r for r in map(json.loads, client.files.content(id).text.splitlines())}
+
+
+def test_a_batch_says_what_the_command_says(served: Served, tmp_path: Path) -> None:
+    client = served.client("alpha")
+    text = "\n".join(
+        [*(line(f"r{i}", seed=i if i % 2 else None) for i in range(9)), "", line("r0"), line("no", temperature=9), "{"]
+    )
+    batch = run(client, text)
+    assert batch.status == "completed" and batch.metadata == {"a": "b"} and batch.in_progress_at and batch.completed_at
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (12, 9, 3)
+    good, wrong = rows(client, batch.output_file_id), rows(client, batch.error_file_id)
+    assert wrong["no"]["response"]["status_code"] == 400 and wrong["r0"]["error"]["code"] == "duplicate_custom_id"
+    source = tmp_path / "in.jsonl"
+    source.write_text(text)
+    BatchRunner(ServedModel(FakeEngine(TOK), TOK, VOCAB, 2048), ServerSettings("fake", max_concurrent=4)).run(
+        source, tmp_path / "out.jsonl"
+    )
+    alone = {
+        r["custom_id"]: r
+        for r in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        if r["error"] is None
+    }
+    for id, row in good.items():
+        mine, other = (r["response"]["body"]["choices"][0]["message"]["content"] for r in (row, alone[id]))
+        assert mine == other
+
+
+def test_files_come_back_byte_by_byte_and_can_be_deleted(served: Served) -> None:
+    client = served.client("alpha")
+    data = b'{"a": "\xc3\xa9"}\r\n\n--x\r{}\x00\n'
+    file = client.files.create(file=("ä.jsonl", data), purpose="batch")
+    assert file.bytes == len(data) and client.files.content(file.id).content == data
+    assert file.id in [f.id for f in client.files.list()]
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def test_a_client_sees_only_what_is_its_own(served: Served) -> None:
+    mine, other = served.client("alpha"), served.client("beta")
+    batch = run(mine, line("a"))
+    assert (
+        not list(other.files.list())
+        and not list(other.batches.list())
+        and batch.id in [b.id for b in mine.batches.list()]
+    )
+    for ask in (lambda: other.files.content(batch.output_file_id), lambda: other.batches.retrieve(batch.id)):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    with pytest.raises(openai.NotFoundError):
+        other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+    said = mine.responses.create(model="fake", input="hi")
+    with pytest.raises(openai.NotFoundError):
+        other.responses.retrieve(said.id)
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        other.responses.create(model="fake", input="go on", previous_response_id=said.id)
+
+
+def test_a_batch_can_be_cancelled() -> None:
+    engine = FakeEngine(TOK, hold=2)
+    with Served(engine, TOK, max_concurrent=2) as s:
+        client = s.client()
+        file = client.files.create(
+            file=("in.jsonl", "\n".join(line(f"r{i}") for i in range(20)).encode()), purpose="batch"
+        )
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        until(lambda: len(engine.running) == 2, lambda: "nothing runs")
+        with pytest.raises(openai.ConflictError):
+            client.files.delete(file.id)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        assert ended(client, batch.id).status == "cancelled"
+        s.settle()
+        again = client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )  # and the server's end ends it
+        until(lambda: len(engine.running) == 2, lambda: "nothing runs")
+    assert again.id in s.state.batches._of and s.state.batches._of[again.id].status == "cancelled"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"files": {"file": ("a", b"x")}, "data": {"purpose": "fine-tune"}}, "purpose"),
+    ({"files": {"other": ("a", b"x")}, "data": {"purpose": "batch"}}, "file"),
+    ({"json": {"file": "x"}}, "multipart"),
+    ({"content": b"\xff" * 40, "headers": {"content-type": "multipart/form-data; boundary=x"}}, "file"),
+    ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, "multipart"),
+]
+
+
+@pytest.mark.parametrize("i", range(len(REFUSED)))
+def test_uploads_that_are_none(served: Served, i: int) -> None:
+    body, said = REFUSED[i]
+    headers = {"Authorization": "Bearer alpha", **body.pop("headers", {})}
+    answer = served.http.post("/v1/files", headers=headers, **body)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_batches_that_cannot_run(served: Served) -> None:
+    client = served.client("alpha")
+    empty = run(client, "\n\n")
+    assert empty.status == "failed" and "no request" in empty.errors.data[0].message
+    file = client.files.create(file=("in.jsonl", line("a", "/v1/completions").encode()), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
+    batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id)
+    assert rows(client, batch.error_file_id)["a"]["error"]["code"] == "mismatched_url"
+
+
+def test_the_file_store_is_bounded() -> None:
+    store = FileStore(most=2, most_bytes=10)
+    a = store.new("c", "a", "batch")
+    store.append(a, b"12345678")
+    b = store.new("c", "b", "batch")
+    with pytest.raises(ApiError, match="MiB"):
+        store.append(b, b"123")
+    with pytest.raises(ApiError, match="room"):
+        store.new("c", "c", "batch")
+    store.delete(a)
+    store.append(b, b"123")
+    folder = b.path.parent
+    store.close()
+    assert not folder.exists()
+
+
+def test_a_form_with_hidden_messages_is_only_bytes() -> None:
+    raw = b'--x\r\nContent-Disposition: form-data; name="file"\r\nContent-Type: message/rfc822\r\n\r\nSubject: a\r\n\r\nb\r\n--x--\r\n'
+    assert "file" not in form("multipart/form-data; boundary=x", raw)
+
+
+# ---- responses
+
+
+def test_a_response_goes_on_from_another(served: Served) -> None:
+    client = served.client("alpha")
+    first = client.responses.create(model="fake", input="My name is Ann.", instructions="Be brief.")
+    again = client.responses.retrieve(first.id)
+    assert again.output_text == first.output_text and again.store and first.previous_response_id is None
+    second = client.responses.create(model="fake", input="And mine?", previous_response_id=first.id)
+    prompt = TOK.decode(served.engine.seen[-1].prompt, keep_special=True)
+    told = ["My name is Ann.", first.output_text, "And mine?"]
+    assert [prompt.index(text) for text in told] == sorted(prompt.index(text) for text in told)
+    assert "Be brief." not in prompt and second.previous_response_id == first.id  # instructions hold for one turn
+    with client.responses.stream(
+        model="fake", input="Go on.", previous_response_id=second.id, instructions="Slowly."
+    ) as stream:
+        third = stream.get_final_response()
+    prompt = TOK.decode(served.engine.seen[-1].prompt, keep_special=True)
+    assert prompt.index("Slowly.") < prompt.index("Ann") < prompt.index("And mine?") < prompt.index("Go on.")
+    assert client.responses.retrieve(third.id).output_text == third.output_text
+    assert client.responses.input_items.list(third.id).data[0].content[0].text == "Go on."
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_what_is_not_stored_cannot_be_gone_on_from(served: Served) -> None:
+    client = served.client("alpha")
+    said = client.responses.create(model="fake", input="hi", store=False)
+    assert said.store is False
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="fake", input="go on", previous_response_id=said.id)
+    assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+    headers = {"Authorization": "Bearer alpha"}
+    counted: httpx.Response = served.http.post(
+        "/v1/responses/input_tokens", headers=headers, json={"input": "x", "previous_response_id": said.id}
+    )
+    assert counted.status_code == 400
+
+
+def test_the_response_store_is_bounded() -> None:
+    store = ResponseStore(most=3, most_bytes=400)
+    for i in range(5):
+        store.put("c", [], [], {"id": f"r{i}"})
+    assert len(store) == 3 and store.get("c", "r2").response == {"id": "r2"}
+    store.put("c", [], [], {"id": "r5"})  # r3 was used least recently
+    with pytest.raises(ApiError):
+        store.get("c", "r3")
+    store.put("c", [], [{"text": "x" * 350}], {"id": "big"})
+    assert store.bytes <= 400 and store.get("c", "big")
+    store.put("c", [], [{"text": "x" * 500}], {"id": "bigger"})
+    assert store.bytes <= 400 and store.get("c", "big")
+    store.delete("c", "big")
+    assert store.bytes == sum(s.size for s in store._of.values())
