@@ -45,7 +45,7 @@ from .spec.cost import FORMAT, CostKey, CostTable, machine_name
 from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
-from .types import Json, OutriderError, RequestStats, SamplingParams
+from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams
 from .weights import check_shares, hub, load_drafter, load_target
 from .weights.files import Files, check_draft_model, fingerprint, text_files
 
@@ -132,6 +132,13 @@ class LLM:
         """End the other processes of a model that is divided over several; of others there is nothing to end."""
         if self.team is not None:
             self.team.close()
+
+    def sampling(self, **given: Any) -> SamplingParams:
+        """Sampling as a server or `outrider chat` has it: `given`, then what the model's maker advises
+        (generation_config.json), else a temperature of 0.7. `generate`, `stream` and `chat` without `params` are
+        greedy."""
+        advice = {} if self.tokenizer is None else self.tokenizer.files.sampling
+        return SamplingParams(**{**(advice or {"temperature": DEFAULT_TEMPERATURE}), **given}).validate()
 
     # ---- running --------------------------------------------------------------------------------------------------
     def requests(

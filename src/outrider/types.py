@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 GroupName = Literal["full", "sliding"]
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 MAX_DRAFT = 16
+DEFAULT_TEMPERATURE = 0.7  # of conversations, where neither the request nor the model's maker says
 GREEDY_EPS = 1e-5  # below this temperature the choice is greedy
 
 

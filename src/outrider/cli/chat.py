@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..config import LoadSettings, parse_draft_tokens
-from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams
+from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, note, out
 from .painter import Painter
@@ -41,9 +41,15 @@ def chat(
     model: common.Model = "smollm2",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: common.MaxTokens = 512,
-    temperature: common.Temperature = 0.0,
-    top_p: common.TopP = 1.0,
-    top_k: common.TopK = 0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: greedy. Default: the model's own (generation_config.json), else 0.7.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Nucleus sampling, in (0, 1]; 1: off. Default: the model's own, else off.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the K likeliest tokens; 0: off. Default: the model's own, else off.")
+    ] = None,
     seed: common.Seed = 0,
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
     *,
@@ -54,8 +60,13 @@ def chat(
     Arrow keys edit the line and bring earlier ones back; Tab completes commands (/help lists them). A paste is one
     message, and so is what stands between three quotes. From a pipe every line is a message.
     """
-    params = common.sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    given = {name: value for name, value in asked.items() if value is not None}
+    common.sampling(
+        **{"max_tokens": max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": seed, **given}
+    )  # refused before the model is loaded
     llm = common.load_llm(model, load)
+    params = llm.sampling(max_tokens=max_tokens, seed=seed, **given)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
     note(HELP)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..types import DEFAULT_TEMPERATURE
+
 UNCHANGED: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-OPENAI: Mapping[str, float] = {"temperature": 0.7}
+OPENAI: Mapping[str, float] = {"temperature": DEFAULT_TEMPERATURE}
 OLLAMA: Mapping[str, float] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}

@@ -32,7 +32,7 @@ SPLITS = {  # how text is cut before merging, by tokenizer.ggml.pre; None: GPT-2
 GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 RANGES = {
     "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
+    "top_p": (1e-6, 1.0),
     "top_k": (0, 1 << 31),
     "min_p": (0.0, 1.0),
 }  # advice on sampling
@@ -71,7 +71,7 @@ def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -
     for name, key in names.items():
         value, (low, high) = given.get(key), RANGES[name]
         if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-            found[name] = value
+            found[name] = int(value) if name == "top_k" else value
         elif value is not None:
             log.warning("%s: %s is %r, not a number in %g..%g: it is not used", where, key, value, low, high)
     return found

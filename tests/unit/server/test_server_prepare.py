@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import tiny
 from tests.server_fakes import SPECIAL, FakeEngine, tokenizer
 
+from outrider.engine.text import Tokenizer
+from outrider.server import ollama
 from outrider.server.errors import ApiError
+from outrider.server.model_pool import ModelPool
 from outrider.server.prepare import Preparer, ServedModel
 from outrider.server.schema import ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
@@ -68,3 +75,118 @@ def test_each_prompt_has_the_room_behind_it() -> None:
     assert bounds(max_tokens=-1, min_tokens=200) == [(10, 10), (80, 80)]
     with pytest.raises(ApiError, match="min_tokens"):
         bounds(max_tokens=5, min_tokens=6)
+
+
+# ---- sampling where a request says nothing
+
+MESSAGES = [{"role": "user", "content": "q"}]
+
+
+def sampled(made: Tokenizer, body: ChatRequest | CompletionRequest) -> tuple[float, float, int, float]:
+    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
+    job = preparer.chat(body, False) if isinstance(body, ChatRequest) else preparer.completion(body, False)
+    params = job.requests[0].params
+    return params.temperature, params.top_p, params.top_k, params.min_p
+
+
+def test_the_request_then_the_model_then_the_protocol() -> None:
+    plain, advised = tokenizer(), tokenizer()
+    advised.files = replace(advised.files, sampling={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
+    asked = ollama.parse_chat(json.dumps({"messages": MESSAGES}).encode())
+    assert sampled(plain, ChatRequest(messages=MESSAGES)) == (0.7, 1.0, 0, 0.0)
+    assert sampled(plain, CompletionRequest(prompt="x")) == (0.7, 1.0, 0, 0.0)
+    assert sampled(plain, asked) == (0.8, 0.9, 40, 0.0)
+    assert sampled(advised, ChatRequest(messages=MESSAGES)) == sampled(advised, asked) == (0.6, 0.95, 20, 0.0)
+    told = ChatRequest(messages=MESSAGES, temperature=0, top_p=1, top_k=-1, min_p=0.1)
+    assert sampled(plain, told) == sampled(advised, told) == (0.0, 1.0, 0, 0.1)
+    assert sampled(advised, ChatRequest(messages=MESSAGES, temperature=1.5)) == (1.5, 0.95, 20, 0.0)
+
+
+ADVICE: list[tuple[dict[str, Any], dict[str, float]]] = [
+    (
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0, "do_sample": True, "repetition_penalty": 1.1},
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    ),
+    ({"do_sample": False, "temperature": 0.6}, {}),
+    ({"temperature": "hot", "top_p": 7, "top_k": True, "min_p": None}, {}),
+    ({"eos_token_id": 1}, {}),
+]
+
+
+@pytest.mark.parametrize("i", range(len(ADVICE)))
+def test_what_a_checkpoint_advises(tmp_path: Path, i: int) -> None:
+    from outrider.weights.files import sampling_of
+
+    given, found = ADVICE[i]
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert sampling_of(tmp_path) == found
+    assert sampling_of(tmp_path / "nowhere") == {}
+
+
+# ---- filling in
+
+
+def test_a_suffix_stands_between_a_models_own_marks() -> None:
+    from tokenizers import AddedToken
+
+    plain, made = tokenizer(), tokenizer()
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    made.backend.add_special_tokens([AddedToken(t, special=True) for t in [*marks, "<|fim_pad|>"]])
+    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
+    body = CompletionRequest(prompt="ab", suffix="c")
+    [request] = preparer.completion(body, False).requests
+    first, second, third, pad = (made.backend.token_to_id(t) for t in [*marks, "<|fim_pad|>"])
+    assert request.prompt == [first, *made.encode("ab"), second, *made.encode("c"), third]
+    assert {first, second, third, pad} <= set(request.params.stop_token_ids)
+    asked = ollama.parse_generate(json.dumps({"prompt": "ab", "suffix": "c"}).encode())
+    assert (
+        isinstance(asked, CompletionRequest) and preparer.completion(asked, False).requests[0].prompt == request.prompt
+    )
+    assert preparer.completion(CompletionRequest(prompt="ab"), False).requests[0].params.stop_token_ids == ()
+    with pytest.raises(ApiError, match="suffix"):
+        preparer.completion(CompletionRequest(prompt=[5], suffix="c"), False)
+    without = Preparer(ServedModel(FakeEngine(plain), plain, 288, 4096), ServerSettings(model_name="m"))
+    with pytest.raises(ApiError, match="no tokens for filling in"):
+        without.completion(body, False)
+
+
+# ---- what is told of a model
+
+
+def test_a_checkpoint_on_disk_is_described(tmp_path: Path) -> None:
+    from outrider.server.model_info import ModelInfo, card, ollama_loaded, ollama_show, ollama_tag
+
+    tiny.write_target("llama", tmp_path / "t")
+    info = ModelInfo.named(str(tmp_path / "t"))
+    assert info.family == "llama" and info.format == "safetensors" and info.quantization in ("F32", "BF16", "F16")
+    assert (
+        info.parameters > 1000
+        and info.parameter_size.endswith("M")
+        and len(info.digest) == 64
+        and info.trained_context == 512
+    )
+    made = tokenizer()
+    slot = ModelPool.of(ServedModel(FakeEngine(made), made, 288, 400, nbytes=77, info=info), ServerSettings("m")).first
+    assert card(slot, 0)["max_model_len"] == 400 and card(slot, 0)["meta"]["n_ctx_train"] == 512  # type: ignore[index]
+    assert ollama_tag(slot, 0)["digest"] == info.digest and ollama_tag(slot, 0)["details"]["family"] == "llama"  # type: ignore[index]
+    assert ollama_loaded(slot, 0)["size_vram"] == 77 and ollama_loaded(slot, 0)["context_length"] == 400
+    shown: Any = ollama_show(slot, 0)
+    assert (
+        shown["model_info"]["llama.context_length"] == 400
+        and shown["model_info"]["general.parameter_count"] == info.parameters
+    )
+    assert "temperature 0.8" in shown["parameters"] and "insert" not in shown["capabilities"]
+    assert ModelInfo.named("no/such/thing at all") == ModelInfo()
+
+
+def test_names_are_resolved_in_one_place() -> None:
+    made = tokenizer()
+    alone = ModelPool.of(ServedModel(FakeEngine(made), made, 288, 400), ServerSettings("m"))
+    assert alone.resolve(None) == (alone.first, None) == alone.resolve("m")
+    slot, warning = alone.resolve("gpt-4")
+    assert slot is alone.first and warning is not None and "gpt-4" in warning
+    with pytest.raises(ApiError, match="does not exist"):
+        alone.find("gpt-4")
+    both = ModelPool([alone.first, replace(alone.first, name="n")], None, ServerSettings("m"))
+    with pytest.raises(ApiError, match="does not exist"):
+        both.resolve("gpt-4")
