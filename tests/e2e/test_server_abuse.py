@@ -449,7 +449,8 @@ def test_a_missing_key_says_how() -> None:
 
 def test_paths_stay_private() -> None:
     class Llm:
-        tokenizer, engine, nbytes, drafter_note = (
+        name, tokenizer, engine, nbytes, drafter_note = (
+            "x",
             TOK,
             FakeEngine(TOK),
             0,
