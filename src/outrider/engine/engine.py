@@ -40,7 +40,7 @@ from .memory import (
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
-from .prefill_budget import PrefillBudget
+from .prefill_budget import FEW, PrefillBudget
 from .prefill_graphs import LIKELY, ROWS, max_prefill_rows
 from .scheduler import Scheduler
 from .step import Emitted, Executor, PendingStep, Request, ScheduledSeq, Seq, pick
@@ -114,7 +114,10 @@ class Engine:
             prefill_with_decodes(model.config, self.can.prefill_with_decodes, self.can.prefill_flops_with_decodes, self.chunk),
             prefill_idle(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
-        self.prefill_budget = PrefillBudget(self.scheduler.prefill_with_decodes, LIKELY)
+        beside = self.scheduler.prefill_with_decodes
+        self.prefill_budget = PrefillBudget(
+            beside, LIKELY if beside > FEW else range(beside, self.chunk + 1, max(1, beside))
+        )
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
@@ -124,6 +127,7 @@ class Engine:
         self.executors = self._executors()
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
         self._last_read_at = 0.0  # when the last step was read
+        self._prompted = 0.0  # seconds spent on prompts before the last step
         self._timed: list[Seq] = []  # the batch whose last step was timed
         self.host_times = dict.fromkeys(
             ("plan", "launch", "wait", "commit"), 0.0
@@ -241,7 +245,7 @@ class Engine:
         batch = self.scheduler.plan(self._choose_drafts)
         if self.drafter is not None and batch.decode and any([item.stop or item.drop for item in batch.decode]):
             batch.trust = self.controller.trust(self.drafter.name)
-        planned = clock()
+        planned, self._prompted = clock(), self.runner.prompt_seconds
         spent["plan"] += planned - began
         executor = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
@@ -306,6 +310,11 @@ class Engine:
             before, self._timed = self._timed, [item.seq for item in scheduled]
             done, known = self.clock(), before == self._timed
             seconds = done - pending.began  # with reading and committing
+            if self.scheduler.prefill_with_decodes:
+                self.prefill_budget.observe(0, seconds)
+                if rows := sum(item.count for item in pending.batch.prompts):
+                    self.prefill_budget.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
+                self.scheduler.prefill_with_decodes = self.prefill_budget.rows
         if known and not (
             pending.tree and len(scheduled) > 1
         ):  # trees are timed for one sequence: the table has no price for several

@@ -47,3 +47,47 @@ def test_a_pass_of_few_rows_says_nothing_of_a_row() -> None:
     for _ in range(50):
         pace.observe(16, 15e-3)
     assert pace.rows == rows
+
+
+CPU = range(16, 513, 16)
+
+
+@pytest.mark.parametrize("row", [0.2e-3, 2e-3, 16e-3])
+@pytest.mark.parametrize("plain", [8e-3, 80e-3, 400e-3, 2.0])
+def test_on_a_cpu_a_long_prompt_and_a_stream_both_move(plain: float, row: float) -> None:
+    """16 rows a step, whatever a decode step costs, left an 8k prompt a tenth of the time next to several sequences
+    with drafts."""
+    pace = PrefillBudget(16, CPU)
+    rows = driven(pace, plain, plain / 2, row)
+    cost = max(plain / 2, row * rows)
+    prompt, stream = cost / (plain + cost), plain / (plain + cost)
+    assert rows in CPU
+    assert prompt > 0.4 or rows == CPU[-1], "the prompt gets its share of the time"
+    assert stream >= 1 / (LONGER + 0.01) or rows == 16, "and the stream keeps its own, down to the fewest rows"
+    alone = driven(PrefillBudget(16, CPU), 1e-9, 0.0, row)
+    assert alone == 16, "no time left over: the fewest rows"
+
+
+def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
+    from tests.engines import request, run_joining, tiny_engine
+
+    engine = tiny_engine(prefill_chunk=64, max_context=1024)
+    engine.scheduler.prefill_with_decodes, engine.pace = 4, PrefillBudget(4, range(4, 65, 4))
+    now, real = [0.0], engine.runner.run
+
+    def prompts(scheduled):  # type: ignore[no-untyped-def]
+        now[0] += 1e-3 * sum(item.count for item in scheduled)
+        real(scheduled)
+
+    def read(pending, inner=engine.executors[-1].read):  # type: ignore[no-untyped-def]
+        now[0] += 40e-3
+        return inner(pending)
+
+    engine.clock = engine.runner.clock = lambda: now[0]
+    engine.runner.run, engine.executors[-1].read = prompts, read  # type: ignore[method-assign]
+    run_joining(
+        engine,
+        [(0, request("stream", [5] * 8, max_tokens=60)), (2, request("long", [7] * 400, max_tokens=2))],
+        audited=False,
+    )
+    assert engine.scheduler.prefill_with_decodes in (48, 52), "1.3 times a step of 40 ms, at 1 ms a row"
