@@ -61,6 +61,8 @@ class EngineConfig:
         float, "GiB of host memory for K/V that makes room for others when pages run out. 0: it is computed again."
     ] = 0.0
     prefix_cache: bool = True
+    prefix_store: Annotated[str | None, "Folder for K/V of prompts that survives a restart. Default: none."] = None
+    prefix_store_size: Annotated[float, "Most GiB of it; the pages used least recently go first."] = 20.0
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
 
     def __post_init__(self) -> None:
@@ -72,6 +74,10 @@ class EngineConfig:
             raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
         if not 0.0 <= self.swap < 1 << 20:
             raise OutriderError(f"swap must be 0 or more GiB of host memory, got {self.swap:g}")
+        if not 0.0 < self.prefix_store_size < 1 << 20:
+            raise OutriderError(f"prefix_store_size must be more than 0 GiB, got {self.prefix_store_size:g}")
+        if self.prefix_store is not None and not self.prefix_cache:
+            raise OutriderError("prefix_store needs prefix_cache")
         if self.prefill_chunk is not None and self.prefill_chunk % self.page_size:
             raise OutriderError(
                 f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})"
@@ -155,6 +161,8 @@ class LoadSettings:
             raise OutriderError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
         if self.tensor_parallel > 1 and self.engine.swap:
             raise OutriderError("swap is for a model in one process: leave it out beside tensor_parallel")
+        if self.tensor_parallel > 1 and self.engine.prefix_store is not None:
+            raise OutriderError("prefix_store is for a model in one process: leave it out next to tensor_parallel")
 
     @property
     def spec(self) -> SpecConfig:

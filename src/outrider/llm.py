@@ -24,6 +24,7 @@ import torch
 
 from . import __version__
 from . import ops as ops_module
+from .cache.prefix_store import PrefixStore
 from .config import LoadFormat, LoadSettings, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
@@ -346,6 +347,15 @@ def _assemble(
         ops.kv_dtype(dtype, engine_config.kv_dtype),
         agree=agree,
     )
+    if engine_config.prefix_store is not None:
+        content = fingerprint(files) if load_format == "auto" else f"dummy {files.name} {seed}"
+        kernels = f"{ops.name} {ops.version}"
+        if ops.name != "cpu":  # its version is a hash of its sources
+            kernels += f" {__version__} {torch.__version__} {torch.cuda.get_device_name(device) if device.type == 'cuda' else ''}"
+        cut = "" if ops.capabilities.prompts_independent else f"chunk {engine.chunk}"
+        identity = f"{content} {dtype} {kernels} {quantize} kv {engine.store.dtype} {engine_config.page_size} {cut}"
+        folder, limit = Path(engine_config.prefix_store).expanduser(), int(engine_config.prefix_store_size * 2**30)
+        engine.store.disk = PrefixStore(engine.store, folder, limit, identity)
     if device.type == "cuda":
         gib = engine.store.bytes() / 2**30
         say(

@@ -113,7 +113,12 @@ def test_a_command_gets_what_was_said() -> None:
 def test_options_there_and_back() -> None:
     load = LoadSettings(draft_tokens=3, dtype="float16", engine=EngineConfig(max_context=77, gpu_memory=0.5))
     assert LoadSettings.of(load.options()) == load and LoadSettings.of({}) == LoadSettings()
-    assert {*load.options()} == {*OPTIONS} >= {*ENGINE} == {"max_context", "kv_dtype", "gpu_memory", "swap"}
+    assert (
+        {*load.options()}
+        == {*OPTIONS}
+        >= {*ENGINE}
+        == {"max_context", "kv_dtype", "gpu_memory", "swap", "prefix_store", "prefix_store_size"}
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..types import GroupName
@@ -23,6 +23,14 @@ def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     h = hashlib.blake2b(parent, digest_size=16)
     h.update(b",".join(str(t).encode() for t in tokens))
     return h.digest()
+
+
+def chain(root: bytes, tokens: Sequence[int], pages: int, page_size: int) -> Iterator[bytes]:
+    """The keys of the first pages of a text. root: a namespace; texts of two namespaces share no page."""
+    key = root
+    for start in range(0, pages * page_size, page_size):
+        key = page_key(key, tokens[start : start + page_size])
+        yield key
 
 
 @dataclass
@@ -42,54 +50,80 @@ class PrefixCache:
         self.entries: dict[bytes, PrefixEntry] = {}
         self._clock = 0
 
-    def match(self, tokens: Sequence[int], limit: int, granularity: int) -> tuple[int, dict[GroupName, list[int]]]:
+    def match(
+        self, tokens: Sequence[int], limit: int, granularity: int, root: bytes = ROOT
+    ) -> tuple[int, dict[GroupName, list[int]]]:
         """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long, and its pages per group."""
-        self._clock += 1
-        chain: list[PrefixEntry] = []
-        key, now = ROOT, self.seconds()
-        for start in range(0, limit - self.page_size + 1, self.page_size):
-            key = page_key(key, tokens[start : start + self.page_size])
-            entry = self.entries.get(key)
-            if entry is None or ("full" in entry.pages and not entry.pages["full"]):
-                break
-            entry.used, entry.when = self._clock, now
-            chain.append(entry)
-        for count in range(len(chain), 0, -1):
+        found = self.use(chain(root, tokens, limit // self.page_size, self.page_size))
+        for count in range(len(found), 0, -1):
             if (count * self.page_size) % granularity:
                 continue
-            pages = self._usable(chain[:count])
+            pages = self._usable(found[:count])
             if pages is not None:
                 return count * self.page_size, pages
         return 0, {name: [] for name in self.groups}
 
+    def use(self, keys: Iterable[bytes]) -> list[PrefixEntry]:
+        """The entries of a chain as far as it goes, used now."""
+        self._clock += 1
+        found, now = [], self.seconds()
+        for key in keys:
+            entry = self.entries.get(key)
+            if entry is None or ("full" in entry.pages and not entry.pages["full"]):
+                break
+            entry.used, entry.when = self._clock, now
+            found.append(entry)
+        return found
+
+    def first_page(self, name: GroupName, count: int) -> int:
+        """The first page of a group that whoever goes on after `count` pages can still see."""
+        window = self.groups[name].window
+        return 0 if window is None else max(0, count * self.page_size - window + 1) // self.page_size
+
+    def page(self, key: bytes, name: GroupName) -> int:
+        entry = self.entries.get(key)
+        return entry.pages[name] if entry is not None else 0
+
+    def adopt(self, parent: bytes, key: bytes, pages: dict[GroupName, int]) -> None:
+        """Take over pages that the caller has filled."""
+        self._entry(parent, key).pages.update(pages)
+
+    def _entry(self, parent: bytes, key: bytes) -> PrefixEntry:
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self.entries[key] = PrefixEntry(parent, dict.fromkeys(self.groups, 0))
+            if parent in self.entries:
+                self.entries[parent].children += 1
+        entry.used, entry.when = self._clock, self.seconds()
+        return entry
+
     def _usable(self, chain: list[PrefixEntry]) -> dict[GroupName, list[int]] | None:
         out: dict[GroupName, list[int]] = {}
-        end = len(chain) * self.page_size
-        for name, group in self.groups.items():
-            first = 0 if group.window is None else max(0, end - group.window + 1) // self.page_size
+        for name in self.groups:
+            first = self.first_page(name, len(chain))
             pages = [0] * first + [e.pages[name] for e in chain[first:]]
             if not all(pages[first:]):
                 return None
             out[name] = pages
         return out
 
-    def insert(self, tokens: Sequence[int], count: int, seqs: dict[GroupName, SeqPages]) -> None:
-        """Share the first `count` positions (whole pages only) of a sequence."""
+    def insert(
+        self, tokens: Sequence[int], count: int, seqs: dict[GroupName, SeqPages], root: bytes = ROOT
+    ) -> tuple[list[bytes], int]:
+        """Share the first `count` positions (whole pages only) of a sequence. Returns their keys, and how many were
+        known."""
         self._clock += 1
-        key, now = ROOT, self.seconds()
-        for i in range(count // self.page_size):
-            parent, key = key, page_key(key, tokens[i * self.page_size : (i + 1) * self.page_size])
-            entry = self.entries.get(key)
-            if entry is None:
-                entry = self.entries[key] = PrefixEntry(parent, dict.fromkeys(self.groups, 0))
-                if parent in self.entries:
-                    self.entries[parent].children += 1
-            entry.used, entry.when = self._clock, now
+        parent, keys, known = root, list(chain(root, tokens, count // self.page_size, self.page_size)), 0
+        for i, key in enumerate(keys):
+            known += key in self.entries
+            entry = self._entry(parent, key)
             for name, group in self.groups.items():
                 page = seqs[name].pages[i]
                 if not entry.pages[name] and page:
                     group.pool.retain(page)
                     entry.pages[name] = page
+            parent = key
+        return keys, known
 
     def evict(self, name: GroupName, pages: int) -> None:
         """Give up pages until `pages` more are free in a group or nothing is left to give."""

@@ -6,7 +6,7 @@ and one table row per slot (a slot is a running sequence's place). `view()` give
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -17,7 +17,8 @@ from ..models.config import ModelConfig
 from ..ops.cpu.memory import Arena, HugePageWarmer
 from ..types import GroupName, KVPages, KVView, OutputRows
 from .pages import PageGroup, SeqPages
-from .prefix import PrefixCache
+from .prefix import ROOT, PrefixCache
+from .prefix_store import PrefixStore
 from .swap import Swap, SwappedKV
 
 AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
@@ -88,7 +89,7 @@ class SeqCache:
 
 class KVStore:
     def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str):
-        self.spec, self.device = spec, torch.device(device)
+        self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         ps = spec.page_size
         windows: dict[GroupName, int | None] = {}
         for i in config.kv_layers:
@@ -135,6 +136,7 @@ class KVStore:
         self._layers = [
             (name, t.view(torch.uint8)) for name, t in both if t is not None
         ]  # swapping moves bytes, whatever they mean
+        self.disk: PrefixStore | None = None  # prefixes that survive a restart
 
     def take_ahead(self) -> None:
         """From now on memory is taken before sequences need it: in a server everybody waits while the system hands out
@@ -166,13 +168,15 @@ class KVStore:
     def free_slots(self) -> int:
         return len(self._free_slots)
 
-    def open(self, tokens: Sequence[int], granularity: int, reuse: bool = True) -> tuple[SeqCache, int]:
+    def open(
+        self, tokens: Sequence[int], granularity: int, reuse: bool = True, root: bytes = ROOT
+    ) -> tuple[SeqCache, int]:
         """A slot for a new sequence, on shared pages where its beginning is known; returns how many positions are
         there. The last token is never taken from the cache: its hidden state and logits are needed."""
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         hit = 0
         if reuse:
-            hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity)
+            hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity, root)
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
         self._enter(seq)
@@ -306,8 +310,39 @@ class KVStore:
         for name, group in self.groups.items():
             group.slide(seq.pages[name], committed)
 
-    def share(self, seq: SeqCache, tokens: Sequence[int], committed: int) -> None:
-        self.prefix.insert(tokens, committed, seq.pages)
+    def share(self, seq: SeqCache, tokens: Sequence[int], committed: int, root: bytes = ROOT) -> None:
+        keys, known = self.prefix.insert(tokens, committed, seq.pages, root)
+        if self.disk is not None and known < len(keys):
+            self.disk.offer(keys, known)
+
+    # ---- prefixes on disk -----------------------------------------------------------------------------------------
+    def restoring(self, tokens: Sequence[int], granularity: int, root: bytes) -> Iterator[None]:
+        """Reads what the disk knows of this text into the prefix cache, a part per step (`PrefixStore.restore`)."""
+        return self.disk.restore(tokens, root, granularity) if self.disk is not None else iter(())
+
+    def layers_of(self, name: GroupName) -> list[Tensor]:
+        """The bytes of keys and values of a group's layers, [pages, ...] each."""
+        return [t for group, t in self._layers if group == name]
+
+    def page_bytes(self, name: GroupName) -> int:
+        return sum(t[0].numel() for t in self.layers_of(name))
+
+    @torch.inference_mode()
+    def adopt(self, key: bytes, parent: bytes, data: Mapping[GroupName, Tensor]) -> bool:
+        """Enter a page with these bytes into the prefix cache. False: there is no free page."""
+        if not all(self._free(name, 1) for name in data):
+            return False
+        pages: dict[GroupName, int] = {}
+        for name, stored in data.items():
+            page, at, here = self.groups[name].pool.alloc(), 0, stored.to(self.device)
+            for layer in self.layers_of(name):
+                layer[page].copy_(here[at : at + layer[page].numel()].view(layer[page].shape))
+                at += layer[page].numel()
+            if name in self._ahead:
+                self._ahead[name].need(page)
+            pages[name] = page
+        self.prefix.adopt(parent, key, pages)
+        return True
 
     def close(self, seq: SeqCache) -> None:
         for name, group in self.groups.items():

@@ -35,7 +35,9 @@ Models = Annotated[
 
 
 @common.offering("server", options(ServerSettings), lambda given: partial(ServerSettings, **given))  # type: ignore[arg-type]
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "load_format")
+@common.loading(
+    *common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "prefix_store", "prefix_store_size", "load_format"
+)
 def serve(
     models: Models,
     name: Annotated[

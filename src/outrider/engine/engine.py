@@ -242,6 +242,8 @@ class Engine:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
         if self._pending is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
             self._complete()  # a grammar's next masks hang on what was emitted
+        if self.store.disk is not None:
+            self.store.disk.drain()
         batch = self.scheduler.plan(self._choose_drafts)
         if self.drafter is not None and batch.decode and any([item.stop or item.drop for item in batch.decode]):
             batch.trust = self.controller.trust(self.drafter.name)
@@ -273,7 +275,7 @@ class Engine:
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.held, end)
             if self.config.prefix_cache and (self.share_answers or end <= seq.prompt_len - 1):
-                self.store.share(seq.held, seq.tokens, end - end % self.granularity)
+                self.store.share(seq.held, seq.tokens, end - end % self.granularity, seq.request.namespace)
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
 
@@ -333,6 +335,8 @@ class Engine:
         m.prefill_seconds = self.runner.prompt_seconds
         m.preemptions, swap = self.scheduler.preemptions, self.store.swap
         m.swapped_out, m.swapped_in, m.swap_bytes = swap.outs, swap.ins, swap.used
+        if self.store.disk is not None:
+            m.prefix_pages_read, m.prefix_pages_written = self.store.disk.pages_read, self.store.disk.pages_written
         m.running, m.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._count_pages()
 
@@ -496,7 +500,8 @@ class Engine:
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.share_answers:
-            self.store.share(seq.cache, seq.tokens, seq.computed - seq.computed % self.config.page_size)
+            end = seq.computed - seq.computed % self.config.page_size
+            self.store.share(seq.cache, seq.tokens, end, seq.request.namespace)
         self.scheduler.remove(seq)
         if self.drafter is not None:
             self.drafter.forget(seq.id)
@@ -509,6 +514,8 @@ class Engine:
     def tidy(self, unused_s: float) -> int:
         """Between two steps: memory of K/V that nobody has used for so long goes back (`KVStore.tidy`). Returns the
         bytes."""
+        if self.store.disk is not None:
+            self.store.disk.drain()
         given = self.store.tidy(unused_s)
         self._count_pages()
         return given

@@ -17,6 +17,8 @@ class Metrics(Counts):
     swapped_out: int = 0  # of them, whose K/V was kept on the host,
     swapped_in: int = 0  # and brought back
     swap_bytes: int = 0  # that they take there now
+    prefix_pages_read: int = 0  # pages of K/V read back from the prefix store,
+    prefix_pages_written: int = 0  # and written to it
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
     running: int = 0

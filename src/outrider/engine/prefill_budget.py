@@ -18,8 +18,8 @@ OLD = 0.85  # what the last measurement leaves of those before it
 
 class PrefillBudget:
     def __init__(self, rows: int, choices: Sequence[int]) -> None:
-        """`rows`: before anything is known. It never falls below a quarter of them; where they are few to begin with (a
-        CPU), below them."""
+        """`rows`: before anything is known. The budget never falls below a quarter of them; below all of them where
+        they are few to begin with (a CPU)."""
         self.rows, self._least, self._choices = rows, rows // 4 if rows > FEW else rows, choices
         self._few = min(FEW, rows)
         self._plain = 0.0  # seconds of a step without prompts

@@ -22,6 +22,7 @@ from .step import ScheduledSeq, Seq, StepBatch
 if TYPE_CHECKING:
     from ..cache.store import KVStore
 
+DONE = object()
 WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: few numbers of rows to have kernels for
 
 
@@ -165,7 +166,12 @@ class Scheduler:
                 seq.swapped_kv = None
                 self.running.append(self.waiting.popleft())
                 continue
-            seq.cache, hit = self.cache.open(seq.tokens[:-1], self.granularity, self.prefix_cache)
+            root = seq.request.namespace
+            if seq.restoring is None:
+                seq.restoring = self.cache.restoring(seq.tokens[:-1], self.granularity, root)
+            if self.prefix_cache and next(seq.restoring, DONE) is not DONE:
+                return  # the rest of its prefix is read from disk in the next steps
+            seq.cache, hit = self.cache.open(seq.tokens[:-1], self.granularity, self.prefix_cache, root)
             if not self.cache.fits(seq.cache, len(seq.tokens)):
                 self.cache.close(seq.cache)
                 seq.cache = None

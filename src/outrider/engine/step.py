@@ -9,7 +9,7 @@ graph. `pick` says which, once a step, and is the only place that does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ class Request:
     drafter: bool | str = True  # False: plain decoding; a name: only that drafter
     hint: tuple[int, ...] = ()  # what the answer may look like: copied from for drafts, never for answers
     tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are lines; None: as the engine is set
+    namespace: bytes = b""  # prefixes are shared within a namespace only
 
 
 @dataclass(eq=False)
@@ -51,6 +52,7 @@ class Seq:
     )
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
+    restoring: Iterator[None] | None = None  # reads its prefix back from disk, a part per step, before it is admitted
     paused: bool = False  # nobody reads its answer just now
     num_inflight_tokens: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
     answer: OutputProcessor = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,

@@ -196,6 +196,8 @@ class Server:
         stack.enter_context(self.admission.enter(answers, client))
         job = await self.executor.run(client, lambda: prepare(body, request, model.prepare), long)
         room.close()
+        for r in () if self.settings.share_prefixes else job.requests:
+            r.namespace = self.keys.namespace(client)
         if job.grammar is not None:
             job = job.under(await model.grammars.get(job.grammar, client))
         if self.settings.log_prompts:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 
@@ -24,6 +25,13 @@ class Keys:
         """Who it is. Compared with every key, in constant time each, so that timing tells nothing."""
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return f"key {matches.index(True)}" if any(matches) else None
+
+    def namespace(self, who: str) -> bytes:
+        """What keeps this key's prefixes apart from those of other keys: the same after a restart, and not the key."""
+        number = who.removeprefix("key ")
+        if not self._keys or who == number or int(number) >= len(self._keys):
+            return b""
+        return hashlib.blake2b(self._keys[int(number)], digest_size=16, person=b"outrider-prefix").digest()
 
     def reload(self) -> None:
         """Read the file again. One that can't be read leaves the keys as they were: a typing error must not open the

@@ -94,6 +94,8 @@ class _EngineCollector:
             "preemptions": (m.preemptions, "Sequences set back because pages ran out."),
             "swapped_out": (m.swapped_out, "Sequences set back whose K/V was kept in host memory (--swap)."),
             "swapped_in": (m.swapped_in, "Sequences that went on with K/V from host memory."),
+            "prefix_pages_read": (m.prefix_pages_read, "Pages of K/V read back from disk (--prefix-store)."),
+            "prefix_pages_written": (m.prefix_pages_written, "Pages of K/V written to disk (--prefix-store)."),
             "step_seconds": (m.step_seconds, "Seconds in engine steps."),
             "prefill_seconds": (m.prefill_seconds, "Seconds in prefill."),
             "failed_steps": (tally.failed_steps, "Engine steps that raised."),

@@ -46,6 +46,9 @@ class ServerSettings:
     request_timeout: Annotated[float, "Seconds for a request's head to arrive, and for its body."] = 30.0
     idle_timeout: Annotated[float, "Seconds a connection stays open between requests."] = 60.0
     stall_timeout: Annotated[float, "Seconds a client may leave its answer unread."] = 20.0
+    share_prefixes: Annotated[bool, "One API key's prompts may reuse K/V of another's (the answers are the same)."] = (
+        False
+    )
     keep_prefixes: Annotated[float, "Minutes that a text's beginning stays in memory after its last use (CPU)."] = 5.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,259 @@
+"""Prefixes on disk: full pages of K/V in files, found again after a restart by the chain hash that `prefix.py` knows.
+
+One file per page, `FOLDER/<identity>/<page number>-<chain hash>.kv`: a header, then the page's bytes, group by group
+and layer by layer, K before V. The identity is a hash of all that the bits depend on (weights, kernels, K/V format), so
+a file of another model is never looked at. A file appears whole (write, then rename), so any number of servers may
+share a folder without locks. A file that is cut short, changed or foreign is ignored with one line in the log and
+computed again.
+
+Pages are copied out between steps into a bounded queue and written by a thread. They are read back when a prompt is
+admitted, a bounded number of bytes per step, into ordinary entries of the prefix cache. Beyond its size the folder
+loses the pages used least recently, the deepest of a chain first, so that what stays can be reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..types import GroupName, OutriderError
+from .prefix import chain
+
+if TYPE_CHECKING:
+    from .store import KVStore
+
+log = logging.getLogger("outrider")
+HEADER = struct.Struct(
+    "<8s16s16sIIQ8x"
+)  # magic, identity, chain hash, CRC-32 of the payload, groups in it, payload bytes
+MAGIC = b"outrkv1\n"
+QUEUED = 256 << 20  # bytes copied out and not yet written; more pages wait in the cache
+PER_STEP = 64 << 20  # bytes read back, or copied out, between two steps
+KEEP = 0.9  # of the size limit is left by an eviction, so that not every page evicts
+
+
+class PrefixStore:
+    def __init__(self, kv: KVStore, folder: Path, limit: int, identity: str) -> None:
+        """limit: bytes of all files in the folder, those of other models included."""
+        self._kv, self._root, self._limit = kv, folder, limit
+        self._names = sorted(kv.groups)  # bit i of a file's groups is group i
+        shapes = " ".join(f"{name}{tuple(t.shape[1:])}" for name in self._names for t in kv.layers_of(name))
+        self._id = hashlib.blake2b(f"{identity} {shapes}".encode(), digest_size=16).digest()
+        self._folder = folder / self._id.hex()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for made in (folder, self._folder):
+                made.chmod(0o700)
+        except OSError as e:
+            raise OutriderError(f"can't use the prefix store {folder}: {e.strerror or e}") from None
+        self._waiting: deque[tuple[int, bytes, float]] = deque()  # pages to be copied out: number, hash, time of use
+        self._queued = 0  # bytes
+        self._size: int | None = None  # bytes of the folder's files by our count; None: not counted yet
+        self._lock, self._failed = threading.Lock(), False
+        self._writer = ThreadPoolExecutor(
+            1, "outrider-prefix-store"
+        )  # what is queued when the interpreter ends is still written
+        self.pages_read = self.pages_written = 0
+
+    # ---- out ------------------------------------------------------------------------------------------------------
+    def offer(self, keys: Sequence[bytes], known: int) -> None:
+        """Of this chain the entries after the first `known` are new: write them when there is time. The files of a
+        chain have one time, that of its last use, so that it is evicted from its end."""
+        if not self._failed:
+            now = self.touch(keys[:known])
+            self._waiting.extend((number, keys[number], now) for number in range(known, len(keys)))
+
+    def drain(self) -> None:
+        """Between two steps: copy waiting pages out, as far as the queue has room."""
+        moved = 0
+        while self._waiting and moved < PER_STEP and self._queued < QUEUED:
+            number, key, used = self._waiting.popleft()
+            entry = self._kv.prefix.entries.get(key)
+            if entry is None:
+                continue  # evicted before it was written
+            groups = [name for name in self._names if entry.pages[name]]
+            parts = [t[entry.pages[name]].reshape(-1) for name in groups for t in self._kv.layers_of(name)]
+            data = (
+                torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+            )  # wholly before a window: a link of the chain
+            done = None
+            if (
+                data.device.type == "cuda"
+            ):  # the copy is in the order of the device's work; the writer waits for it, the step does not
+                host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+                data, done = host.copy_(data, non_blocking=True), torch.cuda.Event()
+                done.record()
+            moved += data.numel()
+            with self._lock:
+                self._queued += data.numel()
+            try:
+                mask = sum(1 << self._names.index(name) for name in groups)
+                self._writer.submit(self._write, self._path(number, key), key, mask, data, done, used)
+            except RuntimeError:  # the interpreter ends
+                self._waiting.clear()
+
+    def touch(self, keys: Sequence[bytes]) -> float:
+        """This chain is in use, now: its files are the last to go."""
+        now = time.time()
+        if keys and not self._failed:
+            with contextlib.suppress(RuntimeError):
+                self._writer.submit(self._touch, list(keys), now)
+        return now
+
+    def flush(self) -> None:
+        """Wait until all that was offered is written."""
+        while self._waiting and not self._failed:
+            self.drain()
+            self._writer.submit(lambda: None).result()
+        self._writer.submit(lambda: None).result()
+
+    def _path(self, number: int, key: bytes) -> Path:
+        return self._folder / f"{number:06d}-{key.hex()}.kv"
+
+    def _touch(self, keys: Sequence[bytes], now: float) -> None:
+        for number, key in enumerate(keys):
+            try:
+                os.utime(self._path(number, key), (now, now))
+            except OSError:
+                return  # the chain ends here
+
+    def _write(
+        self, path: Path, key: bytes, groups: int, data: Tensor, done: torch.cuda.Event | None, used: float
+    ) -> None:
+        """On the writer's thread. The folder may be full or gone: then nothing is written any more, and the log says so
+        once."""
+        try:
+            if self._failed or path.exists():
+                return
+            if done is not None:
+                done.synchronize()
+            payload = data.numpy().data
+            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part", delete=False) as file:  # mode 0600
+                try:
+                    file.write(HEADER.pack(MAGIC, self._id, key, zlib.crc32(payload), groups, len(payload)))
+                    file.write(payload)
+                    file.close()
+                    os.utime(file.name, (used, used))
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+            self.pages_written += 1
+            self._size = None if self._size is None else self._size + HEADER.size + len(payload)
+            if self._size is None or self._size > self._limit:
+                self._evict()
+        except OSError as e:
+            self._failed = True
+            log.warning("the prefix store %s is not written any more: %s", self._root, e.strerror or e)
+        finally:
+            with self._lock:
+                self._queued -= data.numel()
+
+    def _evict(self) -> None:
+        """Count the folder's files and delete the ones used least recently, the deepest of a chain first, if they are
+        too many."""
+        found: list[tuple[float, int, int, str]] = []
+        for folder in os.scandir(self._root):
+            with contextlib.suppress(OSError):
+                for file in os.scandir(folder.path):
+                    status = file.stat()
+                    number = file.name.partition("-")[0]
+                    if file.name.endswith(".kv") and number.isdigit():
+                        found.append((status.st_mtime, -int(number), status.st_size, file.path))
+                    elif file.name.endswith(".part") and time.time() - status.st_mtime > 3600:
+                        os.unlink(file.path)  # its server was killed
+        self._size = sum(size for _, _, size, _ in found)
+        if self._size <= self._limit:
+            return
+        for _, _, size, path in sorted(found):
+            with contextlib.suppress(FileNotFoundError):  # another server was faster
+                os.unlink(path)
+            self._size -= size
+            if self._size <= KEEP * self._limit:
+                return
+
+    # ---- back -----------------------------------------------------------------------------------------------------
+    def restore(self, tokens: Sequence[int], root: bytes, granularity: int) -> Iterator[None]:
+        """Bring the pages of this prompt that are on disk and not in the cache back into it; yields between two steps.
+        A page that turns out to be bad ends the prefix before it."""
+        kv, size = self._kv, self._kv.spec.page_size
+        keys = list(chain(root, tokens, (len(tokens) - 1) // size, size))
+        self.touch(keys)
+        bad = len(keys)
+        while bad:  # again with a shorter prefix where a page can't be had: it needs other pages of sliding windows
+            count = 0
+            for number, key in enumerate(keys[:bad]):
+                known = kv.prefix.entries.get(key)
+                if not (known and known.pages.get("full", 1)) and not self._path(number, key).exists():
+                    break
+                count = number + 1
+            count -= count % (granularity // size)
+            if not count:
+                return
+            kv.prefix.use(keys[:count])
+            bad, moved = 0, 0
+            for number, key in enumerate(keys[:count]):
+                wanted = [
+                    name
+                    for name in self._names
+                    if number >= kv.prefix.first_page(name, count) and not kv.prefix.page(key, name)
+                ]
+                if not wanted and key in kv.prefix.entries:
+                    continue
+                data = self._read(number, key) if wanted else {}
+                if data is None or not set(wanted) <= data.keys():  # a file may lack pages that were before the window
+                    bad = number
+                    break
+                parent = keys[number - 1] if number else root
+                if number and parent not in kv.prefix.entries:
+                    return  # evicted between two steps
+                if not kv.adopt(key, parent, {name: data[name] for name in wanted}):
+                    return  # no pages left
+                self.pages_read += 1
+                moved += sum(len(part) for part in data.values())
+                if moved >= PER_STEP:
+                    moved = 0
+                    yield
+
+    def _read(self, number: int, key: bytes) -> dict[GroupName, Tensor] | None:
+        """The page's bytes by group, mapped from its file; None: it is not there or not as it was written."""
+        path = self._path(number, key)
+        try:
+            with path.open("rb") as file, contextlib.suppress(ValueError):  # an empty file can't be mapped
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                magic, identity, own, crc, groups, size = (
+                    HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"",) * 6
+                )
+                names = [name for i, name in enumerate(self._names) if groups and groups >> i & 1]
+                sizes = {name: self._kv.page_bytes(name) for name in names}
+                whole = (magic, identity, own, size) == (MAGIC, self._id, key, sum(sizes.values())) and len(
+                    data
+                ) == HEADER.size + size
+                if whole and zlib.crc32(memoryview(data)[HEADER.size :]) == crc:
+                    payload = torch.frombuffer(data, dtype=torch.uint8)[HEADER.size :]
+                    return dict(zip(sizes, payload.split(list(sizes.values()))))
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            log.warning("a page of the prefix store can't be read and is ignored: %s: %s", path.name, e.strerror or e)
+            return None
+        log.warning("a page of the prefix store is damaged or foreign and is ignored: %s", path.name)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None

@@ -1,0 +1,214 @@
+"""Prefixes on disk: the same bits after a restart, and nothing of another model, another key or a damaged file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import tiny
+from tests.engines import request, run, tiny_engine
+
+from outrider.cache.prefix_store import PrefixStore
+from outrider.config import EngineConfig, LoadSettings
+from outrider.engine.engine import Engine
+from outrider.engine.step import Request
+from outrider.types import OutriderError
+
+PROMPT = [3 + i * 7 % 53 for i in range(90)]
+
+
+def engine(folder: Path, variant: str = "llama", identity: str = "a", limit: int = 1 << 30, **config: Any) -> Engine:
+    made = tiny_engine(variant, **config)
+    made.store.disk = PrefixStore(made.store, folder, limit, identity)
+    return made
+
+
+def disk(made: Engine) -> PrefixStore:
+    assert made.store.disk is not None
+    return made.store.disk
+
+
+def asked(made: Engine, prompt: list[int] = PROMPT, namespace: bytes = b"", id: str = "r") -> tuple[list[int], int]:
+    """The answer, and how many tokens of the prompt were not computed."""
+    req: Request = request(id, prompt, temperature=0.8, seed=5, max_tokens=8)
+    req.namespace = namespace
+    made.submit(req)
+    seq, out = made.running(id), []
+    while made.busy:
+        for event in made.step():
+            out += event.tokens
+    made.check()
+    disk(made).flush()
+    assert seq is not None
+    return out, seq.stats.cached_tokens
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.kv"))
+
+
+@pytest.mark.parametrize("variant", ["llama", "dense", "mistral", "edge"])
+def test_another_engine_reads_the_same_bits(tmp_path: Path, variant: str) -> None:
+    plain = run(tiny_engine(variant), [request("r", PROMPT, temperature=0.8, seed=5, max_tokens=8)])["r"]
+    first = engine(tmp_path, variant)
+    assert asked(first) == (plain, 0) and disk(first).pages_written == len(files(tmp_path)) > 0
+    again = engine(tmp_path, variant)
+    text, cached = asked(again)
+    assert text == plain and cached >= 80 and disk(again).pages_read > 0
+    assert disk(again).pages_written <= 2, "only what is new"
+    wrote, read = first.store, again.store
+    one, _ = wrote.prefix.match(PROMPT, 80, 16)
+    a, b = wrote.prefix.match(PROMPT, 80, 16)[1], read.prefix.match(PROMPT, 80, 16)[1]
+    assert one == 80
+    for name in wrote.groups:
+        for x, y in zip(wrote.layers_of(name), read.layers_of(name)):
+            for mine, theirs in zip(a[name], b[name]):
+                assert not mine or torch.equal(x[mine], y[theirs])
+
+
+def test_a_new_process_reads_pages_from_disk(tmp_path: Path) -> None:
+    model = tiny.write(tiny.target("llama"), tmp_path / "model")
+    script = (
+        "import sys\nfrom outrider.llm import LLM\nfrom outrider.config import EngineConfig\nfrom outrider.types import SamplingParams\n"
+        "llm = LLM.load(sys.argv[1], device='cpu', threads=1, drafter='none', engine=EngineConfig(prefix_store=sys.argv[2]))\n"
+        "done = llm.generate([[5 + i % 200 for i in range(300)]], SamplingParams(temperature=1.0, seed=3, max_tokens=12))[0]\n"
+        "llm.engine.store.disk.flush()\n"
+        "print(done.token_ids, done.stats.cached_tokens, llm.engine.store.disk.pages_read)"
+    )
+    told = []
+    for _ in range(2):
+        command = [sys.executable, "-c", script, str(model), str(tmp_path / "store")]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        told.append(ran.stdout.strip().rsplit(" ", 2))
+    assert told[0][0] == told[1][0], "the same text"
+    assert told[0][1:] == ["0", "0"] and told[1][1:] == ["288", "9"], "nine pages of 32 tokens"
+
+
+def test_files_are_their_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "store"
+    asked(engine(folder))
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in files(folder)}
+    assert modes == {0o600} and not list(folder.glob("*/*.part"))
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (folder, files(folder)[0].parent)} == {0o700}
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "renamed", "magic", "folder"])
+@pytest.mark.parametrize("which", [0, 7])
+def test_a_damaged_page_is_computed_again(
+    tmp_path: Path, harm: str, which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, _ = asked(engine(tmp_path, "dense"))
+    path = files(tmp_path)[which]
+    data = bytearray(path.read_bytes())
+    if harm == "flip":
+        data[-5] ^= 4
+    elif harm == "cut":
+        data = data[: len(data) // 2]
+    elif harm == "empty":
+        data = bytearray()
+    elif harm == "renamed":
+        data = bytearray(files(tmp_path)[3].read_bytes())
+    elif harm == "magic":
+        data[:8] = b"GGUF\0\0\0\0"
+    path.write_bytes(data)
+    if harm == "folder":
+        path.unlink()
+        path.mkdir()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "outrider"):
+        again = engine(tmp_path, "dense")
+        got, cached = asked(again)
+    assert got == text and cached == 4 * which // 16 * 16
+    assert len([r for r in caplog.records if "ignored" in r.message]) == 1, "one line"
+
+
+def test_another_model_or_format_is_not_looked_at(tmp_path: Path) -> None:
+    asked(engine(tmp_path))
+    for other in (
+        engine(tmp_path, identity="b"),
+        engine(tmp_path, "qwen2", identity="c"),
+        engine(tmp_path, kv=torch.bfloat16),
+    ):
+        assert asked(other)[1] == 0 and disk(other).pages_read == 0
+
+
+def test_beyond_its_size_the_least_recently_used_go(tmp_path: Path) -> None:
+    asked(engine(tmp_path))
+    page = files(tmp_path)[0].stat().st_size
+    count = len(files(tmp_path))
+    old = time.time() - 1000
+    for path in files(tmp_path):
+        os.utime(path, (old, old))
+    limit = page * (count + 8)
+    made = engine(tmp_path, limit=limit)
+    other = [60 - token for token in PROMPT]
+    asked(made, other)
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
+    fresh = engine(tmp_path, limit=limit)
+    assert asked(fresh, other)[1] >= 80, "the newest stays whole"
+    kept = asked(engine(tmp_path, limit=limit))[1]
+    assert 0 <= kept < 80, "of the other the beginning, if anything"
+    tight = tmp_path / "tight"
+    asked(engine(tight, limit=page * 6))
+    assert 0 < len(files(tight)) <= 6
+    assert asked(engine(tight, limit=page * 6))[1] == 16, "a prompt larger than the store keeps its beginning"
+
+
+def test_two_stores_at_once(tmp_path: Path) -> None:
+    one, two = engine(tmp_path), engine(tmp_path)
+    for made in (one, two):
+        made.submit(request("r", PROMPT, max_tokens=4))
+    while one.busy or two.busy:
+        one.step()
+        two.step()
+    disk(one).flush()
+    disk(two).flush()
+    assert disk(one).pages_written + disk(two).pages_written >= len(files(tmp_path)) > 0
+    longer = [*PROMPT, *PROMPT]
+    asked(one, longer)
+    assert asked(two, longer, id="s")[1] >= 176, "what one has written the other reads, without a restart"
+
+
+def test_keys_are_apart(tmp_path: Path) -> None:
+    made = engine(tmp_path)
+    text, _ = asked(made, namespace=b"one")
+    assert asked(made, namespace=b"two", id="s") == (text, 0), "in memory"
+    again = engine(tmp_path)
+    assert asked(again, namespace=b"three") == (text, 0), "on disk"
+    assert asked(again, namespace=b"one", id="s")[1] >= 80
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    made = engine(tmp_path)
+    monkeypatch.setattr("outrider.cache.prefix_store.os.replace", full)
+    with caplog.at_level(logging.WARNING, "outrider"):
+        asked(made)
+        asked(made, PROMPT[::-1], id="s")
+    assert [r.message for r in caplog.records] == [
+        f"the prefix store {tmp_path} is not written any more: No space left on device"
+    ]
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_bad_settings_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutriderError, match="can't use the prefix store"):
+        engine(tmp_path / "file")
+    with pytest.raises(OutriderError, match="prefix_store_size"):
+        EngineConfig(prefix_store_size=0)
+    with pytest.raises(OutriderError, match="one process"):
+        LoadSettings(tensor_parallel=2, engine=EngineConfig(prefix_store="x"))
