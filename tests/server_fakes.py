@@ -26,7 +26,7 @@ from outrider.engine.engine import Event
 from outrider.engine.grammar import unpacked
 from outrider.engine.metrics import Metrics
 from outrider.engine.output_processor import OutputProcessor
-from outrider.engine.step import Request
+from outrider.engine.step import Progress, Request
 from outrider.engine.text import Detokenizer, Tokenizer
 from outrider.spec.plan import VerifiedTree
 from outrider.types import Matcher, OutriderError, RequestStats, TextFiles
@@ -67,6 +67,7 @@ class _Running:
     stats: RequestStats = field(default_factory=RequestStats)
     arrived: float = field(default_factory=time.perf_counter)
     paused: bool = False
+    read: int = 0  # tokens of the prompt
 
 
 def masks(matcher: Matcher, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
@@ -97,6 +98,9 @@ class FakeEngine:
         self.fail_steps = 0  # this many steps raise
         self.branching = False  # drafts are trees whose first guess is wrong
         self.aborted: list[str] = []
+        self.prompt_step = 0  # tokens of a prompt that are read per step; 0: all at once
+        self.may_read = threading.Event()  # prompts longer than a step wait for it
+        self.cached: set[tuple[int, ...]] = set()  # prompts that were read
         self.max_context = 2048
         self._events: list[Event] = []
 
@@ -144,6 +148,16 @@ class FakeEngine:
         if not ready and not events:
             time.sleep(0.005)
         for run in ready[: self.batch]:
+            prompt = tuple(run.request.prompt)
+            if self.prompt_step and run.read < len(prompt) - 1 and prompt not in self.cached:
+                if run.read == 0 or self.may_read.is_set():
+                    run.read = min(run.read + self.prompt_step, len(prompt) - 1)
+                    if run.read == len(prompt) - 1:
+                        self.cached.add(prompt)
+                else:
+                    time.sleep(0.002)
+                continue
+            run.read = len(prompt)
             events.append(self._advance(run))
             if events[-1].finish_reason:
                 reason = events[-1].finish_reason
@@ -157,6 +171,9 @@ class FakeEngine:
 
     def check(self) -> None:
         pass
+
+    def progress(self) -> dict[str, Progress]:
+        return {id: Progress(r.request, r.read, len(r.out)) for id, r in list(self.running.items())}
 
     def tidy(self, unused_s: float) -> int:
         return 0

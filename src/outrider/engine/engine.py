@@ -43,7 +43,7 @@ from .output_processor import OutputProcessor
 from .prefill_budget import FEW, PrefillBudget
 from .prefill_graphs import LIKELY, ROWS, max_prefill_rows
 from .scheduler import Scheduler
-from .step import Emitted, Executor, PendingStep, Request, ScheduledSeq, Seq, pick
+from .step import Emitted, Executor, PendingStep, Progress, Request, ScheduledSeq, Seq, pick
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
@@ -221,6 +221,13 @@ class Engine:
     def running(self, request_id: str) -> Seq | None:
         """The request on its way, waiting or decoding; None: it has ended."""
         return self._seqs.get(request_id)
+
+    def progress(self) -> dict[str, Progress]:
+        """How far each request is."""
+        return {
+            id: Progress(s.request, min(s.computed, s.prompt_len), len(s.tokens) - s.prompt_len)
+            for id, s in self._seqs.items()
+        }
 
     @property
     def busy(self) -> bool:

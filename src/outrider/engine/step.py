@@ -35,6 +35,19 @@ class Request:
     namespace: bytes = b""  # prefixes are shared within a namespace only
 
 
+class Progress(NamedTuple):
+    """How far a request is: tokens of its prompt that are computed (or were found), and tokens of its answer."""
+
+    request: Request
+    prompt_done: int
+    new_tokens: int
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that are still to be read; the last one is part of the first decode step."""
+        return 0 if self.new_tokens else max(0, len(self.request.prompt) - 1 - self.prompt_done)
+
+
 @dataclass(eq=False)
 class Seq:
     """A request on its way. `tokens` are prompt and answer; K/V of `computed` of them is committed."""

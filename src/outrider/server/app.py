@@ -23,7 +23,7 @@ from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
 from .batches import Batches
-from .call import Call, EventStream, Feeder, timed_out, unless_gone
+from .call import Call, EventStream, Feeder, timed_out, unless_gone, whole
 from .errors import ApiError, read, shutting_down
 from .fair import FairExecutor, FairGate
 from .files import FileStore
@@ -150,11 +150,7 @@ class Server:
         except BaseException:
             stack.close()
             raise
-        return (
-            EventStream(call, wire.media_type)
-            if call.streams
-            else JSONResponse(await unless_gone(request, call.whole()))
-        )
+        return EventStream(call, wire.media_type) if call.streams else await whole(request, call)
 
     async def room(self, request: Request) -> ExitStack:
         """A large body is read when it is its client's turn; until then it stays with its client. Close it when the

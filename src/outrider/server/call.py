@@ -11,11 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..engine.engine import Event
@@ -31,6 +31,7 @@ from .wire import Wire
 
 log = logging.getLogger("outrider.server")
 KEEP_ALIVE_S = 15.0
+TELL_S = 5.0  # between two signs of life while a prompt is read: they say how far it is
 T = TypeVar("T")
 
 
@@ -61,6 +62,13 @@ class Feeder:
         await self._turns.acquire(self._client, self._job.priority)
         self._holding.add(request.id)
         await self._runner.submit([request], self.stream)
+
+    def progress(self) -> tuple[int, int] | None:
+        """Tokens of the job's prompts that are read, of how many, as last published; None: none is being read."""
+        known = [p for r in self._job.requests if (p := self._runner.progress.get(r.id)) is not None]
+        if not any(p.prompt_left for p in known):
+            return None
+        return sum(p.prompt_done for p in known), sum(len(p.request.prompt) for p in known)
 
     def finished(self, id: str) -> None:
         if id in self._holding:
@@ -96,7 +104,9 @@ class Call:
         self.deadline, self._timeout, self._route = deadline, timeout, route
         self._metrics, self._closing = metrics, closing
         self._began = time.monotonic()
-        self._closed = False
+        self._closed = self._answering = False
+        self._read: tuple[int, int] | None = None  # how far the prompt was when it was last asked for
+        self.extended: Callable[[float], None] = lambda deadline: None
 
     @property
     def streams(self) -> bool:
@@ -127,7 +137,10 @@ class Call:
             try:
                 async for event in paced(self._events()) if self._job.options.stream_smoothing else self._events():
                     if event is None:
-                        yield wire.still_working
+                        told = self._read is not None and wire.media_type == "text/event-stream"
+                        yield (
+                            ": prompt {} of {} tokens\n\n".format(*self._read or ()) if told else ""
+                        ) + wire.still_working
                         continue
                     text = "".join(map(wire.chunk, self._writer.chunks(event)))
                     if text:
@@ -150,7 +163,10 @@ class Call:
             waiting.result()
             stream = self._feeder.stream
             while stream.open and any(c.finish is None for c in self._writer.choices):
-                event = await stream.next(min(self._left(), KEEP_ALIVE_S))
+                event = await stream.next(min(self._left(), KEEP_ALIVE_S if self._answering else TELL_S))
+                if event is not None and not self._answering:
+                    self._answering, self._read = True, None
+                    self._extend()
                 if event is not None and event.finish_reason is not None:
                     self._feeder.finished(event.id)
                 yield event
@@ -163,7 +179,16 @@ class Call:
         finally:
             waiting.cancel()
 
+    def _extend(self) -> None:
+        self.deadline = time.monotonic() + self._timeout
+        self.extended(self.deadline)
+
     def _left(self) -> float:
+        """Seconds to the deadline. It moves on while the prompt is being read: time limits are for waiting and for the
+        answer."""
+        if not self._answering and (read := self._feeder.progress()) is not None and read != self._read:
+            self._read = read
+            self._extend()
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise timed_out(self._timeout)
@@ -204,7 +229,13 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         grace = 1.0  # the call tells of its deadline itself, where its client reads
         try:
-            async with asyncio.timeout(max(0.0, self._call.deadline + grace - time.monotonic())):
+            async with asyncio.timeout_at(self._call.deadline + grace) as limit:  # the loop's clock is time.monotonic
+
+                def extended(deadline: float) -> None:
+                    with suppress(RuntimeError):  # over already
+                        limit.reschedule(deadline + grace)
+
+                self._call.extended = extended
                 await super().__call__(scope, receive, send)
         except TimeoutError:
             log.info("a stream was ended at its deadline: its client does not read")
@@ -213,6 +244,50 @@ class EventStream(StreamingResponse):
                 abort()
         finally:
             self._call.close()
+
+
+class SlowJson(Response):
+    """An unstreamed answer that is not there after a while: the status and spaces before the JSON keep the connection
+    alive, since clients and proxies give up on one that says nothing for minutes. What fails now can't be a status any
+    more: the connection is cut, which clients take for what it is, and try again."""
+
+    def __init__(self, call: Call, work: asyncio.Future[Json]) -> None:
+        super().__init__(media_type="application/json")
+        self._call, self._work = call, work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while True:
+                await send({"type": "http.response.body", "body": b" ", "more_body": True})
+                if (await asyncio.wait([self._work], timeout=KEEP_ALIVE_S))[0]:
+                    break
+            await send({"type": "http.response.body", "body": JSONResponse(self._work.result()).body})
+        except ApiError as e:
+            log.info("an answer that had begun was cut off: %s", e.reason)
+            if (abort := scope.get("state", {}).get("abort")) is not None:
+                abort()
+        finally:
+            self._work.cancel()
+            self._call.close()
+
+
+async def whole(request: Request, call: Call) -> Response:
+    """The answer in one piece; where it takes long, with signs of life before it."""
+    work = asyncio.ensure_future(unless_gone(request, call.whole()))
+    try:
+        if (await asyncio.wait([work], timeout=KEEP_ALIVE_S))[0]:
+            return JSONResponse(work.result())
+    except BaseException:
+        work.cancel()
+        call.close()
+        raise
+    return SlowJson(call, work)
 
 
 def timed_out(timeout: float) -> ApiError:

@@ -21,7 +21,7 @@ class LoadedModel:
 
     def __init__(self, name: str, backend: ServedModel, settings: ServerSettings) -> None:
         self.name, self.backend = name, backend
-        self.runner = Runner(backend.engine, 60.0 * settings.keep_prefixes)
+        self.runner = Runner(backend.engine, 60.0 * settings.keep_prefixes, settings.finish_prompts)
         self.turns = TurnQueue(backend.places or settings.max_concurrent)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.tokenizer_process = TokenizerProcess(lambda: backend.tokenizer.json, backend.tokenizer.ids_here)

@@ -154,6 +154,25 @@ def _information(app: FastAPI, server: Server) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    @app.get("/slots", response_model=None)
+    async def slots() -> list[Json]:
+        """What runs: how far prompts are read, as llama.cpp's server tells it. No text."""
+        told = [(model, id, p) for model in server.pool.loaded for id, p in model.runner.progress.items()]
+        return [
+            {
+                "id": i,
+                "model": model.name,
+                "is_processing": True,
+                "n_ctx": model.backend.max_context,
+                "state": "prompt" if p.prompt_left else "decode",
+                "n_prompt_tokens": len(p.request.prompt),
+                "n_prompt_tokens_processed": p.prompt_done,
+                "n_decoded": p.new_tokens,
+                "client_left": id in model.runner.detached,
+            }
+            for i, (model, id, p) in enumerate(told)
+        ]
+
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

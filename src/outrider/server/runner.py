@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 from ..engine.engine import Event
 from ..engine.metrics import Metrics
-from ..engine.step import Request
+from ..engine.step import Progress, Request
 from ..types import OutriderError
 from .outbox import FEW, Item, Outbox
 from .trim import trim
@@ -30,6 +30,10 @@ from .trim import trim
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # so often memory that nobody uses is looked for
+DETACHED = 2  # prompts that are read to their end though their client left, at once
+WORTH = 256  # tokens left to read: for fewer a retry need not find them done
+ALIKE = 256  # tokens at the beginning by which a retry is known
+PROGRESS_S, LOG_S = 0.25, 10.0  # how often progress is published, and logged
 UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
 
@@ -44,6 +48,7 @@ class EngineLike(Protocol):
     def abort(self, id: str) -> None: ...
     def pause(self, id: str, on: bool) -> None: ...
     def step(self) -> Sequence[Event]: ...
+    def progress(self) -> dict[str, Progress]: ...
     def check(self) -> None: ...
     def tidy(self, unused_s: float) -> int: ...
 
@@ -139,10 +144,14 @@ class RequestStream:
 
 
 class Runner:
-    def __init__(self, engine: EngineLike, unused_s: float = 300.0) -> None:
-        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given
-        back."""
-        self._engine, self._unused_s = engine, unused_s
+    def __init__(self, engine: EngineLike, unused_s: float = 300.0, detached_s: float = 600.0) -> None:
+        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given back.
+        `detached_s`: so long a prompt goes on being read after its client left."""
+        self._engine, self._unused_s, self._detached_s = engine, unused_s, detached_s
+        self.detached: dict[str, float] = {}  # requests without a client, and until when they may read
+        self.progress: dict[str, Progress] = {}  # of all requests, published for the event loop now and then
+        self._published = self._logged = 0.0
+        self._told: dict[str, int] = {}  # tokens of prompts that were read when it was last logged
         self._tidy_at = 0.0  # when memory is next looked for
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}  # touched by the engine thread only
@@ -187,7 +196,8 @@ class Runner:
             raise
 
     def abort(self, id: str) -> None:
-        self._commands.put(lambda: self._abort(id))
+        """No client reads this request any more. A prompt that is being read may go on to its end, for a retry."""
+        self._commands.put(lambda: self._abort(id, may_detach=True))
 
     def pause(self, id: str, on: bool) -> None:
         self._commands.put(lambda: self._engine.pause(id, on))
@@ -218,6 +228,7 @@ class Runner:
             idle = not (self._engine.busy and self.healthy)
             if idle:
                 self._outbox.flush()
+                self.progress, self._published = {}, 0.0
             try:
                 # wait only when there is nothing to compute
                 command = self._commands.get(idle, max(0.0, self._tidy_at - time.monotonic()))
@@ -270,6 +281,7 @@ class Runner:
                 )
             elif event.finish_reason != "abort":
                 self._failures = 0
+        self._publish()
         self._deliver(out)
         # Where nothing runs on a device, or there is little to write, now is as good a time as any.
         if not self._written or len(self._streams) <= FEW:
@@ -286,12 +298,13 @@ class Runner:
         )  # our own say in a line what the machine lacks
         log.error("engine step failed, and %d requests with it: %s", len(self._streams), told)
         ids = list(self._streams)
-        for id in ids:
+        for id in (*ids, *self.detached):
             try:
                 self._engine.abort(id)
             except Exception as e:
                 log.error("abort failed after a failed step: %s", where(e))
                 self.healthy = False
+        self.detached.clear()
         try:
             self._engine.check()
         except Exception as e:
@@ -302,7 +315,48 @@ class Runner:
         self._deliver([(id, EngineError("the engine failed while this request was running")) for id in ids])
         self._outbox.flush()
 
+    # ---- prompts without a client, and how far prompts are
+
+    def _may_detach(self, id: str) -> bool:
+        if self._detached_s <= 0 or len(self.detached) >= DETACHED or self._engine.metrics.waiting:
+            return False
+        known = self._engine.progress().get(id)
+        return known is not None and known.prompt_left >= WORTH
+
+    def _drop_detached(self, ids: Iterable[str]) -> None:
+        for id in list(ids):
+            del self.detached[id]
+            self._engine.abort(id)  # what it has read stays in the prefix cache
+
+    def _publish(self) -> None:
+        """After a step: end the prompts that go on without a client and are done or late, or that others wait for; tell
+        how far all are."""
+        now = time.monotonic()
+        if self.detached:
+            known, crowded = self._engine.progress(), self._engine.metrics.waiting > 0
+            over = [
+                id
+                for id, until in self.detached.items()
+                if crowded or now > until or id not in known or not known[id].prompt_left
+            ]
+            self._drop_detached(over)
+        if now - self._published >= PROGRESS_S:
+            self._published, self.progress = now, self._engine.progress()
+        if now - self._logged >= LOG_S:
+            before, seconds, self._logged = self._told, now - self._logged, now
+            self._told = {id: p.prompt_done for id, p in self.progress.items() if p.prompt_left}
+            for id, done in self._told.items():
+                if id in before:
+                    total, speed = len(self.progress[id].request.prompt), (done - before[id]) / seconds
+                    log.info("reading a prompt: %d of %d tokens, %.0f tokens/s", done, total, speed)
+
     def _submit(self, requests: Sequence[Request], stream: RequestStream, taken: asyncio.Future[None]) -> None:
+        if self.detached:  # a retry goes on where the prompt without a client is
+            known, begin = self._engine.progress(), [(r.namespace, r.prompt[:ALIKE]) for r in requests]
+            left = {id: known[id].request for id in self.detached if id in known}
+            self._drop_detached(
+                id for id in self.detached if id not in left or (left[id].namespace, left[id].prompt[:ALIKE]) in begin
+            )
         for request in requests:
             try:
                 self._engine.submit(request)
@@ -318,11 +372,15 @@ class Runner:
             self._streams[request.id] = stream
         self._post(taken, partial(taken.set_result, None))
 
-    def _abort(self, id: str) -> None:
+    def _abort(self, id: str, may_detach: bool = False) -> None:
         if self._streams.pop(id, None) is None:
             return  # finished in the meantime
         self._outbox.forget(id)
         try:
+            if may_detach and self._may_detach(id):
+                self.detached[id] = time.monotonic() + self._detached_s
+                log.info("a client left; its prompt is read to the end for a retry")
+                return
             self._engine.abort(id)
         except Exception as e:
             log.error("abort failed: %s", where(e))

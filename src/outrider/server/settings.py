@@ -27,7 +27,9 @@ class ServerSettings:
     otel_endpoint: str | None = None  # where spans go; None: there are none
     max_concurrent: int = 8  # sequences that decode at once
     max_queued: Annotated[int, "Sequences that wait behind them; more get 429."] = 64
-    timeout: Annotated[float, "Seconds for one request, waiting included."] = 600.0
+    timeout: Annotated[
+        float, "Seconds for a request to get its turn; then without progress in its prompt; then for its answer."
+    ] = 600.0
     max_body: Annotated[int, "Most bytes of a request body; more get 413."] = 4 << 20
     max_prompt: Annotated[int, "Most tokens of a prompt. 0: as many as the context holds."] = 0
     max_choices: int = 16  # the largest n
@@ -46,6 +48,9 @@ class ServerSettings:
     request_timeout: Annotated[float, "Seconds for a request's head to arrive, and for its body."] = 30.0
     idle_timeout: Annotated[float, "Seconds a connection stays open between requests."] = 60.0
     stall_timeout: Annotated[float, "Seconds a client may leave its answer unread."] = 20.0
+    finish_prompts: Annotated[
+        float, "Seconds that a long prompt goes on being read after its client left. 0: not at all."
+    ] = 600.0
     share_prefixes: Annotated[bool, "One API key's prompts may reuse K/V of another's (the answers are the same)."] = (
         False
     )
@@ -72,6 +77,7 @@ class ServerSettings:
         for name in ("request_timeout", "idle_timeout", "stall_timeout"):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
+        require(self.finish_prompts >= 0, f"--finish-prompts must be 0 or more seconds, got {self.finish_prompts}")
         require(self.keep_prefixes > 0, f"--keep-prefixes must be more than 0 minutes, got {self.keep_prefixes}")
         for proxy in self.proxies:
             try:
