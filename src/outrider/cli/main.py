@@ -18,7 +18,22 @@ from ..types import OutriderError
 from . import common
 
 COMMANDS = (
-    *("generate", "chat", "serve", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "prove", "bench", "bench-gpu"),
+    *(
+        "generate",
+        "chat",
+        "serve",
+        "launch",
+        "deploy",
+        "batch",
+        "list",
+        "pull",
+        "rm",
+        "show",
+        "inspect",
+        "prove",
+        "bench",
+        "bench-gpu",
+    ),
     *("bench-server", "predict", "train", "eval-drafter", "cluster-head", "make-dummy", "demo", "doctor"),
 )
 FUNCTIONS = {"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"}
@@ -99,7 +114,9 @@ def run() -> int:
         return 2
     except OSError as error:  # a file that nobody has checked: a full disk, a folder that may not be written
         where = error.filename or out_option()
-        print(f"outrider: {where}: {error.strerror}" if where else f"outrider: {error.strerror or error}", file=sys.stderr)
+        print(
+            f"outrider: {where}: {error.strerror}" if where else f"outrider: {error.strerror or error}", file=sys.stderr
+        )
         return 2
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
         command = f"outrider {named}" if named in COMMANDS else "outrider"
@@ -114,13 +131,19 @@ def run() -> int:
     except Exception as error:  # torch and safetensors have errors of their own for a full disk
         if os.strerror(errno.ENOSPC) not in str(error):
             raise
-        print(f"outrider: {f'{where}: ' if (where := out_option()) else ''}{os.strerror(errno.ENOSPC)}", file=sys.stderr)
+        print(
+            f"outrider: {f'{where}: ' if (where := out_option()) else ''}{os.strerror(errno.ENOSPC)}", file=sys.stderr
+        )
         return 2
 
 
 def out_option() -> str:
     """What --out names: an error of a file that is open does not say where it lies."""
-    given = [(after if word == "--out" else word[6:]) for word, after in pairwise([*sys.argv, ""]) if word.startswith("--out")]
+    given = [
+        (after if word == "--out" else word[6:])
+        for word, after in pairwise([*sys.argv, ""])
+        if word.startswith("--out")
+    ]
     return given[-1] if given else ""
 
 

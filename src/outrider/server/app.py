@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -34,6 +35,7 @@ from .metrics import ServerMetrics
 from .model_pool import ModelPool, PoolSlot
 from .names import route_of
 from .prepare import Job, Preparer, ServedModel
+from .recorder import Recorder
 from .response_store import ResponseStore
 from .routes import add_routes
 from .runner import EngineError, where
@@ -66,6 +68,7 @@ class Server:
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
+        self.recorder = None if settings.record_prompt is None else Recorder(settings.record_prompt)
         self.started = int(time.time())
         self.responses = ResponseStore()
         self.files = FileStore()
@@ -192,6 +195,8 @@ class Server:
         stack.enter_context(self.admission.enter(answers, client))
         job = await self.executor.run(client, lambda: prepare(body, request, model.prepare), long)
         room.close()
+        if self.recorder is not None:
+            await self.executor.run(client, partial(self.recorder.take, request.state.path, raw), long)
         for r in () if self.settings.share_prefixes else job.requests:
             r.namespace = self.keys.namespace(client)
         if job.grammar is not None:

@@ -51,6 +51,9 @@ class ServerSettings:
     finish_prompts: Annotated[
         float, "Seconds that a long prompt goes on being read after its client left. 0: not at all."
     ] = 600.0
+    record_prompt: Annotated[
+        Path | None, "File that keeps system prompt and tools of the longest prompt (for launch)."
+    ] = None
     share_prefixes: Annotated[bool, "One API key's prompts may reuse K/V of another's (the answers are the same)."] = (
         False
     )

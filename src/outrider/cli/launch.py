@@ -1,0 +1,206 @@
+"""`outrider launch`: a coding agent on a model of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import OPTIONS, LoadSettings
+from ..ops.cpu.build import cache_path
+from ..server.settings import public_name
+from ..types import OutriderError
+from . import common
+from .agents import AGENTS, Agent, Endpoint
+from .common import note, out
+
+URL = "http://127.0.0.1:8000"
+SERVING = re.compile(r"serving .* at (https?://\S+) \(page")
+
+
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "prefix_store", "prefix_store_size")
+def launch(
+    agent: Annotated[str, typer.Argument(help=f"{', '.join(AGENTS)}.")],
+    model: Annotated[
+        str | None, typer.Argument(help="As for serve. Default: the model of the server that runs at --url.")
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="For the agent.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help=f"A server that runs already. Default: {URL}, if MODEL is served there.")
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="OUTRIDER_API_KEY", help="Of that server.")] = "none",
+    show: Annotated[bool, typer.Option("--print", help="Print what would be run, and run nothing.")] = False,
+    *,
+    load: LoadSettings,
+) -> None:
+    """Start a coding agent on MODEL: the server if none runs, with K/V of prompts on disk, then the agent with its
+    settings.
+
+    The server keeps what it has read of the agent's prompt in a folder (--prefix-store; `off`: not at all), so that the
+    next start has its first token soon. It ends with the agent; its log is launch/serve.log in Outrider's cache.
+
+    Example: outrider launch claude Qwen/Qwen2.5-Coder-1.5B-Instruct
+    """
+    if agent not in AGENTS:
+        raise OutriderError(f"unknown agent {agent!r}; known: {', '.join(AGENTS)}")
+    chosen, given = AGENTS[agent], arguments or []
+    if model is not None and model.startswith("-"):  # `launch claude -- --resume`
+        given, model = [model, *given], None
+    program = shutil.which(chosen.program)
+    if program is None and not show:
+        raise OutriderError(f"{chosen.program} is not on the PATH: {chosen.install}")
+    found = find(url, model, api_key)
+    if found is None and model is None:
+        raise OutriderError(f"no server at {url or URL}: name a MODEL to start one, or give its address with --url")
+    recorded = cache_path("launch", f"{agent}.json")
+    command = [] if found is not None else server_command(str(model), load, recorded)
+    if show:
+        if command:
+            out.print(shlex.join(command))
+        at = found or Endpoint("http://127.0.0.1:PORT", public_name(str(model)), load.engine.max_context or 0, api_key)
+        show_agent(chosen, at, given)
+        return
+    with nothing(found) if found is not None else serving(command, str(model), api_key) as at:
+        threading.Thread(target=warm, args=(at, recorded), daemon=True).start()
+        raise typer.Exit(run_agent(str(program), chosen, at, given))
+
+
+def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
+    """The server that runs there, if it serves this model. An address that was given must have one."""
+    try:
+        cards = ask(f"{url or URL}/v1/models", key)["data"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        if url is not None:
+            raise OutriderError(f"no server answers at {url}: {getattr(e, 'reason', None) or e}") from None
+        return None
+    names = [str(card["id"]) for card in cards]
+    wanted = names[0] if model is None else public_name(model)
+    if wanted not in names:
+        if url is not None:
+            raise OutriderError(f"the server at {url} has {', '.join(names)}, not {wanted}")
+        return None
+    extra: dict[str, Any] = cards[names.index(wanted)].get("outrider") or {}
+    return Endpoint((url or URL).rstrip("/"), wanted, int(extra.get("max_context") or 0), key)
+
+
+def ask(url: str, key: str, body: object = None, timeout: float = 5.0) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    direct = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # a proxy of this machine knows no server of ours
+    with direct.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
+        return json.load(answer)
+
+
+def server_command(model: str, load: LoadSettings, recorded: Path) -> list[str]:
+    given = {name: value for name, value in load.options().items() if value != OPTIONS[name].default}
+    folder = given.pop("prefix_store", None) or str(cache_path("prefixes"))
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    store = [] if folder == "off" else ["--prefix-store", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider",
+        "serve",
+        model,
+        "--port",
+        "0",
+        *store,
+        "--record-prompt",
+        str(recorded),
+    ]
+    return [*command, *options]
+
+
+def show_agent(agent: Agent, at: Endpoint, given: list[str]) -> None:
+    variables, arguments = agent.settings(at)
+    for name, value in variables.items():
+        out.print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
+    out.print(shlex.join([agent.program, *arguments, *given]))
+
+
+@contextmanager
+def nothing(found: Endpoint) -> Iterator[Endpoint]:
+    """A server that ran before goes on."""
+    yield found
+
+
+@contextmanager
+def serving(command: list[str], model: str, key: str) -> Iterator[Endpoint]:
+    """The server as a child, until the block ends."""
+    path = cache_path("launch", "serve.log")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    note(f"starting a server for {model} (log: {path})")
+    env = {**os.environ, "OUTRIDER_API_KEY": key} if key != "none" else None
+    with open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
+        # a session of its own: Ctrl-C is meant for the agent
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+        )
+    try:
+        address = None
+        while address is None:
+            ended = child.poll() is not None
+            said = path.read_text(encoding="utf-8", errors="replace")
+            started = SERVING.search(said)
+            address = started[1] if started else None
+            if address is None and ended:
+                last = next(
+                    (line for line in reversed(said.splitlines()) if line.strip()), f"exit code {child.returncode}"
+                )
+                raise OutriderError(f"the server did not start: {last.removeprefix('outrider: ')}")
+            time.sleep(0.1)
+        while (at := find_started(address, key)) is None:  # it says its address before it answers
+            if child.poll() is not None:
+                raise OutriderError(f"the server ended at its start: see {path}")
+            time.sleep(0.1)
+        yield at
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(30)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def find_started(address: str, key: str) -> Endpoint | None:
+    with suppress(OutriderError):
+        return find(address, None, key)
+    return None
+
+
+def warm(at: Endpoint, recorded: Path) -> None:
+    """Let the server read the agent's system prompt, as it was recorded, while the agent starts. If the agent asks
+    before that is done, its request goes on from there."""
+    with suppress(OSError, ValueError, KeyError):
+        kept: Mapping[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))
+        ask(at.url + kept["path"], at.key, {**kept["body"], "model": at.model}, timeout=3600.0)
+
+
+def run_agent(program: str, agent: Agent, at: Endpoint, given: list[str]) -> int:
+    variables, arguments = agent.settings(at)
+    kept = {name: value for name, value in os.environ.items() if name not in variables}
+    env = {**kept, **{name: value for name, value in variables.items() if value is not None}}
+    child = subprocess.Popen([program, *arguments, *given], env=env)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent says what Ctrl-C means
+    try:
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,52 @@
+"""The beginning of an agent's prompts in a file: its system prompt and tools, without what the user said. The next
+start of the server can read it before the agent asks (`outrider launch`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("outrider.server")
+ROUTES = {"/v1/chat/completions": "max_tokens", "/v1/messages": "max_tokens", "/v1/responses": "max_output_tokens"}
+KEPT = ("system", "instructions", "tools", "chat_template_kwargs")  # what stands before the conversation
+LONG = 4000  # characters; less is read in no time
+
+
+def beginning(path: str, raw: bytes) -> str | None:
+    """A request for one token that has the same beginning, as JSON {path, body}; None: there is no long one."""
+    if path not in ROUTES:
+        return None
+    asked: dict[str, Any] = json.loads(raw)
+    body = {name: asked[name] for name in KEPT if asked.get(name)}
+    talk = "input" if path == "/v1/responses" else "messages"
+    given = asked[talk] if isinstance(asked.get(talk), list) else []
+    first = next((i for i, m in enumerate(given) if m.get("role") not in ("system", "developer")), len(given))
+    body |= {talk: [*given[:first], {"role": "user", "content": "."}], ROUTES[path]: 1, "stream": False}
+    text = json.dumps({"path": path, "body": body}, ensure_ascii=False)
+    return text if len(text) >= LONG else None
+
+
+class Recorder:
+    def __init__(self, file: Path) -> None:
+        self._file, self._longest = file, 0
+
+    def take(self, path: str, raw: bytes) -> None:
+        """Keep the longest beginning since the start. A body that passed validation; whatever fails here is not its
+        client's concern."""
+        try:
+            text = beginning(path, raw)
+            if text is None or len(text) <= self._longest:
+                return
+            self._longest = len(text)
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=self._file.parent, delete=False
+            ) as made:  # mode 0600
+                made.write(text)
+            os.replace(made.name, self._file)
+        except (OSError, ValueError, AttributeError, TypeError) as e:
+            log.warning("the beginning of a prompt was not recorded: %s", type(e).__name__)
