@@ -144,3 +144,19 @@ def test_progress_is_told(slow: Served, caplog: pytest.LogCaptureFixture, monkey
         assert ": prompt 100 of" in told and '"Z"' in told
     assert any("reading a prompt: 100 of" in r.message for r in caplog.records)
     assert "word" not in caplog.text
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_each_key_has_prefixes_of_its_own(share: bool) -> None:
+    """And the same ones after a restart, wherever the key stands in the list."""
+    spaces = []
+    for keys in (("one", "two"), ("two", "one")):
+        engine = FakeEngine(TOK)
+        with Served(engine, TOK, api_keys=keys, share_prefixes=share) as s:
+            for key in ("one", "two"):
+                headers = {"Authorization": f"Bearer {key}"}
+                body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+                assert s.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+        spaces.append([request.namespace for request in engine.seen])
+    assert spaces[0] == spaces[1]
+    assert spaces[0] == [b"", b""] if share else len(set(spaces[0])) == 2 and b"one" not in spaces[0][0]
