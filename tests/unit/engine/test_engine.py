@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -153,7 +153,10 @@ class CountingCache:
     def __init__(self, slots: int, positions: int):
         self.free_slots, self.left = slots, positions
 
-    def open(self, tokens: object, granularity: int, reuse: bool = True) -> tuple[Counted, int]:
+    def restoring(self, tokens: object, granularity: int, root: bytes) -> Iterator[None]:
+        return iter(())
+
+    def open(self, tokens: object, granularity: int, reuse: bool = True, root: bytes = b"") -> tuple[Counted, int]:
         self.free_slots -= 1
         return Counted(self.free_slots), 0
 
