@@ -29,6 +29,7 @@ from outrider.train.data import Sequences
 from outrider.train.evaluate import judge_drafts, walk
 from outrider.train.finish import views
 from outrider.train.job import TrainJob
+from outrider.train.recipes import Phase, train_recipe
 from outrider.train.target import describe, encode, open_target
 from outrider.train.tools import answers, cluster_drafter, evaluate_drafter, load_net
 from outrider.train.trainer import TrainSettings
@@ -101,13 +102,60 @@ def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_k
     result = run.train(again, said.append)
     same = sum(r["prompt"] == rows[0]["prompt"] for r in rows)
     assert any(f"{2 * (3 + same)} held out" in line for line in said), said
-    assert result["step"] == 0 and any("no evaluation beat" in line for line in said)
+    assert result["step"] == 0 and any(f"no evaluation beat {out / 'drafter'}" in line for line in said)
     kept, last = ((tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("drafter", "last"))
     assert kept == (out / "drafter" / "model.safetensors").read_bytes() != last
     with pytest.raises(OutriderError, match="begun with other prompts"):
         run.train(replace(again, judge=None), QUIET)
     with pytest.raises(OutriderError, match="begun with other prompts"):
         run.train(replace(again, data=apart), QUIET)
+
+
+def test_a_folder_of_another_models_run_is_refused_and_keeps_its_drafter(
+    world: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """Same shapes, other weights: the folder's answers and drafter are another model's."""
+    target, data, out = world
+    tuned = tiny.write(fine_tune(transformers.AutoModelForCausalLM.from_pretrained(target)), tmp_path / "tuned")
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(
+        OutriderError, match=f"holds a run for another model .*other weights than {tuned}.*choose another --out"
+    ):
+        run.train(job(tuned, data, out), QUIET)
+    with pytest.raises(OutriderError, match="holds a drafter that this recipe did not make"):
+        train_recipe(job(target, data, out), [Phase("one", 1.0, {})], QUIET)
+    foreign = tmp_path / "foreign"
+    shutil.copytree(out / "drafter", foreign / "drafter")
+    with pytest.raises(OutriderError, match="of unknown origin"):
+        run.train(job(target, data, foreign), QUIET)
+    assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def test_changed_settings_of_a_run_that_goes_on_are_refused_or_said(
+    world: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    target, data, out = world
+    kept = tmp_path / "run"
+    shutil.copytree(out, kept)
+    first = job(target, data, kept)
+    for change, said in (
+        ({"answering": replace(first.answering, max_new=16)}, "max_new 32 -> 16"),
+        ({"settings": replace(first.settings, seed=3)}, "seed 0 -> 3"),
+        ({"limit": 9}, "limit None -> 9"),
+        ({"layers": 2}, "layers 3 -> 2"),
+        ({"anchors": 256}, "anchors 768 -> 256"),
+    ):
+        with pytest.raises(OutriderError, match=rf"begun with other settings \({said}\): choose another --out"):
+            run.train(replace(first, **change), QUIET)
+    lines: list[str] = []
+    worse = replace(
+        first, settings=replace(first.settings, lr=3.0, steps=64, warmup=1, hold=1.0, eval_every=0)
+    )  # it unlearns
+    result = run.train(worse, lines.append)
+    assert any("goes on with other settings: " in line and "lr 0.004 -> 3.0" in line for line in lines)
+    assert result["step"] <= 60 and any("no evaluation beat step" in line for line in lines)
+    files = [(folder / "drafter" / "model.safetensors").read_bytes() for folder in (out, kept)]
+    assert files[0] == files[1]
 
 
 def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
@@ -280,7 +328,7 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
     target, data, out = world
     kept = tmp_path / "run"
     kept.mkdir()
-    for name in ("prompts.npz", "prompts.json", "data.npz"):
+    for name in ("run.json", "prompts.npz", "prompts.json", "data.npz"):
         (kept / name).write_bytes((out / name).read_bytes())
     real = module.Trainer.loss
 
@@ -332,16 +380,15 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
     assert done.returncode == 0, done.stderr[-2000:]
     shares = [read_answers(out / f"answers-{rank}.jsonl") for rank in (0, 1)]
     assert all(shares) and not shares[0].keys() & shares[1].keys() and sum(map(len, shares)) == 48
-    assert [r["step"] for r in log(out) if "loss" in r] == [1, 3] and len([r for r in log(out) if "eval" in r]) == 1
+    assert [r["step"] for r in log(out) if "loss" in r] == [1, 3] and len([r for r in log(out) if "eval" in r]) == 2
     assert done.stderr.count("sequences to train on") == 1
     one = tmp_path / "one"
     one.mkdir()
-    for name in ("prompts.npz", "prompts.json", "data.npz", "sizes.json"):
+    for name in ("run.json", "prompts.npz", "prompts.json", "data.npz", "sizes.json"):
         shutil.copy(out / name, one / name)
     settings = TrainSettings(steps=3, unroll=2, accumulate=2, muon=False, warmup=10)
-    same = job(
-        target, data, one, layers=2, answering=Answering(16, slots=16, greedy_share=1.0), anchors=256, settings=settings
-    )
+    how = Answering(16, slots=16, greedy_share=1.0)
+    same = job(target, data, one, layers=2, max_prompt=256, answering=how, anchors=256, settings=settings)
     run.train(same, QUIET)
     two, single = (torch.load(folder / "checkpoint.pt", weights_only=True)["net"] for folder in (out, one))
     for name in two:

@@ -87,7 +87,9 @@ def test_a_signal_saves_a_drafter_and_a_run_to_continue(world: tuple[Path, Path]
     assert "Not measured" in (tmp_path / "drafter" / "README.md").read_text()
     settings = TrainSettings(steps=step + 5, unroll=2, warmup=10, eval_every=0)
     said: list[str] = []
-    more = job(target, data, tmp_path, layers=2, answering=Answering(16), anchors=256, settings=settings)
+    more = job(
+        target, data, tmp_path, layers=2, max_prompt=256, answering=Answering(16), anchors=256, settings=settings
+    )
     assert run.train(more, said.append)["full"]["answers"] > 0
     assert any(f"continuing from step {step}" in line for line in said)
     assert "Not measured" not in (tmp_path / "drafter" / "README.md").read_text()
@@ -160,7 +162,8 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     kept, start = (load_drafter(str(path / "drafter"), "cpu", torch.float32)[1] for path in (tmp_path / "base", out))
     assert all(torch.equal(as_tensor(kept[name]), as_tensor(start[name])) for name in kept)
     more = TrainSettings(steps=2, unroll=2, warmup=1, lr=3.0, eval_every=3)  # fewer than it has done: it ends at once
-    run.train(replace(base, out=out, init=str(tmp_path / "base" / "drafter"), settings=more), QUIET)
+    same = replace(base, out=out, init=str(tmp_path / "base" / "drafter"), layers=2, max_prompt=256, settings=more)
+    run.train(same, QUIET)
     ended = load_drafter(str(out / "drafter"), "cpu", torch.float32)[1]
     assert all(torch.equal(as_tensor(kept[name]), as_tensor(ended[name])) for name in kept)
 

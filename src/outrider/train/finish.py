@@ -36,6 +36,7 @@ from .model_card import model_card
 from .net import DrafterModule
 from .target import TrainTarget
 from .trainer import Row, Trainer
+from .trainer import write as write_checkpoint
 
 # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
 PASSES = 4
@@ -106,22 +107,24 @@ def load_best(
     quick: bool,
     write: bool,
 ) -> int:
-    """The weights of the best evaluation, where they are better than the last ones: a run that went on from a drafter
-    is first worse than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones;
-    where only the drafter at the start was judged, they are kept. -> the step whose weights the net has now. Last ones
-    that lose stay in OUT/last."""
+    """Loads the weights of the best evaluation where they are better than the last ones, so that no better drafter is
+    overwritten. `quick`: there is no time to evaluate the last ones; where only the drafter at the start was evaluated,
+    they are kept. Returns the step whose weights the net has now. Last weights that lose stay in OUT/last."""
     path, step = job.out / "best.pt", trainer.progress.step
-    if not path.exists() or not (job.settings.patience or job.init):
-        return step
-    best = torch.load(path, map_location=target.model.device, weights_only=True)
+    best = torch.load(path, map_location=target.model.device, weights_only=True) if path.exists() else None
     every = job.settings.eval_every
-    if quick and best["step"] == 0 and not (every and step >= every):
+    if quick and (best is None or (best["step"] == 0 and not (every and step >= every))):
         return step
     if not quick:
+        if not len(aside):
+            return step
         last = judge(target, net, aside, job.answering.temperature)
         trainer.log({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
-        if last["score"] >= best["score"]:
+        if best is None or last["score"] >= best["score"]:
+            if write:
+                write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
             return step
+    assert best is not None
     if write and best["step"] != step:
         save_drafter(job.out / "last", net.config, net.export())
     net.load_state_dict(best["net"])

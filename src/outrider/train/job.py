@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,9 +13,18 @@ from ..models.config import DrafterConfig, ModelConfig
 from ..types import OutriderError
 from . import design
 from .answers import Answering
+from .losses import LossMix
 from .trainer import TrainSettings
 
 Say = Callable[[str], None]
+# Where and how long a run goes on may change freely. Of the rest, these may change and are reported; all others make
+# another run.
+FREE = {"target", "data", "judge", "out", "carry", "minutes", "answer_minutes", "slots", "processes", "device", "dtype", "command"} | {
+    "shard_target", "save_minutes", "save_every", "log_every", "tokens", "scored", "keep",
+}  # fmt: skip
+CHANGEABLE = {"steps", "lr", "warmup", "hold", "final", "weight_decay", "clip", "accumulate", "unroll", "decay", "survival", "thin"} | {
+    "loss", "greedy_loss", "cluster_pull", "eval_every", "patience", "recall", "top",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,3 +85,17 @@ class TrainJob:
             cluster_top=top,
             position_offset=self.position_offset, target_hash=target_hash,
         )  # fmt: skip
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that a run must keep, or report a change of, as JSON holds them."""
+        parts = (("", self), ("answer_", self.answering), ("", self.settings))
+        found = {
+            (prefix if f.name == "seed" else "") + f.name: getattr(part, f.name)
+            for prefix, part in parts
+            for f in fields(part)
+            if f.name not in FREE | {"answering", "settings"}
+        }
+        found["anchors"] = self.anchors
+        return {
+            k: str(v) if isinstance(v, LossMix) else list(v) if isinstance(v, tuple) else v for k, v in found.items()
+        }

@@ -103,6 +103,9 @@ def train_recipe(
     are asked for."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OutriderError("--recipe runs in one process: give torchrun the options of one phase at a time")
+    own_folder = (job.out / f"1-{phases[0].name}" / "run.json").exists()
+    if (job.out / "run.json").exists() or ((job.out / "drafter").exists() and not own_folder):
+        raise OutriderError(f"--out {job.out}: holds a drafter that this recipe did not make: choose another --out")
     total = sum(p.minutes for p in phases)
     by_steps = "steps" in keep
     result: Row = {}

@@ -2,6 +2,7 @@
 
 Everything lives in one folder and every stage continues where it stopped:
 
+    OUT/run.json         whose run this is: the target's hash and the settings it was begun with
     OUT/prompts.npz      encoded prompts
     OUT/answers.jsonl    the target's answers, appended as they end (answers-R.jsonl of several processes)
     OUT/data.npz         prompts with answers, once answering is over
@@ -32,6 +33,7 @@ from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
 from ..prompts import read_prompts
 from ..types import OutriderError
+from ..weights.files import fingerprint
 from ..weights.load import as_tensors, load_drafter
 from . import design, finish
 from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
@@ -39,7 +41,7 @@ from .clock import Budget, Stop, listening
 from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import write_json
 from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
-from .job import Say, TrainJob
+from .job import CHANGEABLE, Say, TrainJob
 from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
 from .net import DrafterModule
@@ -91,7 +93,7 @@ class TrainRun:
     ):
         self.job, self.budget, self.stop, self.group = job, budget, stop, group
         self.say: Say = say if group.first else lambda _: None
-        self.counts = (job.out / "spent.json").exists() or job.texts  # a run that was refused has spent nothing
+        self.counts = False  # a run that was refused has spent nothing
         self.shown: Progress = progress if progress is not None and group.first else lambda *_: None
         self.noted = budget.spent  # seconds, when they were last written down
 
@@ -109,6 +111,7 @@ class TrainRun:
         job = self.job
         self.progress("reading prompts", 0, 1, "")
         known = describe(job.target)
+        self.check_folder(known)
         prompts = self.prompts(known)
         whole = self.data(known, prompts)
         if whole is None:
@@ -122,6 +125,42 @@ class TrainRun:
         data, aside = split(whole, prompts.index[self.held(prompts)])
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
+
+    def check_folder(self, known: Described) -> None:
+        """Refuses a folder that holds another model's run or drafter, or a run with settings that cannot change on the
+        way."""
+        out, mine = (
+            self.job.out,
+            {"target": known.name, "target_hash": fingerprint(known.files), "settings": self.job.identity()},
+        )
+        begun = read_json(out / "run.json")
+        if not self.group.first:
+            pass
+        elif not begun:
+            if any((out / name).exists() for name in ("prompts.npz", "checkpoint.pt", "drafter")):
+                raise OutriderError(f"--out {out}: holds a drafter or a run of unknown origin: choose another --out")
+            write_json(out / "run.json", mine)
+        elif begun.get("target_hash") != mine["target_hash"]:
+            raise OutriderError(
+                f"--out {out}: holds a run for another model ({begun.get('target')}, other weights than {known.name}): choose another --out"
+            )
+        else:
+            self.compare(begun.get("settings", {}), mine["settings"])
+            write_json(out / "run.json", mine)
+        self.counts = (out / "spent.json").exists() or self.job.texts
+
+    def compare(self, before: Row, now: Row) -> None:
+        """Settings of a run that goes on against those it was begun with."""
+        changed = [
+            f"{name} {before[name]} -> {now[name]}" for name in now if name in before and before[name] != now[name]
+        ]
+        fixed = [line for line in changed if line.split()[0] not in CHANGEABLE]
+        if fixed:
+            raise OutriderError(
+                f"--out {self.job.out}: this run was begun with other settings ({', '.join(fixed)}): choose another --out"
+            )
+        if changed:
+            self.say(f"this run goes on with other settings: {', '.join(changed)}")
 
     # ---- data ------------------------------------------------------------------------------------------------------
     def held(self, prompts: Sequences) -> np.ndarray:
@@ -351,9 +390,10 @@ class TrainRun:
                 f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here"
             )
             return {**result, "stopped": self.stop.signal}
-        if result["step"] == 0 < trainer.progress.step:
+        if result["step"] < trainer.progress.step:
+            best = f"step {result['step']}" if result["step"] or job.init is None else job.init
             self.say(
-                f"no evaluation beat {job.init}, so {job.out / 'drafter'} holds that drafter; {job.out / 'last'} what was learnt"
+                f"no evaluation beat {best}, so {job.out / 'drafter'} holds those weights; {job.out / 'last'} holds the last ones"
             )
         else:
             self.say(f"drafter written to {job.out / 'drafter'}")
