@@ -336,7 +336,8 @@ def _assemble(
     captured = (
         ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
     )  # then no draft ends by its confidence
-    controller = Controller(CostTable(), names, prior, trust=None if captured else trust)
+    counts = {"mtp": card.counts} if card is not None else None
+    controller = Controller(CostTable(), names, prior, trust=None if captured else trust, counts=counts)
     engine = Engine(
         runner,
         tokenizer,

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 
 from ..types import MAX_DRAFT
 
-GLOBAL_WEIGHT = 4.0  # how many observations the card's prior is worth
+GLOBAL_WEIGHT = 4.0  # how many observations the card's prior is worth at most
+PER_WEIGHT = 8.0  # tokens of the card, judged at a position, for each such observation
+PROVEN = 512  # judged tokens of a card before its drafter may be trusted from the start
 GLOBAL_KEEP = 0.995  # forgetting, per observation of a position
+ACCEPTED_ENOUGH = 4  # accepted tokens after which a drafter without a card counts as proven
 BINS = 16  # of drafter confidence
 SURE_AFTER = 16  # judged confidences before a draft may end by them, where no card says how they are to be taken
 MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
@@ -65,7 +68,7 @@ class PositionStats:
             good[accepted] *= keep
             seen[accepted] = seen[accepted] * keep + 1.0
 
-    def estimate(self, prior: Sequence[float], weight: float) -> list[float]:
+    def estimate(self, prior: Sequence[float], weights: Sequence[float]) -> list[float]:
         """Posterior means by position. What the positions before say about this source (odds against the prior) shifts
         the prior of the next: a request that is easy at position 1 is expected to be easy at position 5, seen or
         not."""
@@ -75,7 +78,7 @@ class PositionStats:
             p = prior[j]
             expected = p if shift == 1.0 else p * shift / (1.0 - p + p * shift)
             n = seen[j]
-            a = (good[j] + weight * expected) / (n + weight) if n else expected
+            a = (good[j] + weights[j] * expected) / (n + weights[j]) if n else expected
             if a > MOST:
                 a = MOST
             out.append(a)
@@ -91,12 +94,15 @@ class DrafterStats:
 
     __slots__ = (
         "a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "in_chains", "in_trees", "judged", "prior",
-        "stale", "sure", "trust",
-        "worth",
+        "proven", "stale",
+        "sure", "trust", "weights", "worth",
     )  # fmt: skip
 
-    def __init__(self, prior: Sequence[float], trust: Sequence[float] | None = None) -> None:
-        """`trust`: the card's acceptance by confidence, in 16 equal bins."""
+    def __init__(
+        self, prior: Sequence[float], trust: Sequence[float] | None = None, counts: Sequence[float] | None = None
+    ) -> None:
+        """`trust`: the card's acceptance by confidence, in 16 equal bins. `counts`: how many tokens the card judged at
+        each position; None: the prior is not from a card and is taken as it is."""
         self.arm = PositionStats()
         self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)
@@ -104,11 +110,17 @@ class DrafterStats:
         self.accepted = 0
         self.stale = 0  # drafts since the estimates were made
         self.bins = [[0.0, 0.0] for _ in range(BINS)]  # accepted and judged by confidence
-        self.carded = trust is not None  # a card says how confidences are to be taken
+        self.proven = counts is None or sum(counts) >= PROVEN
+        self.weights = [GLOBAL_WEIGHT] * MAX_DRAFT  # of the prior, by position
+        if counts is not None:
+            by_position = [counts[min(j, len(counts) - 1)] for j in range(MAX_DRAFT)] if counts else [0.0] * MAX_DRAFT
+            self.weights = [min(GLOBAL_WEIGHT, 1.0 + c / PER_WEIGHT) for c in by_position]
+        self.carded = trust is not None and self.proven  # a card says how confidences are to be taken
         self.calibrated = self.carded  # it is known how confidences are to be taken, so drafts may end by them
         self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
         if trust is not None:
-            self.bins = [[CARD_WEIGHT * t, CARD_WEIGHT] for t in trust]
+            weight = CARD_WEIGHT if counts is None else min(CARD_WEIGHT, sum(counts) / BINS)
+            self.bins = [[weight * t, weight] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
         # Drafted tokens that trees of a fixed size brought, and that their main chains alone would have: at first a
@@ -122,6 +134,7 @@ class DrafterStats:
         self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, GLOBAL_KEEP)
         self.judged += 1
         self.accepted += accepted
+        self.proven = self.proven or self.accepted >= ACCEPTED_ENOUGH
         self.stale += 1
         if confidence is not None:
             for j in range(min(drafted, accepted + 1, len(confidence))):
@@ -150,6 +163,6 @@ class DrafterStats:
 
     def refresh(self) -> None:
         self.stale = 0
-        self.a = [max(0.005, a) for a in self.arm.estimate(self.prior, GLOBAL_WEIGHT)]
+        self.a = [max(0.005, a) for a in self.arm.estimate(self.prior, self.weights)]
         if self.sure:
             self.trust = [(good + 4.0 * (i + 0.5) / BINS) / (seen + 4.0) for i, (good, seen) in enumerate(self.bins)]

@@ -1,8 +1,9 @@
 """What a drafter's folder says about how often it is right: acceptance.json, the controller's prior. Torch-free.
 
 {"weights": fingerprint of the drafter, "accepted": [a_j: chance that position j is right given that all before it
-were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": tokens it was measured on, "second":
-how often its second best token is right where the best is wrong; null: not measured}
+were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": tokens it was measured on, "seen":
+[how many of them were judged at each position: the prior is as strong as that], "second": how often its second best
+token is right where the best is wrong; null: not measured}
 
 Made from recorded traces (`outrider bench MODEL --record-traces FILE`, then `--card FILE`). A card of other weights is
 not used: without one the controller starts from neutral figures and learns the same within some hundred tokens.
@@ -20,6 +21,10 @@ from .acceptance import BINS
 from .simulate import Trace
 
 FILE = "acceptance.json"
+FIRST, NEIGHBOUR = (
+    0.5,
+    2.0,
+)  # acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,22 @@ class AcceptanceProfile:
     trust: tuple[float, ...]
     judged: int
     second: float | None = None
+    seen: tuple[float, ...] = ()  # judged tokens by position; empty in files of earlier versions
+
+    @property
+    def counts(self) -> tuple[float, ...]:
+        """Judged tokens by position. Without the counts: the total, spread as its acceptance lets drafts go on."""
+        if self.seen:
+            return self.seen
+        reached = [1.0]
+        for a in self.accepted[:-1]:
+            reached.append(reached[-1] * a)
+        return tuple(self.judged * r / sum(reached) for r in reached)
 
 
 def measure(traces: Iterable[Trace], weights: str, second: float | None = None) -> AcceptanceProfile:
     """From every position of every answer, whether decoding would have drafted there or not."""
-    good, seen = [1.0] * MAX_DRAFT, [1.4] * MAX_DRAFT  # about what drafts are worth before anything is known
+    good, seen = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
     bins = [[2.0 * (i + 0.5) / BINS, 2.0] for i in range(BINS)]
     judged = 0
     for trace in traces:
@@ -48,8 +64,14 @@ def measure(traces: Iterable[Trace], weights: str, second: float | None = None) 
                     cell[1] += 1.0
     if not judged:
         raise OutriderError("no drafts in these traces: record them with the drafter whose card is wanted")
-    accepted = tuple(round(g / s, 4) for g, s in zip(good, seen, strict=True))
-    return AcceptanceProfile(weights, accepted, tuple(round(g / s, 4) for g, s in bins), judged, second)
+    accepted: list[float] = []
+    for g, s in zip(
+        good, seen, strict=True
+    ):  # a position that was hardly reached is taken to be like the one before it
+        before = accepted[-1] if accepted else FIRST
+        accepted.append(round((g + NEIGHBOUR * before) / (s + NEIGHBOUR), 4))
+    trust = tuple(round(g / s, 4) for g, s in bins)
+    return AcceptanceProfile(weights, tuple(accepted), trust, judged, second, tuple(seen))
 
 
 def write(folder: Path, card: AcceptanceProfile) -> Path:
@@ -66,14 +88,15 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
     try:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
         second = None if raw.get("second") is None else float(raw["second"])
-        card = AcceptanceProfile(
-            str(raw["weights"]),
-            tuple(map(float, raw["accepted"])),
-            tuple(map(float, raw["trust"])),
-            int(raw["judged"]),
-            second,
-        )
+        lists = [tuple(map(float, raw.get(name, ()))) for name in ("accepted", "trust", "seen")]
+        card = AcceptanceProfile(str(raw["weights"]), lists[0], lists[1], int(raw["judged"]), second, lists[2])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    fits = card.weights == weights and len(card.trust) == BINS and card.accepted
-    return card if fits and all(0.0 <= p <= 1.0 for p in (*card.accepted, *card.trust, card.second or 0.0)) else None
+    fits = (
+        card.weights == weights
+        and len(card.trust) == BINS
+        and card.accepted
+        and len(card.seen) in (0, len(card.accepted))
+    )
+    shares = (*card.accepted, *card.trust, card.second or 0.0)
+    return card if fits and all(0.0 <= p <= 1.0 for p in shares) and min(card.seen, default=0.0) >= 0.0 else None

@@ -36,12 +36,13 @@ DEFAULT_PRIOR = (
 # The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a 135M
 # model show: the longer a copy has lasted, the surer it goes on.
 NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.88, 0.9), (0.95, 0.97))
-REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
+REQUEST_WEIGHTS = (8.0,) * MAX_DRAFT  # how many observations of this request the estimate over all requests is worth
 REQUEST_KEEP = 0.97  # what an observation in this request still weighs when the next one is made
 RISK, RISK_RATE = (
     1.0,
     0.04,
 )  # plain steps a request may lose to drafting: from the start, and for each token it has emitted
+UNPROVEN_RISK = (0.25, 0.02)  # the same while nothing says that the drafter is any good: 3 % of an answer of 32 tokens
 MARGIN = 0.01  # predicted gain below which a single sequence keeps decoding plainly
 # The same for a batch: so much, more for each sequence in it (every one of them pays for a wrong guess), and no more
 # than this.
@@ -75,9 +76,10 @@ class Controller:
         drafters: tuple[str, ...],
         prior: Mapping[str, Sequence[float]] | None = None,
         trust: Mapping[str, Sequence[float]] | None = None,
+        counts: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, as its card has
-        them."""
+        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, `counts`: how
+        many tokens were judged at each position, as its card has them. A prior without counts is taken as it is."""
         for name, values in (prior or {}).items():
             if not values or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
@@ -85,7 +87,7 @@ class Controller:
         for name, values in (trust or {}).items():
             if len(values) != BINS or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"trust of drafter {name!r} must be {BINS} numbers in [0, 1]")
-        self._prior, self._trust = dict(prior or {}), dict(trust or {})
+        self._prior, self._trust, self._counts = dict(prior or {}), dict(trust or {}), dict(counts or {})
         self._reaches: dict[tuple[str, int, int], tuple[Sequence[float], int]] = {}
         self._shared: dict[tuple[str, int], DrafterStats] = {}
         self._seqs: dict[str, SeqState] = {}
@@ -106,7 +108,7 @@ class Controller:
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """A controller that has observed nothing yet, with the same priors and a copy of the cost table."""
         cost = CostTable.from_json(self.cost.to_json())
-        return Controller(cost, drafters, self._prior, self._trust)
+        return Controller(cost, drafters, self._prior, self._trust, self._counts)
 
     # ---- before a cycle ----------------------------------------------------------------------------------------------
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
@@ -140,10 +142,10 @@ class Controller:
                 shared.calibrated
             ):  # drafts end themselves, so no K says what one brings: what counts is what they have brought
                 most = min(cap, self._reach(name, 1, view.context))
-                top = self._risk(seq, times, plain, most)
+                top = self._risk(seq, shared, times, plain, most)
                 top_rate = self._with_catch_up(self._yield(seq, name, shared, times), toll)
                 # near its limit of losses: one row more than the line would have
-                nodes = view.nodes if top == most else min(view.nodes, top + 1)
+                nodes = 0 if not shared.proven else view.nodes if top == most else min(view.nodes, top + 1)
                 offer = DraftPlan(name, top, nodes=nodes if nodes > 1 else 0)
                 if top > 0 and top_rate > best_rate:
                     best, best_rate = offer, top_rate
@@ -153,12 +155,12 @@ class Controller:
                 expected = self._expected(seq, key, shared)
                 top, top_rate = 0, 0.0
                 kinds = [(0, cap, 1.0, times)]
-                if view.nodes >= TIMED and not self.cost.free(branching(name)):
+                if view.nodes >= TIMED and shared.proven and not self.cost.free(branching(name)):
                     kinds.append(
                         (view.nodes, min(cap, DEEPEST), shared.lift, self.cost.curve(branching(name), 1, view.context))
                     )
                 for nodes, deepest, lift, curve in kinds:
-                    limit = self._risk(seq, curve, plain, deepest)
+                    limit = self._risk(seq, shared, curve, plain, deepest)
                     for k in range(1, deepest + 1):
                         rate = self._with_catch_up((1.0 + lift * (expected[k] - 1.0)) / curve[k], toll)
                         if k <= limit and (name, k, nodes) == (seq.last.drafter, seq.last.k, seq.last.nodes):
@@ -260,9 +262,9 @@ class Controller:
         key = (name, _bucket(view.match_len) if name == "ngram" else 0)
         shared = self._shared.get(key)
         if shared is None:
-            shared = self._shared[key] = DrafterStats(self._prior_of(*key), self._trust.get(name))
+            shared = self._shared[key] = self._source(key)
         if (
-            shared.judged < 8 and not self.cost.free(name) and name not in self._trust
+            shared.judged < 8 and not self.cost.free(name) and not shared.carded
         ):  # unproven: drafts grow as tokens are accepted
             cap = min(cap, 2 + shared.accepted)
         return cap, key, shared
@@ -272,7 +274,7 @@ class Controller:
         expected = seq.expected.get(key)
         if expected is None:
             arm = seq.arms.get(key)
-            chain = shared.a if arm is None else arm.estimate(shared.a, REQUEST_WEIGHT)
+            chain = shared.a if arm is None else arm.estimate(shared.a, REQUEST_WEIGHTS)
             expected, path = [1.0], 1.0
             for a in chain:
                 path *= a
@@ -280,15 +282,23 @@ class Controller:
             seq.expected[key] = expected
         return expected
 
+    def _source(self, key: tuple[str, int]) -> DrafterStats:
+        name = key[0]
+        unknown = name not in self._prior and not self.cost.free(name)  # neither a card nor copies of earlier text
+        return DrafterStats(
+            self._prior_of(*key), self._trust.get(name), self._counts.get(name, () if unknown else None)
+        )
+
     def _prior_of(self, name: str, bucket: int) -> Sequence[float]:
         if name in self._prior:
             return self._prior[name]
         return NGRAM_PRIOR[bucket] if name == "ngram" else DEFAULT_PRIOR
 
-    def _risk(self, seq: SeqState, times: Sequence[float], plain: float, cap: int) -> int:
+    def _risk(self, seq: SeqState, shared: DrafterStats, times: Sequence[float], plain: float, cap: int) -> int:
         """The longest draft whose total loss this request could still bear: so that even a prompt on which nothing is
         ever accepted stays within a few percent of plain decoding."""
-        allowed = (seq.loss_budget + RISK + RISK_RATE * seq.tokens) * plain
+        start, rate = (RISK, RISK_RATE) if shared.proven else UNPROVEN_RISK
+        allowed = (seq.loss_budget + start + rate * seq.tokens) * plain
         k = cap
         while k > 0 and times[k] - plain > allowed:
             k -= 1
@@ -345,7 +355,7 @@ class Controller:
                         if cap <= 0 or self._catch_up_cost(view, name) > BATCH_CATCH_UP * float(verify[0]) / size:
                             continue
                         expected, times = self._expected(seq, key, shared), self.cost.curve(name, size, context)
-                        cap = self._risk(seq, times, float(verify[0]), cap)
+                        cap = self._risk(seq, shared, times, float(verify[0]), cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else 1.02):
                             row, owner = expected[: cap + 1], name
                 rows.append(
@@ -450,7 +460,7 @@ class Controller:
         key = seq.key if seq.key[0] == drafter else (drafter, 0)
         shared = self._shared.get(key)
         if shared is None:
-            shared = self._shared[key] = DrafterStats(self._prior_of(*key), self._trust.get(drafter))
+            shared = self._shared[key] = self._source(key)
         if shared.worth is not None:
             shared.worth.add(accepted + 1, drafted, steps, KEEP_CYCLES)
             if drafter in seq.yields:

@@ -8,6 +8,7 @@ from tests.traces import synthetic
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostKey, CostTable, agrees, machine_name, measure
+from outrider.spec.plan import DraftContext
 from outrider.spec.simulate import replay
 from outrider.types import OutriderError
 
@@ -104,6 +105,21 @@ def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one(al
     beside = measure(busy.probe, ("mtp",), (1,), (256,), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
     off = max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(WIDTH))
     assert off > 0.5 if alone else off < 0.03
+
+
+def test_a_busy_machine_does_not_price_drafts_out():
+    """A table measured next to a busy process must lead to the drafts of a quiet one, cycle by cycle."""
+    chosen = []
+    for machine in (Machine(), Shared()):
+        table = measure(machine.probe, ("mtp",), (1,), (256,), clock=machine.clock, alone=False)
+        controller, ks = Controller(table, ("mtp",)), []
+        for _ in range(60):
+            (choice,) = controller.plan([DraftContext("a", {"mtp": 16}, 0, 200, 256)])
+            controller.observe("a", choice.drafter, choice.k, min(choice.k, 3))
+            ks.append(choice.k)
+        chosen.append(ks)
+    quiet, busy = chosen
+    assert quiet[-1] >= 2 and abs(sum(quiet) - sum(busy)) <= 0.1 * sum(quiet)
 
 
 def test_where_the_device_is_ours_the_least_sample_counts():

@@ -2,6 +2,7 @@
 
 import gzip
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from outrider.spec.acceptance_profile import read as read_card
 from outrider.spec.acceptance_profile import write as write_card
 from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostTable
+from outrider.spec.plan import DraftContext
 from outrider.spec.simulate import (
     Trace,
     clairvoyant,
@@ -206,3 +208,54 @@ def test_a_card_belongs_to_its_weights(tmp_path):
     assert read_card(tmp_path, "these") is None and read_card(tmp_path / "nowhere", "these") is None
     with pytest.raises(OutriderError, match="no drafts"):
         measure_card([], "")
+
+
+def small_card(first: float):
+    """What a short training run leaves: 8 held-out answers of 13 tokens, 96 first positions judged, hardly any later
+    ones."""
+    luck = random.Random(0)
+    runs = [
+        [next((j for j in range(16) if luck.random() >= (first if j == 0 else 0.5)), 16) for _ in range(13)]
+        for _ in range(8)
+    ]
+    sure = tuple((0.5,) * 16 for _ in range(13))
+    return measure_card([Trace(str(i), "c", "mtp", tuple(r), confidence=sure) for i, r in enumerate(runs)], "w")
+
+
+def test_a_card_says_how_much_was_judged_and_claims_nothing_beyond(tmp_path):
+    """Catches: 0.71 at every position that was never reached."""
+    card = small_card(0.3)
+    assert card.seen[0] == 96 and sum(card.seen) == card.judged and max(card.accepted) < 0.6
+    write_card(tmp_path, card)
+    assert read_card(tmp_path, "w") == card and card.counts == card.seen
+    older = replace(card, seen=())
+    assert sum(older.counts) == pytest.approx(card.judged) and sorted(older.counts, reverse=True) == list(older.counts)
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 256])
+@pytest.mark.parametrize("first", [None, 0.3, 0.6])
+@pytest.mark.parametrize("machine", [*MACHINES, "measured"])
+def test_a_useless_drafter_costs_three_percent_of_the_first_answer(machine, first, tokens):
+    """Nothing it drafts is ever right, whatever a card of 96 judged positions promises; None: it has no card. In
+    virtual time."""
+    cost = measured() if machine == "measured" else MACHINES[machine]
+    card = None if first is None else small_card(first)
+    given = () if card is None else ({"mtp": card.accepted}, {"mtp": card.trust}, {"mtp": card.counts})
+    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), *given)
+    answer = Trace("first", "c", "mtp", (0,) * tokens, confidence=((0.9,) * 16,) * tokens)
+    made = replay([answer], controller, cost)
+    assert made.seconds["first"] <= 1.03 * plain(answer, cost)
+    row = cost.curve("mtp", 1, 64)[1] / cost.curve(None, 1, 64)[0] - 1.0  # of a plain step, for one drafted token
+    assert made.drafted * row <= 0.03 * tokens + 1.0 and made.accepted == 0
+
+
+def test_a_card_of_many_judged_tokens_is_trusted_from_the_first_cycle():
+    card = measure_card(list(read_traces(RECORDED)), "")
+    strong, weak = (
+        Controller(
+            measured(), ("mtp",), {"mtp": card.accepted}, {"mtp": card.trust}, {"mtp": [c * share for c in card.counts]}
+        )
+        for share in (1.0, 0.01)
+    )
+    view = DraftContext("a", {"mtp": 16}, 0, 100, 64)
+    assert strong.plan([view])[0].k > 2 > weak.plan([view])[0].k
