@@ -160,7 +160,10 @@ def train(
             f"held-out prompts, greedy: {per[4]:.2f} tokens a cycle at K = 4, {per[8]:.2f} at K = 8; "
             f"first draft right {final['acceptance_by_position'][0]:.0%}"
         )
-        out.print(f"use it: outrider chat {target} --drafter {to / 'drafter'}")
+        if "too_few_steps" not in result:
+            out.print(f"use it: outrider chat {target} --drafter {to / 'drafter'}")
+    if "too_few_steps" in result:
+        raise typer.Exit(1)
     if "stopped" in result:
         raise typer.Exit(128 + int(result["stopped"]))
 

@@ -8,7 +8,6 @@ seconds. The choices are written to OUT/sizes.json: a run that continues keeps t
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -105,10 +104,3 @@ def cpu_dtype() -> torch.dtype:
     """bfloat16 where the processor multiplies it itself (then several times faster), else float32."""
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
-
-
-def round_minutes(seconds: float) -> float:
-    """Minutes to ask for: rounded up to something one would type."""
-    minutes = seconds / 60
-    step = 0.1 if minutes < 1 else 0.5 if minutes < 5 else 1.0
-    return round(math.ceil(minutes / step) * step, 1)

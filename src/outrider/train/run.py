@@ -35,26 +35,37 @@ from ..prompts import read_prompts
 from ..types import OutriderError
 from ..weights.files import fingerprint
 from ..weights.load import as_tensors, load_drafter
+from ..weights.sizes import stored_size
 from . import design, finish
-from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
+from .answers import CPU_SLOTS, Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
 from .clock import Budget, Stop, listening
 from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import write_json
-from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
+from .forecast import (
+    ANSWER_SHARE,
+    CPU_ANSWER_SHARE,
+    EFFICIENCY,
+    EXPORT_SECONDS,
+    FINISH_SHARE,
+    HANDFUL,
+    LOAD_RATE,
+    MachineSpeed,
+    RunCosts,
+    answer_cost,
+    check,
+)
 from .job import CHANGEABLE, Say, TrainJob
 from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
-from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
+from .memory import Sizes, Work, choose_sizes, free_bytes
 from .net import DrafterModule
 from .parallel import TrainGroup, process_group
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Row, Trainer, append_row
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
-PROBE_TOKENS, PROBE_SHARE = 200, 0.1  # answered before the forecast, or this share of the time
 PROBE_ANSWERS = 32  # evaluated on a GPU to see how long it takes
 SPEND_SECONDS = 5.0  # between two notes of the time used
 START_ROWS = 2048  # anchors that the drafter's start is fitted on, at least
-LOAD_RATE = 5e7  # weights a second that are surely read and dequantised
 
 
 def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> Row:
@@ -113,6 +124,7 @@ class TrainRun:
         known = describe(job.target)
         self.check_folder(known)
         prompts = self.prompts(known)
+        self.foresee(known, prompts)
         whole = self.data(known, prompts)
         if whole is None:
             self.say(
@@ -129,10 +141,8 @@ class TrainRun:
     def check_folder(self, known: Described) -> None:
         """Refuses a folder that holds another model's run or drafter, or a run with settings that cannot change on the
         way."""
-        out, mine = (
-            self.job.out,
-            {"target": known.name, "target_hash": fingerprint(known.files), "settings": self.job.identity()},
-        )
+        out = self.job.out
+        mine: Row = {"target": known.name, "target_hash": fingerprint(known.files), "settings": self.job.identity()}
         begun = read_json(out / "run.json")
         if not self.group.first:
             pass
@@ -147,7 +157,7 @@ class TrainRun:
         else:
             self.compare(begun.get("settings", {}), mine["settings"])
             write_json(out / "run.json", mine)
-        self.counts = (out / "spent.json").exists() or self.job.texts
+        self.counts = (out / "spent.json").exists()
 
     def compare(self, before: Row, now: Row) -> None:
         """Settings of a run that goes on against those it was begun with."""
@@ -226,7 +236,7 @@ class TrainRun:
         return Sequences.load(kept)
 
     def answer(self, known: Described, prompts: Sequences, path: Path) -> None:
-        """The target's answers into `path`; before most of the time is spent on them, whether it will be enough."""
+        """The target's answers into `path`."""
         job, how = self.job, self.job.answering
         weights = category_weights(job, prompts)
         tasks = plan_tasks(len(prompts), self.held(prompts), how, weights)
@@ -236,43 +246,37 @@ class TrainRun:
         if how.processes > 1 and self.group.world == 1:
             self.answer_by_many(known, tasks, longest)
             return
-        wanted, tasks = len(tasks), undone(job.out, tasks)
-        began = time.perf_counter()
+        tasks, made = undone(job.out, tasks), 0
         with answering_engine(known.name, known.config, job.device, job.dtype, how.slots, longest) as engine:
-            load = time.perf_counter() - began
-
-            foreseen = self.counts or self.group.world > 1  # a run that goes on has been told
-            made, first = 0, 0.0  # tokens; the second by which the first prompts had been read
-            together = engine.max_batch * how.max_new  # tokens of answers for which that many prompts are read
-
-            def foresee(seconds: float) -> None:
-                nonlocal foreseen
-                if not foreseen and made and not self.stop.asked:
-                    foreseen = True
-                    each = first / together + (seconds - first) / made
-                    self.foresee(known, prompts, wanted, made, each, load)
+            began = time.perf_counter()
 
             def report(done: int, count: int, tokens: int, seconds: float) -> None:
-                nonlocal made, first
-                first = first if made else seconds
+                nonlocal made
                 made = tokens
                 self.progress("answering", done, count, f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
-                if tokens >= PROBE_TOKENS or (tokens and seconds > PROBE_SHARE * self.budget.seconds):
-                    foresee(seconds)
 
-            deadline = time.perf_counter() + self.answer_seconds
+            deadline = began + self.answer_seconds
             answer_to_file(engine, prompts, tasks, how.max_new, path, report=report, deadline=deadline, stop=self.stop)
-            took = time.perf_counter() - began - load
-            foresee(took)
-            self.counts = True
+            took = time.perf_counter() - began
             self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
 
     @property
     def answer_seconds(self) -> float:
         """Most that answering may still take."""
-        share = ANSWER_SHARE if self.job.device.startswith("cuda") else CPU_ANSWER_SHARE
-        limit = 60 * self.job.answer_minutes if self.job.answer_minutes is not None else share * self.budget.seconds
+        limit = (
+            60 * self.job.answer_minutes
+            if self.job.answer_minutes is not None
+            else self.answer_share * self.budget.seconds
+        )
         return min(limit, self.budget.left)
+
+    @property
+    def answer_share(self) -> float:
+        """Of the time, at most for answering."""
+        job = self.job
+        if job.answer_minutes is not None and job.minutes is not None:
+            return min(1.0, job.answer_minutes / job.minutes)
+        return ANSWER_SHARE if job.device.startswith("cuda") else CPU_ANSWER_SHARE
 
     def answer_by_many(self, known: Described, tasks: list[Task], longest: int) -> None:
         """As `answer`, by several processes. Their loading counts as answering."""
@@ -291,48 +295,54 @@ class TrainRun:
             )
             for path, mine in shared_out(job.out, tasks, how.processes)
         ]  # fmt: skip
-        self.counts = True
         answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
         self.say(
             f"answered {made} tokens in {took:.0f} s with {how.processes} processes, {made / max(took, 1e-9):.0f} tok/s"
         )
 
-    def foresee(self, known: Described, prompts: Sequences, tasks: int, made: int, each: float, load: float) -> None:
-        """Says what the time allows; refuses what it does not. `made` tokens of answers are there, at `each` seconds;
-        loading the engine took `load`."""
+    def foresee(self, known: Described, prompts: Sequences) -> None:
+        """Says what the time allows and refuses what it does not, before anything is loaded. A GPU and several
+        processes are fast enough; a run that goes on has been told."""
         job = self.job
-        if job.device.startswith("cuda"):
+        if self.counts or self.group.world > 1 or job.device.startswith("cuda"):
+            self.counts = True
             return
-        tokens = tasks * job.answering.max_new
-        config, work, rate, sizes = self.choose(known.config, tokens + int(prompts.lengths.sum()))
-        forecast = Forecast.of(
-            work, sizes, vocab=known.config.vocab_size, head=config.head_hidden, rate=rate, answer_rate=1.0 / each,
-            load=load + model_size(known.config).active / LOAD_RATE, accumulate=job.settings.accumulate,
-        )  # fmt: skip
-        heldout = len(self.held(prompts)) * job.answering.max_new
+        held = self.held(prompts)
+        count = 0 if job.texts else len(plan_tasks(len(prompts), held, job.answering, category_weights(job, prompts)))
+        tokens = float(count * job.answering.max_new)
+        config, work, speed, sizes = self.choose(known.config, int(tokens) + int(prompts.lengths.sum()))
+        costs = RunCosts.of(
+            speed, work, sizes, config, known.config, unroll=job.settings.unroll, accumulate=job.settings.accumulate
+        )
+        stored = stored_size(known.files, known.config)
+        slots = job.answering.slots or CPU_SLOTS
+        answer = answer_cost(speed, token_bytes=stored.token, weights=model_size(known.config).active, slots=slots)
+        costs = replace(costs, load=2 * stored.parameters / LOAD_RATE, answer=answer, tokens=tokens)
+        if job.texts:
+            costs = replace(costs, answer=1e-12, tokens=float(prompts.answer_tokens))
         if job.minutes is not None:
-            self.say(check(forecast, job.minutes, tokens, heldout, self.budget.spent, made))
+            self.say(check(costs, job.minutes, self.budget.spent, self.answer_share))
         else:
-            whole = forecast.whole(tokens, job.settings.steps, heldout)
+            whole = costs.seconds(tokens, job.settings.steps)
             self.say(
                 f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at any moment"
             )
+        self.counts = True
 
-    def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig, Work, float, Sizes]:
-        """For data of so many tokens: the drafter, what training it costs, how fast this machine multiplies, and the
-        sizes."""
+    def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig, Work, MachineSpeed, Sizes]:
+        """For data of so many tokens: the drafter, what training it costs, how fast this machine is, and the sizes."""
         job, item = self.job, self.job.dtype.itemsize
         config = (
             job.drafter_config(target, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
         )
         work = Work.of(config, target, job.settings.unroll, item)
-        rate = product_rate(job.device, job.dtype, target.hidden)
+        speed = MachineSpeed.measure(job.device, job.dtype, target.hidden)
         sizes = choose_sizes(
             work, target.vocab_size, cuda=job.device.startswith("cuda"), free=free_bytes(job.device),
-            rate=rate * EFFICIENCY, item=item,
-            tokens=tokens, anchors=job.anchors,
+            rate=speed.rate * EFFICIENCY,
+            item=item, tokens=tokens, anchors=job.anchors,
         )  # fmt: skip
-        return config, work, rate, sizes
+        return config, work, speed, sizes
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
     def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
@@ -390,7 +400,13 @@ class TrainRun:
                 f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here"
             )
             return {**result, "stopped": self.stop.signal}
-        if result["step"] < trainer.progress.step:
+        result["steps"] = trainer.progress.step
+        if job.minutes is not None and trainer.progress.step < HANDFUL:
+            result["too_few_steps"] = True
+            self.say(
+                f"only {trainer.progress.step} steps in the time there was: this drafter has learnt nothing; allow more --minutes"
+            )
+        elif result["step"] < trainer.progress.step:
             best = f"step {result['step']}" if result["step"] or job.init is None else job.init
             self.say(
                 f"no evaluation beat {best}, so {job.out / 'drafter'} holds those weights; {job.out / 'last'} holds the last ones"

@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests import tiny
 from tests.engines import LLAMA
+from tests.unit.train.test_trainer import made as made_trainer
+from torch.utils.flop_counter import FlopCounterMode
 
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.train import finish
+from outrider.train import finish, net
 from outrider.train.answers import Answering
 from outrider.train.clock import Budget, Stop
-from outrider.train.data import Sequences
+from outrider.train.data import Sequences, make_batch
 from outrider.train.design import default_clusters, plain, spread_reads
-from outrider.train.forecast import FEWEST_STEPS, Forecast, check
+from outrider.train.forecast import FEWEST_STEPS, FEWEST_TOKENS, Forecast, MachineSpeed, RunCosts, answer_cost, check
 from outrider.train.job import TrainJob
 from outrider.train.memory import (
     CPU_SCORED,
@@ -29,7 +32,6 @@ from outrider.train.memory import (
     choose_sizes,
     free_bytes,
     product_rate,
-    round_minutes,
 )
 from outrider.train.parallel import TrainGroup
 from outrider.train.recipes import Phase, applied, read_recipe
@@ -85,15 +87,46 @@ def test_the_upper_layers_are_read() -> None:
         spread_reads(HALF, 25)
 
 
-def test_too_short_a_time_is_refused_with_what_would_do() -> None:
-    work, chosen = Work.of(drafter(), HALF, 5, 2), sizes(20 << 30)
-    slow = Forecast.of(work, chosen, vocab=151936, head=896, rate=1e11, answer_rate=60.0, load=15.0, accumulate=1)
-    assert slow.step > 1.0
-    with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes ") as refused:
-        check(slow, 1.0, 10_000, 1000, 5.0)
-    minutes = float(str(refused.value).split("try --minutes ")[1].split(",")[0])
-    assert "about" in check(slow, minutes, 10_000, 1000, 5.0) and minutes * 60 > FEWEST_STEPS * slow.step
-    assert [round_minutes(s) for s in (20, 61, 290, 700)] == [0.4, 1.5, 5.0, 12.0]
+def costs(rate: float = 1e11, bandwidth: float = 1e10) -> RunCosts:
+    speed = MachineSpeed(rate, bandwidth)
+    made = RunCosts.of(
+        speed, Work.of(drafter(), HALF, 5, 2), sizes(20 << 30, rate=rate), drafter(), HALF, unroll=5, accumulate=1
+    )
+    answer = answer_cost(speed, token_bytes=5e8, weights=5e8, slots=8)
+    return replace(made, load=20.0, answer=answer, tokens=10_000)
+
+
+@pytest.mark.parametrize("rate", [1e9, 3e10, 1e11, 3e12])
+@pytest.mark.parametrize("spent", [0.0, 40.0])
+def test_refusal_admission_and_advice_are_one_forecast(rate: float, spent: float) -> None:
+    """Catches: a run that was admitted although its own forecast was eleven steps, and advice that is refused."""
+    here = costs(rate)
+    with pytest.raises(OutriderError, match=r"--minutes 0.2 is too short here.*try --minutes ") as refused:
+        check(here, 0.2, spent)
+    advised = float(str(refused.value).split("try --minutes ")[1])
+    for minutes in (0.3, 1, 2, 5, 10, 60, 600, advised):
+        foreseen = Forecast.of(here, 60 * minutes - spent)
+        assert foreseen.enough == (foreseen.steps >= FEWEST_STEPS and foreseen.answered >= FEWEST_TOKENS)
+        if foreseen.enough:
+            assert f"{foreseen.steps} steps" in check(here, minutes, spent)
+        else:
+            with pytest.raises(OutriderError, match=f"{foreseen.steps} steps.*try --minutes {advised:g}$"):
+                check(here, minutes, spent)
+    assert Forecast.of(here, 60 * advised - spent).enough and not Forecast.of(here, 60 * advised / 2.5 - spent).enough
+
+
+def test_the_forecast_counts_the_operations_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by torch, so that neither the machine nor its load matters; within a factor of 1.6 either way."""
+    train = made_trainer(tmp_path)
+    batch = make_batch(train.data, np.arange(4), 3)
+    monkeypatch.setattr(
+        net, "causal_attention", lambda q, k, v, *_: (q @ k.mT).softmax(-1) @ v
+    )  # torch's own cannot be counted
+    with FlopCounterMode(display=False) as counter:
+        train.loss(batch)[0].backward()
+    work = Work.of(train.net.config, train.model.config, 3, 4)
+    foreseen = batch.anchors[0].numel() * work.anchor(tiny.VOCAB, False)
+    assert 1 / 1.6 < foreseen / counter.get_total_flops() < 1.6
 
 
 def job() -> TrainJob:
