@@ -8,7 +8,7 @@ articles to summarise, of 350 to 1,000 tokens; "topic", open questions about wha
 found by the prompts' `source`: boolq (with titles, and some with their question), p3/quoref, p3/duorc, standardebooks,
 and the English news sentences of ntrex-128. No benchmark's questions are read or written. The third file has the 512
 prompts that the shipped drafter's own runs held out (data/smollm2_heldout.txt), which the second then lacks: a drafter
-that goes on from it is judged by prompts that it has never learnt from (`outrider train --judge`).
+that goes on from it is judged by prompts that it has never learnt from (`outrider train --eval-data`).
 """
 
 from __future__ import annotations

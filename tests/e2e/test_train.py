@@ -23,16 +23,15 @@ from outrider.models.decoder import TextModel
 from outrider.prompts import read_prompts
 from outrider.spec import acceptance_profile
 from outrider.train import run
-from outrider.train.answers import Answering, read_answers
+from outrider.train.answers import read_answers
 from outrider.train.capture import DenseOps
+from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences
 from outrider.train.evaluate import judge_drafts, walk
 from outrider.train.finish import views
-from outrider.train.job import TrainJob
-from outrider.train.recipes import Phase, train_recipe
+from outrider.train.recipes import Phase, Recipe, train_recipe
 from outrider.train.target import describe, encode, open_target
 from outrider.train.tools import answers, cluster_drafter, evaluate_drafter, load_net
-from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
 
@@ -60,11 +59,25 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return target, data, folder / "run"
 
 
-def job(target: Path, data: Path, out: Path, **change) -> TrainJob:
-    settings = TrainSettings(steps=60, unroll=3, log_every=10, save_every=20, lr=4e-3, warmup=5, eval_every=20)
-    answering = Answering(max_new=32, slots=16)
-    base = TrainJob(str(target), data, out, layers=3, answering=answering, heldout=8, anchors=768, settings=settings)
-    return replace(base, **change)
+def settings(**change: object) -> dict:
+    """Those of a short run, evaluated at its end only."""
+    return {"lr": 2e-3, "warmup_steps": 10, "log_every": 20, "save_every": 0, "eval_every": 0, **change}
+
+
+def job(target: Path, data: Path, out: Path, **change) -> TrainConfig:
+    usual = {
+        "steps": 60,
+        "unroll": 3,
+        "log_every": 10,
+        "save_every": 20,
+        "lr": 4e-3,
+        "warmup_steps": 5,
+        "eval_every": 20,
+    }
+    base = TrainConfig(
+        str(target), data, out, layers=3, max_new=32, slots=16, heldout=8, batch_anchors=768, dtype="float32"
+    )
+    return replace(base, **{**usual, **change})
 
 
 def log(folder: Path) -> list[dict]:
@@ -96,8 +109,8 @@ def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_k
             json.dumps({"prompt": text}) + "\n" for text in ("cat cat cat cat cat", "sun two red", rows[0]["prompt"])
         )
     )
-    settings = TrainSettings(steps=4, unroll=2, lr=3.0, warmup=1, eval_every=2)
-    again = job(target, data, tmp_path / "run", init=str(out / "drafter"), judge=apart, settings=settings)
+    more = settings(steps=4, unroll=2, lr=3.0, warmup_steps=1, eval_every=2)
+    again = job(target, data, tmp_path / "run", init=str(out / "drafter"), eval_data=apart, **more)
     said: list[str] = []
     result = run.train(again, said.append)
     same = sum(r["prompt"] == rows[0]["prompt"] for r in rows)
@@ -106,7 +119,7 @@ def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_k
     kept, last = ((tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("drafter", "last"))
     assert kept == (out / "drafter" / "model.safetensors").read_bytes() != last
     with pytest.raises(OutriderError, match="begun with other prompts"):
-        run.train(replace(again, judge=None), QUIET)
+        run.train(replace(again, eval_data=None), QUIET)
     with pytest.raises(OutriderError, match="begun with other prompts"):
         run.train(replace(again, data=apart), QUIET)
 
@@ -123,7 +136,7 @@ def test_a_folder_of_another_models_run_is_refused_and_keeps_its_drafter(
     ):
         run.train(job(tuned, data, out), QUIET)
     with pytest.raises(OutriderError, match="holds a drafter that this recipe did not make"):
-        train_recipe(job(target, data, out), [Phase("one", 1.0, {})], QUIET)
+        train_recipe(job(target, data, out), Recipe("r", {}, (Phase("one", 1.0, {}),)), QUIET)
     foreign = tmp_path / "foreign"
     shutil.copytree(out / "drafter", foreign / "drafter")
     with pytest.raises(OutriderError, match="of unknown origin"):
@@ -139,18 +152,16 @@ def test_changed_settings_of_a_run_that_goes_on_are_refused_or_said(
     shutil.copytree(out, kept)
     first = job(target, data, kept)
     for change, said in (
-        ({"answering": replace(first.answering, max_new=16)}, "max_new 32 -> 16"),
-        ({"settings": replace(first.settings, seed=3)}, "seed 0 -> 3"),
+        ({"max_new": 16}, "max_new 32 -> 16"),
+        ({"seed": 3, "answer_seed": 0}, "seed 0 -> 3"),
         ({"limit": 9}, "limit None -> 9"),
         ({"layers": 2}, "layers 3 -> 2"),
-        ({"anchors": 256}, "anchors 768 -> 256"),
+        ({"batch_anchors": 256}, "batch_anchors 768 -> 256"),
     ):
         with pytest.raises(OutriderError, match=rf"begun with other settings \({said}\): choose another --out"):
             run.train(replace(first, **change), QUIET)
     lines: list[str] = []
-    worse = replace(
-        first, settings=replace(first.settings, lr=3.0, steps=64, warmup=1, hold=1.0, eval_every=0)
-    )  # it unlearns
+    worse = replace(first, lr=3.0, steps=64, warmup_steps=1, lr_hold=1.0, eval_every=0)  # it unlearns
     result = run.train(worse, lines.append)
     assert any("goes on with other settings: " in line and "lr 0.004 -> 3.0" in line for line in lines)
     assert result["step"] <= 60 and any("no evaluation beat step" in line for line in lines)
@@ -267,8 +278,10 @@ def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path],
 def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
     """The exported assistant is loaded by transformers, helps, and changes nothing."""
     target, data = tiny.write_target("gemma4_31b", tmp_path / "target"), prompts(tmp_path / "p.jsonl", 24)
-    settings = TrainSettings(steps=40, unroll=2, lr=4e-3, warmup=5, log_every=20)
-    run.train(job(target, data, tmp_path / "run", hidden=24, intermediate=32, anchors=512, settings=settings), QUIET)
+    more = settings(steps=40, unroll=2, lr=4e-3, warmup_steps=5, log_every=20)
+    run.train(
+        job(target, data, tmp_path / "run", hidden_size=24, intermediate_size=32, batch_anchors=512, **more), QUIET
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
     helper = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "drafter", dtype=torch.float32).eval()
     assert type(helper).__name__ == "Gemma4AssistantForCausalLM"
@@ -361,8 +374,12 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
     alone writes. The same batches, two a step in one process, must give the same drafter."""
     target, data, _ = world
     out = tmp_path / "two"
-    options = "--steps 3 --unroll 2 --layers 2 --anchors 256 --max-new 16 --slots 16 --greedy 1 --heldout 8 --eval-every 2 --dtype float32"
-    options += " --shard-target"
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        "unroll = 2\nlayers = 2\nbatch_anchors = 256\nslots = 16\ngreedy_share = 1.0\nheldout = 8\neval_every = 2\n"
+        'dtype = "float32"\nshard_target = true\n'
+    )
+    options = f"--steps 3 --max-new 16 --recipe {recipe}"
     command = [
         sys.executable,
         "-m",
@@ -386,9 +403,8 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
     one.mkdir()
     for name in ("run.json", "prompts.npz", "prompts.json", "data.npz", "sizes.json"):
         shutil.copy(out / name, one / name)
-    settings = TrainSettings(steps=3, unroll=2, accumulate=2, muon=False, warmup=10)
-    how = Answering(16, slots=16, greedy_share=1.0)
-    same = job(target, data, one, layers=2, max_prompt=256, answering=how, anchors=256, settings=settings)
+    more = settings(steps=3, unroll=2, grad_accumulation=2, max_new=16, greedy_share=1.0)
+    same = job(target, data, one, layers=2, batch_anchors=256, **more)
     run.train(same, QUIET)
     two, single = (torch.load(folder / "checkpoint.pt", weights_only=True)["net"] for folder in (out, one))
     for name in two:

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from tests import tiny
-from tests.e2e.test_train import QUIET, job, prompts
+from tests.e2e.test_train import QUIET, job, prompts, settings
 from tests.waiting import PATIENCE, until
 
 from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.ops.reference import as_tensor
 from outrider.train import forecast, memory, run
-from outrider.train.answers import Answering, read_answers
+from outrider.train.answers import read_answers
 from outrider.train.data import Sequences
-from outrider.train.recipes import Phase, train_recipe
-from outrider.train.trainer import Trainer, TrainSettings
+from outrider.train.recipes import Phase, Recipe, train_recipe
+from outrider.train.trainer import Trainer
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_drafter
 
@@ -44,8 +44,11 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", time.process_time)
 
 
-def endless(target: Path, data: Path, out: Path, *more: str) -> list[str]:
-    options = "--steps 1000000 --unroll 2 --layers 2 --anchors 256 --max-new 16 --heldout 8 --eval-every 0 --device cpu --dtype float32"
+def endless(target: Path, data: Path, out: Path, *more: str, **keys: object) -> list[str]:
+    """A run without end, its settings in a recipe next to the data."""
+    values = {"unroll": 2, "layers": 2, "batch_anchors": 256, "heldout": 8, "eval_every": 0, "dtype": "float32", **keys}
+    recipe = out.parent / f"{out.name}.toml"
+    recipe.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items()))
     command = [
         sys.executable,
         "-m",
@@ -58,7 +61,7 @@ def endless(target: Path, data: Path, out: Path, *more: str) -> list[str]:
         "--out",
         str(out),
     ]
-    return [*command, *options.split(), *more]
+    return [*command, *f"--recipe {recipe} --steps 1000000 --max-new 16 --device cpu".split(), *more]
 
 
 def interrupted(command: list[str], number: int, ready: Path, beyond: int = 0) -> subprocess.CompletedProcess[str]:
@@ -85,11 +88,9 @@ def test_a_signal_saves_a_drafter_and_a_run_to_continue(world: tuple[Path, Path]
     llm = LLM.load(str(target), drafter=str(tmp_path / "drafter"), draft_tokens=3, device="cpu", ops="reference")
     assert llm.generate("red cat", SamplingParams(max_tokens=8))[0].token_ids
     assert "Not measured" in (tmp_path / "drafter" / "README.md").read_text()
-    settings = TrainSettings(steps=step + 5, unroll=2, warmup=10, eval_every=0)
+    more = settings(steps=step + 5, unroll=2, warmup_steps=10, eval_every=0)
     said: list[str] = []
-    more = job(
-        target, data, tmp_path, layers=2, max_prompt=256, answering=Answering(16), anchors=256, settings=settings
-    )
+    more = job(target, data, tmp_path, layers=2, max_new=16, batch_anchors=256, **more)
     assert run.train(more, said.append)["full"]["answers"] > 0
     assert any(f"continuing from step {step}" in line for line in said)
     assert "Not measured" not in (tmp_path / "drafter" / "README.md").read_text()
@@ -118,16 +119,18 @@ def test_a_signal_while_answering_keeps_the_answers(world: tuple[Path, Path], tm
 def test_two_processes_answer_what_one_would(world: tuple[Path, Path], tmp_path: Path) -> None:
     """The same texts, since noise depends on seed and position alone."""
     target, data = world
-    steps = TrainSettings(steps=2, unroll=2, warmup=1, eval_every=0)
+    steps = settings(steps=2, unroll=2, warmup_steps=1, eval_every=0)
     one, two = (
         job(
             target,
             data,
             tmp_path / str(n),
             layers=2,
-            answering=Answering(16, slots=4, processes=n),
-            anchors=256,
-            settings=steps,
+            max_new=16,
+            slots=4,
+            answer_processes=n,
+            batch_anchors=256,
+            **steps,
         )
         for n in (1, 2)
     )
@@ -145,15 +148,11 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     """Killed without a warning while it unlearns: what it started from is what it leaves, then and where it ends in
     earnest."""
     target, data = world
-    base = job(target, data, tmp_path / "base", answering=Answering(16), anchors=256)
+    base = job(target, data, tmp_path / "base", max_new=16, batch_anchors=256)
     run.train(base, QUIET)
-    out, spoils = (
-        tmp_path / "out",
-        ("--init", str(tmp_path / "base" / "drafter"), "--eval-every", "3", "--lr", "3", "--warmup", "1"),
-    )
-    done = interrupted(
-        endless(target, data, out, *spoils), signal.SIGKILL, out / "log.jsonl", beyond=20_000
-    )  # several evaluations
+    out, spoils = tmp_path / "out", ("--init", str(tmp_path / "base" / "drafter"), "--lr", "3")
+    command = endless(target, data, out, *spoils, eval_every=3, warmup_steps=1)
+    done = interrupted(command, signal.SIGKILL, out / "log.jsonl", beyond=20_000)  # several evaluations
     assert done.returncode == -signal.SIGKILL
     whole = (out / "log.jsonl").read_text().rpartition("\n")[0]  # without a line that was being written
     rows = [json.loads(line) for line in whole.splitlines()]
@@ -161,8 +160,8 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     assert len(scores) > 1 and scores[0] == max(scores) and "sampled" in rows[0]["eval"]
     kept, start = (load_drafter(str(path / "drafter"), "cpu", torch.float32)[1] for path in (tmp_path / "base", out))
     assert all(torch.equal(as_tensor(kept[name]), as_tensor(start[name])) for name in kept)
-    more = TrainSettings(steps=2, unroll=2, warmup=1, lr=3.0, eval_every=3)  # fewer than it has done: it ends at once
-    same = replace(base, out=out, init=str(tmp_path / "base" / "drafter"), layers=2, max_prompt=256, settings=more)
+    more = settings(steps=2, unroll=2, warmup_steps=1, lr=3.0, eval_every=3)  # fewer than it has done: it ends at once
+    same = replace(base, out=out, init=str(tmp_path / "base" / "drafter"), layers=2, **more)
     run.train(same, QUIET)
     ended = load_drafter(str(out / "drafter"), "cpu", torch.float32)[1]
     assert all(torch.equal(as_tensor(kept[name]), as_tensor(ended[name])) for name in kept)
@@ -175,12 +174,7 @@ def test_minutes_are_kept(world: tuple[Path, Path], tmp_path: Path, monkeypatch:
     monkeypatch.setattr(forecast, "FEWEST_TOKENS", 50)  # a machine that is busy with other tests shall not be refused
     monkeypatch.setattr(forecast, "FEWEST_STEPS", 5)
     quick = job(
-        target,
-        data,
-        tmp_path,
-        minutes=0.25,
-        answering=Answering(max_new=12),
-        settings=TrainSettings(steps=10**6, unroll=2, eval_every=0),
+        target, data, tmp_path, minutes=0.25, **dict(max_new=12), **settings(steps=10**6, unroll=2, eval_every=0)
     )
     began = time.perf_counter()
     result = run.train(quick, QUIET)
@@ -200,7 +194,7 @@ def test_answering_ends_in_time_and_training_takes_what_there_is(world: tuple[Pa
     target, _ = world
     many = prompts(tmp_path / "many.jsonl", 5000)
     out = tmp_path / "out"
-    run.train(job(target, many, out, answer_minutes=0.05, settings=TrainSettings(steps=3, unroll=2, warmup=1)), QUIET)
+    run.train(job(target, many, out, answer_minutes=0.05, **settings(steps=3, unroll=2, warmup_steps=1)), QUIET)
     data = Sequences.load(out / "data.npz")
     assert 0 < len(data) < 5000 and (out / "drafter" / "acceptance.json").exists()
 
@@ -236,16 +230,16 @@ def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
     """As a CPU trains for a large model; it must learn all the same, and a run that continues keeps its sizes."""
     target, data = world
     monkeypatch.setattr(memory, "CPU_SCORED", 96)
-    settings = TrainSettings(steps=60, unroll=3, log_every=10, lr=4e-3, warmup=5)
-    result = run.train(job(target, data, tmp_path, settings=settings), QUIET)
+    more = settings(steps=60, unroll=3, log_every=10, lr=4e-3, warmup_steps=5)
+    result = run.train(job(target, data, tmp_path, **more), QUIET)
     sizes = json.loads((tmp_path / "sizes.json").read_text())
     assert sizes["scored"] == 96 and sizes["keep"]
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in rows if "loss" in r]
     assert losses[-1] < 0.8 * losses[0] and result["full"]["tokens_per_cycle"][4] > 1.5
     monkeypatch.setattr(memory, "CPU_SCORED", 10**6)
-    more = TrainSettings(steps=62, unroll=3, log_every=10, lr=4e-3, warmup=5)
-    run.train(job(target, data, tmp_path, settings=more), QUIET)
+    more = settings(steps=62, unroll=3, log_every=10, lr=4e-3, warmup_steps=5)
+    run.train(job(target, data, tmp_path, **more), QUIET)
     assert json.loads((tmp_path / "sizes.json").read_text()) == sizes
 
 
@@ -253,18 +247,21 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     """Phases that go on from one another: 4 bits, Muon, new clusters, T = 1; files and configuration as the shipped
     one's."""
     target, data = world
-    common = {"unroll": 2, "warmup": 2, "max_new": 16, "heldout": 8, "log_every": 3, "eval_every": 3}
+    common = {"unroll": 2, "warmup_steps": 2, "max_new": 16, "heldout": 8, "log_every": 3, "eval_every": 3}
     first = Phase(
-        "first", 1.0, {**common, "style": "plain", "reads": [1, 2], "taps": [0], "intermediate": 32, "clusters": 16}
+        "first",
+        1.0,
+        {**common, "style": "plain", "kv_layers": [1, 2], "taps": [0], "intermediate_size": 32, "clusters": 16},
     )
     second = Phase("second", 1.0, {
-        **common, "recluster": True, "temperature": 1.0, "greedy_share": 0.3, "carry_sampled": 0.5, "answer_seed": 9,
+        **common, "recluster": True, "temperature": 1.0, "greedy_share": 0.3, "carry_share": 0.5, "answer_seed": 9,
         "optimizer": "muon",
-        "four_bits_from": 0.5, "cluster_pull": 0.1, "greedy_loss": "hard=1", "categories": {"a": 2.0}, "top": 3,
-        "thin": 0.7,
+        "qat_start": 0.5, "cluster_grad_share": 0.1, "greedy_loss": "hard=1", "categories": {"a": 2.0},
+        "cluster_top": 3,
+        "loss_row_share": 0.7,
     })  # fmt: skip
-    short = job(target, data, tmp_path, settings=TrainSettings(steps=8))
-    result = train_recipe(short, [first, second], QUIET, keep=frozenset({"steps"}))
+    short = job(target, data, tmp_path, **settings(steps=8))
+    result = train_recipe(short, Recipe("r", {}, (first, second)), QUIET, keep=frozenset({"steps"}))
     shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
     made = tmp_path / "drafter"
     assert {p.name for p in made.iterdir()} == {p.name for p in shipped.iterdir()}
@@ -311,7 +308,9 @@ def test_progress_is_shown_and_bad_options_are_one_line(
     for more, message in (
         (("--minutes", "0"), "--minutes must be above 0"),
         (("--recipe", "none"), "no such file"),
-        (("--hold", "2"), "--hold"),
+        (("--thin", "0.5"), "--thin is the key loss_row_share of a recipe now"),
+        (("--judge", "x"), "--judge is --eval-data now"),
+        (("--nothing",), "no such option or argument: --nothing"),
     ):
         monkeypatch.setattr(sys, "argv", [*command, *more])
         with pytest.raises(SystemExit) as stop:

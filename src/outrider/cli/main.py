@@ -51,7 +51,8 @@ def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     for name in names:
         plain = name.replace("-", "_")
         module, _, function = FUNCTIONS.get(name, f"{plain}.{plain}").partition(".")
-        made.command(name)(getattr(importlib.import_module(f".{module}", __package__), function))
+        command = getattr(importlib.import_module(f".{module}", __package__), function)
+        made.command(name, context_settings=getattr(command, "context_settings", None))(command)
     made.callback(invoke_without_command=True)(version)
     return made
 

@@ -30,26 +30,13 @@ from ..models.inspect import kv_bytes
 from ..ops.cpu.ops import default_threads
 from ..types import OutriderError, SamplingParams
 from .clock import Stop
+from .config import TrainConfig
 from .data import Sequences
 from .memory import free_bytes
 
 CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences at a time that each device is good at
 HELD_EVERY = 5  # one answer in so many is held out while there are held-out prompts left
 Report = Callable[[int, int, int, float], None]  # answers done, answers in all, tokens made now, seconds
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How the prompts are answered: one answer each, greedy for `greedy_share` of them; sampled answers may be
-    several."""
-
-    max_new: int = 192
-    temperature: float = 0.8
-    slots: int | None = None  # answered at a time by a process; None: as the device likes
-    greedy_share: float = 0.5
-    draws: float = 1.0  # answers a prompt, on average; those after the first are sampled
-    seed: int = 0
-    processes: int = 1  # that answer, each with an engine of its own (many.py)
 
 
 @dataclass(frozen=True)
@@ -72,15 +59,18 @@ class RecordedAnswer(Task):
     done: bool
 
 
-def plan_tasks(count: int, held: np.ndarray, how: Answering, weights: np.ndarray | None = None) -> list[Task]:
+def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.ndarray | None = None) -> list[Task]:
     """All answers wanted to prompts 0..count-1, in an order of which every beginning is a fair sample. `held` prompts
     get a greedy answer and, where answers are sampled at all, a sampled one. weights [count]: how many answers a prompt
     gets beside others."""
-    rng = np.random.default_rng((how.seed, 1))
-    order, cold, luck = rng.permutation(count), rng.random(count) < how.greedy_share, rng.random(count)
-    times = np.floor(how.draws * (np.ones(count) if weights is None else weights) + luck).astype(np.int64)
+    seed = config.answer_seed or 0
+    rng = np.random.default_rng((seed, 1))
+    order, cold, luck = rng.permutation(count), rng.random(count) < config.greedy_share, rng.random(count)
+    times = np.floor(config.answers_per_prompt * (np.ones(count) if weights is None else weights) + luck).astype(
+        np.int64
+    )
     aside = set(held.tolist())
-    hot = how.temperature if how.greedy_share < 1.0 else 0.0
+    hot = config.temperature if config.greedy_share < 1.0 else 0.0
     open_tasks: list[Task] = []
     held_tasks: list[Task] = []
     for i in map(int, order):
@@ -88,7 +78,7 @@ def plan_tasks(count: int, held: np.ndarray, how: Answering, weights: np.ndarray
             heats = [0.0, hot] if hot > 0 else [0.0]
         else:
             heats = [0.0 if draw == 0 and cold[i] else hot for draw in range(times[i])]
-        made = [Task(i, draw, heat, how.seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
+        made = [Task(i, draw, heat, seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
         (held_tasks if i in aside else open_tasks).extend(made)
     merged: list[Task] = []
     waiting = deque(held_tasks)
@@ -133,7 +123,7 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
     """Prompts with their answers, in the order of the prompts whatever order they were finished in."""
     listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
     if not listed:
-        raise OutriderError("no prompt was answered in the time there was: allow more (--minutes, --answer-minutes)")
+        raise OutriderError("no prompt was answered in the time there was: allow more (--minutes, answer_minutes)")
     rows = [np.concatenate([prompts[a.prompt].astype(np.int64), np.array(a.tokens, dtype=np.int64)]) for a in listed]
     given, lines = [len(prompts[a.prompt]) for a in listed], [int(prompts.index[a.prompt]) for a in listed]
     return Sequences.of(rows, given, lines, [a.temperature == 0 for a in listed], vocab, [a.seed for a in listed])

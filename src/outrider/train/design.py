@@ -22,6 +22,7 @@ from ..models.decoder import TextModel
 from ..types import AttnSpec, OutriderError
 from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
+from .config import TrainConfig
 from .data import Sequences, TrainBatch
 from .evaluate import EvalHead, states
 from .losses import exact_logits
@@ -100,6 +101,27 @@ def gemma(
         norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top,
         target_hash=target_hash,
     )  # fmt: skip
+
+
+def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) -> DrafterConfig:
+    """The drafter that is made where none is given to start from."""
+    clusters = default_clusters(target.vocab_size) if job.clusters is None else job.clusters
+    top = max(1, clusters // 16)
+    style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
+    if style == "gemma":
+        if (
+            job.hidden_size is not None and job.hidden_size > target.hidden
+        ):  # its head is the target's, in fewer directions
+            raise OutriderError(
+                f"hidden_size {job.hidden_size} is wider than the target ({target.hidden}): give less, or style plain"
+            )
+        width = job.hidden_size or min(256, target.hidden)
+        made = gemma(target, hidden=width, intermediate=job.intermediate_size, clusters=clusters, cluster_top=top)
+    else:
+        reads = job.kv_layers or spread_reads(target, min(job.layers, len(target.kv_layers)))
+        made = plain(target, reads=reads, hidden=job.hidden_size, intermediate=job.intermediate_size, taps=job.taps)
+        made = replace(made, clusters=clusters, cluster_top=top, position_offset=job.position_offset)
+    return replace(made, target_hash=target_hash)
 
 
 # ---- where the weights start ----------------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub
 from .clusters import choose_top, recall_curve
+from .config import TrainConfig
 from .data import Sequences
 from .evaluate import EvalHead, Judged, Recorded, joined, judge_drafts, second_guesses, summary
 from .export import Json, save_drafter
-from .job import TrainJob
 from .model_card import model_card
 from .net import DrafterModule
 from .target import TrainTarget
@@ -98,7 +98,7 @@ def judge(target: TrainTarget, net: DrafterModule, data: Sequences, temperature:
 
 
 def load_best(
-    job: TrainJob,
+    job: TrainConfig,
     target: TrainTarget,
     net: DrafterModule,
     aside: Sequences,
@@ -112,14 +112,14 @@ def load_best(
     they are kept. Returns the step whose weights the net has now. Last weights that lose stay in OUT/last."""
     path, step = job.out / "best.pt", trainer.progress.step
     best = torch.load(path, map_location=target.model.device, weights_only=True) if path.exists() else None
-    every = job.settings.eval_every
+    every = job.eval_every
     if quick and (best is None or (best["step"] == 0 and not (every and step >= every))):
         return step
     if not quick:
         if not len(aside):
             return step
-        last = judge(target, net, aside, job.answering.temperature)
-        trainer.log({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
+        last = judge(target, net, aside, job.temperature)
+        trainer.log_row({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
         if best is None or last["score"] >= best["score"]:
             if write:
                 write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
@@ -132,7 +132,7 @@ def load_best(
 
 
 def finish(
-    job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequences, aside: Sequences, trainer: Trainer, *,
+    job: TrainConfig, target: TrainTarget, net: DrafterModule, data: Sequences, aside: Sequences, trainer: Trainer, *,
     quick: bool = False,
     write: bool = True,
 ) -> Row:  # fmt: skip
@@ -149,7 +149,7 @@ def finish(
         if net.config.clusters:
             weights = views(net, target)[0]
             curve = recall_curve(*joined(states), weights["centroids"], weights["token_ordering"])
-            net.config = replace(net.config, cluster_top=job.top or choose_top(curve, job.recall).top)
+            net.config = replace(net.config, cluster_top=job.cluster_top or choose_top(curve, job.cluster_recall).top)
             result["recall"] = [asdict(r) for r in curve]
             last = judged(target, net, cold, most=MAX_DRAFT, full=False, weigh=True)
             result["clustered"] = scored(last, MAX_DRAFT)
@@ -159,14 +159,12 @@ def finish(
             target.model, net, weights, whole.rows, cold, guess_rows(target.model.device)
         )
         if len(hot):
-            result["sampled"] = scored(
-                judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8
-            )
+            result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.temperature), 8)
     result["draft_step_share"] = round(drafter_size(net.config).step / model_size(target.config).active, 4)
     if not write:
         return result
     if len(cold) and not quick:
-        trainer.log({"step": trainer.progress.step, "final": result})
+        trainer.log_row({"step": trainer.progress.step, "final": result})
     story = provenance(job, target, data, trainer)
     write_drafter(job.out / "drafter", net, result, traces, story, job.out / "log.jsonl")
     return result
@@ -186,7 +184,7 @@ def write_drafter(folder: Path, net: DrafterModule, result: Row, traces: list[Tr
                 shutil.copyfile(path, folder / path.name)
 
 
-def export(job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequences, trainer: Trainer) -> None:
+def export(job: TrainConfig, target: TrainTarget, net: DrafterModule, data: Sequences, trainer: Trainer) -> None:
     """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured
     or drawn for it."""
     story = provenance(job, target, data, trainer)
@@ -194,23 +192,22 @@ def export(job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequenc
     save_drafter(job.out / "drafter", net.config, net.export(), story, model_card(net.config, {}, [story]))
 
 
-def provenance(job: TrainJob, target: TrainTarget, data: Sequences, trainer: Trainer) -> Row:
+def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: Trainer) -> Row:
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
     source = json.loads((job.out / "prompts.json").read_text())
-    settings = trainer.settings
     return {
         "command": job.command or " ".join(sys.argv), "commit": commit or None, "target": job.target,
         "target_hash": target.hash,
         "data": source["data"], "data_sha256": source["data_sha256"], "sequences": len(data), "started_from": job.init,
         "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3),
-        "temperature": job.answering.temperature,
-        "torch": torch.__version__, "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else "cpu",
+        "temperature": job.temperature,
+        "torch": torch.__version__, "device": torch.cuda.get_device_name() if job.cuda else "cpu",
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "steps": trainer.progress.step,
         "seconds": round(trainer.progress.seconds, 1),
-        "settings": asdict(settings) | {"loss": str(settings.loss), "greedy_loss": str(settings.greedy_loss or "")},
+        "settings": {**job.identity(), **asdict(trainer.sizes)},
     }  # fmt: skip
 
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 
-import torch
-
 from ..types import OutriderError
 from .answers import RecordedAnswer, Report, Task, answer_to_file, answering_engine, read_answers
 from .clock import Stop, listening
+from .config import TrainConfig
 from .data import Sequences
+from .memory import torch_dtype
 from .target import describe
 
 POLL = 0.25  # seconds between two looks at the processes
@@ -33,17 +33,12 @@ POLL = 0.25  # seconds between two looks at the processes
 class AnswerShare:
     """What one process is asked to do."""
 
+    config: TrainConfig
     target: str
-    device: str
-    dtype: torch.dtype
-    slots: int | None
     longest: int  # tokens of a prompt and its answer
-    prompts: Path
     tasks: list[Task]
-    max_new: int
     path: Path
     ends: float  # of time.time()
-    processes: int  # that share the device, this one among them
 
 
 def all_answers(folder: Path) -> list[RecordedAnswer]:
@@ -103,8 +98,8 @@ def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int
     """The life of one process. Ctrl-C reaches it too, but it is the parent who says that it shall stop."""
     with listening() as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        known = describe(share.target)
-        prompts = Sequences.load(share.prompts)
+        config, known = share.config, describe(share.target)
+        prompts = Sequences.load(config.out / "prompts.npz")
 
         def report(done: int, total: int, tokens: int, seconds: float) -> None:
             counts[0], counts[1] = done, tokens
@@ -113,12 +108,17 @@ def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int
 
         try:
             with answering_engine(
-                known.name, known.config, share.device, share.dtype, share.slots, share.longest,
-                processes=share.processes
-            ) as engine:  # fmt: skip
+                known.name,
+                known.config,
+                config.device,
+                torch_dtype(config),
+                config.slots,
+                share.longest,
+                processes=config.answer_processes,
+            ) as engine:
                 ends = time.perf_counter() + share.ends - time.time()
                 answer_to_file(
-                    engine, prompts, share.tasks, share.max_new, share.path, report=report, deadline=ends, stop=stop
+                    engine, prompts, share.tasks, config.max_new, share.path, report=report, deadline=ends, stop=stop
                 )
         except OutriderError as error:
             print(error, file=sys.stderr)

@@ -16,6 +16,7 @@ import torch
 from ..engine import memory
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
+from .config import TrainConfig
 
 GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
 CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
@@ -100,7 +101,9 @@ def product_rate(device: str, dtype: torch.dtype, width: int, seconds: float = 0
     return count * 2.0 * 512 * 2048 * width / (time.perf_counter() - began)
 
 
-def cpu_dtype() -> torch.dtype:
-    """bfloat16 where the processor multiplies it itself (then several times faster), else float32."""
+def torch_dtype(config: TrainConfig) -> torch.dtype:
+    """As configured; else bfloat16 where the device multiplies it (then several times faster), else float32."""
+    if config.dtype or config.cuda:
+        return torch.float32 if config.dtype == "float32" else torch.bfloat16
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32

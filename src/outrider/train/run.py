@@ -39,6 +39,7 @@ from ..weights.sizes import stored_size
 from . import design, finish
 from .answers import CPU_SLOTS, Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
 from .clock import Budget, Stop, listening
+from .config import CHANGEABLE, Say, TrainConfig
 from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import write_json
 from .forecast import (
@@ -54,21 +55,20 @@ from .forecast import (
     answer_cost,
     check,
 )
-from .job import CHANGEABLE, Say, TrainJob
 from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
-from .memory import Sizes, Work, choose_sizes, free_bytes
+from .memory import Sizes, Work, choose_sizes, free_bytes, torch_dtype
 from .net import DrafterModule
 from .parallel import TrainGroup, process_group
 from .target import Described, TrainTarget, describe, encode, open_target
-from .trainer import Row, Trainer, append_row
+from .trainer import Hooks, Row, Trainer, append_row
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
 PROBE_ANSWERS = 32  # evaluated on a GPU to see how long it takes
 SPEND_SECONDS = 5.0  # between two notes of the time used
-START_ROWS = 2048  # anchors that the drafter's start is fitted on, at least
+START_ROWS = 1024  # anchors that the drafter's start is fitted on, at least
 
 
-def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> Row:
+def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) -> Row:
     """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing); "stopped"
     with the number of the signal when somebody asked it to stop, after everything was saved."""
     try:
@@ -82,7 +82,7 @@ def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> 
                 "--shard-target divides the target over processes: start them with torchrun --nproc-per-node N"
             )
         budget = Budget(job.minutes, time.perf_counter() - before)
-        run = TrainRun(replace(job, device=group.device), budget, stop, group, say, progress)
+        run = TrainRun(replace(job, device=group.device).resolved(), budget, stop, group, say, progress)
         try:
             return run.whole()
         finally:
@@ -100,7 +100,7 @@ class TrainRun:
     """One invocation of the command."""
 
     def __init__(
-        self, job: TrainJob, budget: Budget, stop: Stop, group: TrainGroup, say: Say, progress: Progress | None
+        self, job: TrainConfig, budget: Budget, stop: Stop, group: TrainGroup, say: Say, progress: Progress | None
     ):
         self.job, self.budget, self.stop, self.group = job, budget, stop, group
         self.say: Say = say if group.first else lambda _: None
@@ -133,7 +133,7 @@ class TrainRun:
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
-        target = open_target(known, job.device, job.dtype, self.group if job.shard_target else None)
+        target = open_target(known, job.device, torch_dtype(job), self.group if job.shard_target else None)
         data, aside = split(whole, prompts.index[self.held(prompts)])
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
@@ -179,25 +179,32 @@ class TrainRun:
 
     def prompts(self, known: Described) -> Sequences:
         job, kept = self.job, self.job.out / "prompts.npz"
-        most = job.max_prompt + job.answering.max_new if job.texts else job.max_prompt
-        most = min(most, known.config.max_context - (0 if job.texts else job.answering.max_new))
+        most = job.max_prompt + job.max_new if job.texts else job.max_prompt
+        most = min(most, known.config.max_context - (0 if job.texts else job.max_new))
         if most < 1:
             raise OutriderError(
-                f"--max-new {job.answering.max_new} leaves no room for a prompt in {known.config.max_context} positions"
+                f"--max-new {job.max_new} leaves no room for a prompt in {known.config.max_context} positions"
             )
         if self.group.first:
             before = read_json(job.out / "prompts.json") if kept.exists() else {}
             if before:
                 self.same_file("--data", job.data, before)
-                self.same_file("--judge", job.judge, before)
+                self.same_file("--eval-data", job.eval_data, before)
             else:
-                listed, apart = read_prompts(job.data, job.limit), [] if job.judge is None else read_prompts(job.judge)
+                listed, apart = (
+                    read_prompts(job.data, job.limit),
+                    [] if job.eval_data is None else read_prompts(job.eval_data),
+                )
                 encode([*listed, *apart], known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(
                     kept
                 )
                 source: Row = {"data": job.data.name, "data_sha256": file_hash(job.data)}
-                if job.judge is not None:
-                    source |= {"judge": job.judge.name, "judge_sha256": file_hash(job.judge), "lines": len(listed)}
+                if job.eval_data is not None:
+                    source |= {
+                        "eval_data": job.eval_data.name,
+                        "eval_data_sha256": file_hash(job.eval_data),
+                        "lines": len(listed),
+                    }
                 write_json(job.out / "prompts.json", source | {"categories": [p.category for p in (*listed, *apart)]})
         self.group.wait()
         prompts = Sequences.load(kept)
@@ -207,7 +214,7 @@ class TrainRun:
     def same_file(self, option: str, path: Path | None, before: Row) -> None:
         """A run that goes on has its prompts already: refused where another file is given than the one they are
         from."""
-        name = option.removeprefix("--")
+        name = option.removeprefix("--").replace("-", "_")
         if (path is None) != (name not in before) or (
             path is not None and path.is_file() and file_hash(path) != before[f"{name}_sha256"]
         ):
@@ -237,17 +244,17 @@ class TrainRun:
 
     def answer(self, known: Described, prompts: Sequences, path: Path) -> None:
         """The target's answers into `path`."""
-        job, how = self.job, self.job.answering
+        job = self.job
         weights = category_weights(job, prompts)
-        tasks = plan_tasks(len(prompts), self.held(prompts), how, weights)
+        tasks = plan_tasks(len(prompts), self.held(prompts), job, weights)
         tasks = tasks[self.group.rank :: self.group.world]
-        longest = int(prompts.lengths.max()) + how.max_new
+        longest = int(prompts.lengths.max()) + job.max_new
         self.progress("loading the engine", 0, 1, "")
-        if how.processes > 1 and self.group.world == 1:
+        if job.answer_processes > 1 and self.group.world == 1:
             self.answer_by_many(known, tasks, longest)
             return
         tasks, made = undone(job.out, tasks), 0
-        with answering_engine(known.name, known.config, job.device, job.dtype, how.slots, longest) as engine:
+        with answering_engine(known.name, known.config, job.device, torch_dtype(job), job.slots, longest) as engine:
             began = time.perf_counter()
 
             def report(done: int, count: int, tokens: int, seconds: float) -> None:
@@ -256,7 +263,7 @@ class TrainRun:
                 self.progress("answering", done, count, f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
 
             deadline = began + self.answer_seconds
-            answer_to_file(engine, prompts, tasks, how.max_new, path, report=report, deadline=deadline, stop=self.stop)
+            answer_to_file(engine, prompts, tasks, job.max_new, path, report=report, deadline=deadline, stop=self.stop)
             took = time.perf_counter() - began
             self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
 
@@ -276,11 +283,11 @@ class TrainRun:
         job = self.job
         if job.answer_minutes is not None and job.minutes is not None:
             return min(1.0, job.answer_minutes / job.minutes)
-        return ANSWER_SHARE if job.device.startswith("cuda") else CPU_ANSWER_SHARE
+        return ANSWER_SHARE if job.cuda else CPU_ANSWER_SHARE
 
     def answer_by_many(self, known: Described, tasks: list[Task], longest: int) -> None:
         """As `answer`, by several processes. Their loading counts as answering."""
-        job, how, made, took = self.job, self.job.answering, 0, 0.0
+        job, made, took = self.job, 0, 0.0
 
         def report(done: int, count: int, tokens: int, seconds: float) -> None:
             nonlocal made, took
@@ -289,33 +296,30 @@ class TrainRun:
 
         ends = time.time() + min(self.answer_seconds, 1e9)
         shares = [
-            AnswerShare(
-                known.name, job.device, job.dtype, how.slots, longest, job.out / "prompts.npz", mine, how.max_new,
-                path, ends, how.processes
-            )
-            for path, mine in shared_out(job.out, tasks, how.processes)
-        ]  # fmt: skip
+            AnswerShare(job, known.name, longest, mine, path, ends)
+            for path, mine in shared_out(job.out, tasks, job.answer_processes)
+        ]
         answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
         self.say(
-            f"answered {made} tokens in {took:.0f} s with {how.processes} processes, {made / max(took, 1e-9):.0f} tok/s"
+            f"answered {made} tokens in {took:.0f} s with {job.answer_processes} processes, {made / max(took, 1e-9):.0f} tok/s"
         )
 
     def foresee(self, known: Described, prompts: Sequences) -> None:
         """Says what the time allows and refuses what it does not, before anything is loaded. A GPU and several
         processes are fast enough; a run that goes on has been told."""
         job = self.job
-        if self.counts or self.group.world > 1 or job.device.startswith("cuda"):
+        if self.counts or self.group.world > 1 or job.cuda:
             self.counts = True
             return
         held = self.held(prompts)
-        count = 0 if job.texts else len(plan_tasks(len(prompts), held, job.answering, category_weights(job, prompts)))
-        tokens = float(count * job.answering.max_new)
+        count = 0 if job.texts else len(plan_tasks(len(prompts), held, job, category_weights(job, prompts)))
+        tokens = float(count * job.max_new)
         config, work, speed, sizes = self.choose(known.config, int(tokens) + int(prompts.lengths.sum()))
         costs = RunCosts.of(
-            speed, work, sizes, config, known.config, unroll=job.settings.unroll, accumulate=job.settings.accumulate
+            speed, work, sizes, config, known.config, unroll=job.unroll, accumulate=job.grad_accumulation
         )
         stored = stored_size(known.files, known.config)
-        slots = job.answering.slots or CPU_SLOTS
+        slots = job.slots or CPU_SLOTS
         answer = answer_cost(speed, token_bytes=stored.token, weights=model_size(known.config).active, slots=slots)
         costs = replace(costs, load=2 * stored.parameters / LOAD_RATE, answer=answer, tokens=tokens)
         if job.texts:
@@ -323,7 +327,7 @@ class TrainRun:
         if job.minutes is not None:
             self.say(check(costs, job.minutes, self.budget.spent, self.answer_share))
         else:
-            whole = costs.seconds(tokens, job.settings.steps)
+            whole = costs.seconds(tokens, job.steps)
             self.say(
                 f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at any moment"
             )
@@ -331,16 +335,17 @@ class TrainRun:
 
     def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig, Work, MachineSpeed, Sizes]:
         """For data of so many tokens: the drafter, what training it costs, how fast this machine is, and the sizes."""
-        job, item = self.job, self.job.dtype.itemsize
+        job, item = self.job, torch_dtype(self.job).itemsize
         config = (
-            job.drafter_config(target, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
+            design.new_drafter(job, target, None)
+            if job.init is None
+            else load_drafter(job.init, "cpu", torch.float32)[0]
         )
-        work = Work.of(config, target, job.settings.unroll, item)
-        speed = MachineSpeed.measure(job.device, job.dtype, target.hidden)
+        work = Work.of(config, target, job.unroll, item)
+        speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
         sizes = choose_sizes(
-            work, target.vocab_size, cuda=job.device.startswith("cuda"), free=free_bytes(job.device),
-            rate=speed.rate * EFFICIENCY,
-            item=item, tokens=tokens, anchors=job.anchors,
+            work, target.vocab_size, cuda=job.cuda, free=free_bytes(job.device), rate=speed.rate * EFFICIENCY,
+            item=item, tokens=tokens, anchors=job.batch_anchors,
         )  # fmt: skip
         return config, work, speed, sizes
 
@@ -348,15 +353,12 @@ class TrainRun:
     def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
         job, group = self.job, self.group
         sizes = self.sizes(target, data)
-        settings = replace(
-            job.settings, anchors=sizes.anchors, tokens=4 * sizes.anchors, scored=sizes.scored, keep=sizes.keep
-        )
         self.progress("starting the drafter", 0, 1, "")
-        net = self.start(target, data, settings.anchors)
-        if settings.four_bits_from < 1:
+        net = self.start(target, data, sizes.anchors)
+        if job.qat_start < 1:
             net.config = replace(net.config, weight_bits=4)
-        if job.top is not None and net.config.clusters:
-            net.config = replace(net.config, cluster_top=job.top)
+        if job.cluster_top is not None and net.config.clusters:
+            net.config = replace(net.config, cluster_top=job.cluster_top)
         group.share_(net.state_dict().values())
         cost = drafter_size(net.config)
         share = cost.step / model_size(target.config).active
@@ -366,14 +368,16 @@ class TrainRun:
         )
         aside, reserve = self.reserve(target, net, aside)
         log_path = job.out / "log.jsonl"
-        scored = (lambda: finish.judge(target, net, aside, job.answering.temperature)) if len(aside) else None
+        scored = (lambda: finish.judge(target, net, aside, job.temperature)) if len(aside) else None
         log = partial(append_row, log_path) if group.first else None
-        trainer = Trainer(
-            target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop,
-            everybody=job.shard_target,
-            progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
+        hooks = Hooks(
+            evaluate=scored,
+            log=log,
             export=lambda: finish.export(job, target, net, data, trainer),
-        )  # fmt: skip
+            progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
+            all_ranks_evaluate=job.shard_target,
+        )
+        trainer = Trainer(target.model, net, data, job, sizes, hooks, group, self.stop)
         resumed = trainer.resume(job.out)
         group.wait()  # all have read the checkpoint before rank 0 writes another
         if resumed:
@@ -383,9 +387,7 @@ class TrainRun:
         if job.init is not None and not resumed:
             trainer.judge(job.out)  # what it must become better than
         if job.minutes is not None:
-            trainer.settings = replace(
-                settings, minutes=max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
-            )
+            trainer.minutes = max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
         trainer.run(job.out)
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
         if not group.first and not job.shard_target:
@@ -429,26 +431,26 @@ class TrainRun:
             raise OutriderError(f"{path}: not the sizes of a run: delete it, or choose another --out") from None
 
     def start(self, target: TrainTarget, data: Sequences, anchors: int) -> DrafterModule:
-        job, model, settings = self.job, target.model, self.job.settings
+        job, model = self.job, target.model
         if job.init is not None:
             config, weights = load_drafter(job.init, "cpu", torch.float32)
             reason = fits(config, target.config)
             if reason is not None:
                 raise OutriderError(f"--init {job.init}: {reason}")
-            net = DrafterModule(replace(config, target_hash=target.hash), target.config, settings.seed)
+            net = DrafterModule(replace(config, target_hash=target.hash), target.config, job.seed)
             net.load(as_tensors(weights))
             net.to(model.device)
             if job.recluster and config.clusters and not (job.out / "checkpoint.pt").exists():
                 some = data.select(np.random.default_rng(3).permutation(len(data))[:2500])
                 self.say(f"vocabulary clustered anew from {design.cluster_by_use(net, model, some)} states")
             return net
-        net = DrafterModule(job.drafter_config(target.config, target.hash), target.config, settings.seed).to(
+        net = DrafterModule(design.new_drafter(job, target.config, target.hash), target.config, job.seed).to(
             model.device
         )
         if (job.out / "checkpoint.pt").exists():
             return net  # its weights come from there
-        rows = max(anchors, START_ROWS // 2)  # enough of them to fit the input projection
-        few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, rows, 4 * rows, settings.seed, 0)[:2]]
+        rows = max(anchors, START_ROWS)  # enough of them to fit the input projection
+        few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, rows, 4 * rows, job.seed, 0)[:2]]
         if net.config.tied_to_target and net.config.hidden == net.config.backbone_hidden:
             design.start_from_target(net, model)
             design.fold_biases(net, model, few)
@@ -459,7 +461,7 @@ class TrainRun:
         if net.config.gemma:
             design.start_gemma(net, model, few[0])
         if net.config.clusters:
-            design.start_clusters(net, model, settings.seed)
+            design.start_clusters(net, model, job.seed)
         return net
 
     def reserve(self, target: TrainTarget, net: DrafterModule, aside: Sequences) -> tuple[Sequences, float]:
@@ -472,15 +474,13 @@ class TrainRun:
         if self.job.minutes is None:
             return self.judged(path, aside, kept or len(aside)), EXPORT_SECONDS
         few = 1
-        if self.job.device.startswith(
-            "cuda"
-        ):  # one answer says nothing of a GPU, and kernels are compiled at the first
+        if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
             few = PROBE_ANSWERS
-            finish.judge(target, net, aside.select(np.arange(1)), self.job.answering.temperature)
+            finish.judge(target, net, aside.select(np.arange(1)), self.job.temperature)
         usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
         tried = aside.select(usual)
         began = time.perf_counter()
-        finish.judge(target, net, tried, self.job.answering.temperature)
+        finish.judge(target, net, tried, self.job.temperature)
         each = self.group.agree((time.perf_counter() - began) / max(1, tried.answer_tokens))
         allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
         total = np.cumsum(aside.lengths - aside.prompts)
@@ -504,15 +504,15 @@ def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
     )
 
 
-def carried(path: Path, job: TrainJob, held: np.ndarray) -> Sequences:
+def carried(path: Path, job: TrainConfig, held: np.ndarray) -> Sequences:
     """Of an earlier run's data every greedy answer and a share of the sampled ones; of held-out prompts none, they are
     answered anew."""
     data = Sequences.load(path)
-    luck = np.random.default_rng((job.settings.seed, 5)).random(len(data))
-    return data.select(np.nonzero((data.greedy | (luck < job.carry_sampled)) & ~np.isin(data.index, held))[0])
+    luck = np.random.default_rng((job.seed, 5)).random(len(data))
+    return data.select(np.nonzero((data.greedy | (luck < job.carry_share)) & ~np.isin(data.index, held))[0])
 
 
-def category_weights(job: TrainJob, prompts: Sequences) -> np.ndarray | None:
+def category_weights(job: TrainConfig, prompts: Sequences) -> np.ndarray | None:
     """How many answers each prompt gets beside others [N], where the job says so by category."""
     if not job.categories:
         return None
@@ -524,9 +524,7 @@ def split(data: Sequences, held: np.ndarray) -> tuple[Sequences, Sequences]:
     """Train and held out, by prompt."""
     out = np.isin(data.index, held)
     if out.all():
-        raise OutriderError(
-            "every answer belongs to a held-out prompt: more prompts, more time, or a smaller --heldout"
-        )
+        raise OutriderError("every answer belongs to a held-out prompt: more prompts, more time, or a smaller heldout")
     return data.select(np.nonzero(~out)[0]), data.select(np.nonzero(out)[0])
 
 

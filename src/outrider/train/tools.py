@@ -18,12 +18,12 @@ from ..types import MAX_DRAFT, OutriderError
 from ..weights.load import as_tensors, load_drafter
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
+from .config import Say
 from .data import Sequences
 from .design import default_clusters
 from .evaluate import best_k, second_guesses, states, summary
 from .export import save_drafter
 from .finish import guess_rows, judged, views
-from .job import Say
 from .net import DrafterModule
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Row

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -30,9 +30,11 @@ from ..types import OutriderError
 from .capture import Recorder
 from .clock import Stop
 from .clusters import cluster_loss, cluster_of
+from .config import TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch, prefetch
 from .export import Json
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
+from .memory import GPU_ANCHORS, Sizes
 from .net import DrafterModule
 from .optim import make_optimizers
 from .parallel import TrainGroup
@@ -41,35 +43,16 @@ Row = Json  # of the log
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    steps: int = 1000
-    minutes: float | None = None  # train this long instead; the learning rate then follows the clock
-    unroll: int = 5
-    decay: float = 0.8  # weight of step j: decay^(j-1)
-    survival: float = 0.0  # 0..1: how far a step's weight follows the chance that the steps before it were accepted
-    thin: float = 1.0  # share of a draft step's rows that the next one's loss looks at, drawn by their weight; 1: all
-    loss: LossMix = field(default_factory=LossMix)
-    greedy_loss: LossMix | None = None  # of greedy answers; None: as the others
-    cluster_pull: float = 0.0  # share of the clustered head's gradient that reaches the drafter
-    four_bits_from: float = 1.0  # share of the run after which the layers are trained as 4 bits hold them
-    lr: float = 2e-3
-    warmup: int = 50
-    hold: float = 0.3  # share of the run at full rate; then linearly to `final`
-    final: float = 0.02
-    weight_decay: float = 0.01
-    muon: bool = False
-    clip: float = 1.0
-    anchors: int = 16384  # query rows a batch
-    tokens: int = 65536  # tokens a batch
-    scored: int = 0  # tokens of the vocabulary that the loss looks at; 0: all of them
-    keep: bool = False  # the target's states are kept: it runs once a sequence instead of once an epoch
-    accumulate: int = 1  # batches a step
-    seed: int = 0
-    log_every: int = 20
-    eval_every: int = 0  # 0: only at the end
-    patience: int = 0  # evaluations without a better result before stopping; 0: never
-    save_every: int = 0  # steps between checkpoints; 0: by time alone
-    save_minutes: float = 1.0  # minutes between checkpoints
+class Hooks:
+    """What a run does besides training."""
+
+    evaluate: Callable[[], Row] | None = None  # must hold "score": larger is better
+    log: Callable[[Row], None] | None = None
+    export: Callable[[], None] = lambda: None  # writes the drafter: after each evaluation that is the best so far
+    progress: Callable[[float, str], None] = lambda share, line: (
+        None
+    )  # share of the run that is done, and a line about it
+    all_ranks_evaluate: bool = False  # since no process has the whole target
 
 
 @dataclass
@@ -84,27 +67,29 @@ class TrainProgress:
 
 class Trainer:
     def __init__(
-        self, model: TextModel, net: DrafterModule, data: Sequences, settings: TrainSettings, *,
-        evaluate: Callable[[], Row] | None = None,  # must hold "score": larger is better
-        log: Callable[[Row], None] | None = None, group: TrainGroup | None = None, stop: Stop | None = None,
-        # writes the drafter as it is: after each evaluation that is the best so far
-        export: Callable[[], None] | None = None,
-        progress: Callable[[float, str], None] | None = None,  # share of the run that is done, and a line about it
-        everybody: bool = False,  # all processes evaluate, since none has the whole target
-    ):  # fmt: skip
-        self.model, self.net, self.data, self.settings = model, net, data, settings
-        self.evaluate, self.log, self.export = evaluate, log or (lambda row: None), export or (lambda: None)
+        self,
+        model: TextModel,
+        net: DrafterModule,
+        data: Sequences,
+        config: TrainConfig,
+        sizes: Sizes = Sizes(GPU_ANCHORS, 0, False),
+        hooks: Hooks = Hooks(),
+        group: TrainGroup | None = None,
+        stop: Stop | None = None,
+    ):
+        self.model, self.net, self.data, self.config, self.sizes, self.hooks = model, net, data, config, sizes, hooks
+        self.minutes: float | None = (
+            None  # train this long instead of config.steps; the learning rate then follows the clock
+        )
         self.device, self.dtype = model.device, model.dtype
         self.group, self.stop = group or TrainGroup(), stop or Stop()
-        self.everybody = everybody
-        self.tell = progress or (lambda share, line: None)
         reads = tuple(sorted({layer.attn.kv_layer for layer in net.layers}))
-        self.target = Recorder(model, data, reads, net.config.taps, settings.keep, rank=bool(settings.scored))
+        self.target = Recorder(model, data, reads, net.config.taps, sizes.keep, rank=bool(sizes.scored))
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
-        self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
+        self.optimizers = make_optimizers(self.params, config.lr, config.weight_decay, config.optimizer == "muon")
         self.progress = TrainProgress()
-        mixes = [settings.loss, settings.greedy_loss or settings.loss]
+        mixes = [LossMix.parse(text) for text in (config.loss, config.greedy_loss or config.loss)]
         self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 5] by TrainBatch.greedy
         self.bits: int | None = None
         self.clusters = net.config.clusters
@@ -115,14 +100,18 @@ class Trainer:
     # ---- one batch -------------------------------------------------------------------------------------------------
     def loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """-> loss (a mean over weighted rows), and statistics [3, unroll]: hits, alpha, rows of each step."""
-        s, model, net = self.settings, self.model, self.net
+        s, model, net = self.config, self.model, self.net
         w = net.cast(self.dtype, self.bits)
         seen = self.target.take(batch)
         scored = Scored()
-        if s.scored:
+        if self.sizes.scored:
             said = batch.ids[:, batch.first :].reshape(-1)
             scored = Scored.choose(
-                self.target.likely(batch, seen), said, s.scored, net.config.vocab_size, (s.seed, self.progress.step)
+                self.target.likely(batch, seen),
+                said,
+                self.sizes.scored,
+                net.config.vocab_size,
+                (s.seed, self.progress.step),
             )
         head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
@@ -132,12 +121,12 @@ class Trainer:
         )  # that the steps so far were accepted
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
-            weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
+            weight = s.step_decay ** (j - 1) * (1.0 - s.survival_weight + s.survival_weight * chance[rows])
             scale = None  # how many rows each of them stands for
-            whole, weights = rows, weights + s.decay ** (j - 1) * rows.numel()
-            if s.thin < 1.0 and j > 1 and rows.numel():
+            whole, weights = rows, weights + s.step_decay ** (j - 1) * rows.numel()
+            if s.loss_row_share < 1.0 and j > 1 and rows.numel():
                 luck = np.random.default_rng((s.seed, self.progress.step, j)).random()
-                some, scale = drawn(weight, math.ceil(s.thin ** (j - 1) * rows.numel()), luck)
+                some, scale = drawn(weight, math.ceil(s.loss_row_share ** (j - 1) * rows.numel()), luck)
                 rows, target, weight = rows[some], target[some], weight[some] * scale
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             line, at = batch.where(rows)
@@ -147,10 +136,12 @@ class Trainer:
             total = total + part
             if self.of is not None:
                 label = self.of[batch.ids[line, at + j + 1]]
-                total = total + s.decay ** (j - 1) * cluster_loss(picked, w["centroids"], label, s.cluster_pull, scale)
+                total = total + s.step_decay ** (j - 1) * cluster_loss(
+                    picked, w["centroids"], label, s.cluster_grad_share, scale
+                )
             stands = torch.ones_like(alpha) if scale is None else scale
             sums = torch.stack((hit * stands, alpha * stands, stands)).sum(1)
-            if s.survival:
+            if s.survival_weight:
                 # a row that was not drawn: as likely as those that were, on average
                 others = chance if scale is None else chance.index_copy(0, whole, chance[whole] * (sums[1] / sums[2]))
                 chance = others.index_copy(0, rows, chance[rows] * alpha)
@@ -159,12 +150,12 @@ class Trainer:
 
     def batches(self) -> Iterator[tuple[TrainBatch, int, int]]:
         """This process's batches from where the progress stands, with the epoch and the batches taken after each."""
-        s, epoch, taken = self.settings, self.progress.epoch, self.progress.taken
+        s, epoch, taken = self.config, self.progress.epoch, self.progress.taken
         while True:
-            plan = plan_epoch(self.data, s.anchors, s.tokens, s.seed, epoch)
+            plan = plan_epoch(self.data, self.sizes.anchors, 4 * self.sizes.anchors, s.seed, epoch)
             if len(plan) < self.group.world:
                 raise OutriderError(
-                    f"{len(plan)} batches are too few for {self.group.world} processes: smaller --anchors make more"
+                    f"{len(plan)} batches are too few for {self.group.world} processes: a smaller batch_anchors makes more"
                 )
             while taken + self.group.world <= len(plan):
                 which = plan[taken + self.group.rank]
@@ -175,25 +166,26 @@ class Trainer:
     def clock(self, began: float) -> float:
         """Seconds of this run, the same for all processes where anything depends on them."""
         passed = time.perf_counter() - began
-        return self.group.agree(passed) if self.settings.minutes is not None else passed
+        return self.group.agree(passed) if self.minutes is not None else passed
 
     def share(self, passed: float) -> float:
         """How much of the run is done."""
-        s = self.settings
-        return passed / (60 * s.minutes) if s.minutes is not None else self.progress.step / s.steps
+        return passed / (60 * self.minutes) if self.minutes is not None else self.progress.step / self.config.steps
 
     def rate(self, passed: float) -> float:
-        s, p, done = self.settings, self.progress, self.share(passed)
+        s, p, done = self.config, self.progress, self.share(passed)
         decay = (
-            1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / max(1 - s.hold, 1e-9))
+            1.0
+            if done < s.lr_hold
+            else s.lr_final + (1 - s.lr_final) * max(0.0, 1 - (done - s.lr_hold) / max(1 - s.lr_hold, 1e-9))
         )
-        return min(1.0, (p.step + 1) / max(1, s.warmup)) * decay
+        return min(1.0, (p.step + 1) / max(1, s.warmup_steps)) * decay
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self, out: Path | None = None) -> None:
         """Until the steps or minutes are done, evaluation says so, or somebody asks to stop. Saves as it goes and at
         the end."""
-        s, p = self.settings, self.progress
+        s, p = self.config, self.progress
         began = time.perf_counter() - p.seconds
         told = saved = time.perf_counter()
         results: list[tuple[Tensor, Tensor]] = []  # since the last report
@@ -204,12 +196,12 @@ class Trainer:
             if self.share(passed + slowest) >= 1.0 or self.group.any(self.stop.asked):
                 break
             lr = s.lr * self.rate(passed)
-            self.bits = 4 if self.share(passed) >= s.four_bits_from else None
+            self.bits = 4 if self.share(passed) >= s.qat_start else None
             loss, stat = self.loss(batch.to(self.device))
-            (loss / s.accumulate).backward()
+            (loss / s.grad_accumulation).backward()
             results.append((loss.detach(), stat))
             p.epoch, p.taken = epoch, taken
-            if len(results) % s.accumulate:
+            if len(results) % s.grad_accumulation:
                 continue
             self.update(lr)
             p.step += 1
@@ -219,7 +211,7 @@ class Trainer:
                 self.report(results, time.perf_counter() - told, lr)
                 results, told = [], time.perf_counter()
             if self.device.type == "cpu":
-                self.tell(self.share(p.seconds), f"step {p.step}, loss {float(loss.detach()):.3f}")
+                self.hooks.progress(self.share(p.seconds), f"step {p.step}, loss {float(loss.detach()):.3f}")
             if out is not None and ((s.save_every and p.step % s.save_every == 0) or self.due(saved)):
                 self.save(out)
                 saved = time.perf_counter()
@@ -231,11 +223,11 @@ class Trainer:
             self.save(out)
 
     def due(self, saved: float) -> bool:
-        return self.group.agree(float(time.perf_counter() - saved >= 60 * self.settings.save_minutes)) > 0
+        return self.group.agree(float(time.perf_counter() - saved >= 60 * self.config.save_minutes)) > 0
 
     def update(self, lr: float) -> None:
         self.group.mean_(q.grad for q in self.params.values() if q.grad is not None)
-        torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.settings.clip)
+        torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.config.grad_clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -253,26 +245,30 @@ class Trainer:
             raise OutriderError(
                 f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr"
             )
-        self.tell(
+        self.hooks.progress(
             self.share(p.seconds),
             f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}",
         )
-        self.log({
+        self.log_row({
             "step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2),
-            "steps_per_s": round(len(results) / self.settings.accumulate / max(seconds, 1e-9), 2),
+            "steps_per_s": round(len(results) / self.config.grad_accumulation / max(seconds, 1e-9), 2),
             "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
             "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)],
             "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
         })  # fmt: skip
 
+    def log_row(self, row: Row) -> None:
+        if self.hooks.log is not None:
+            self.hooks.log(row)
+
     def judge(self, out: Path | None) -> bool:
         """Evaluate; keep the best weights beside the checkpoint and as a drafter; True when it is time to stop."""
-        if self.evaluate is None:
+        if self.hooks.evaluate is None:
             return False
         p, score = self.progress, 0.0
-        if self.group.first or self.everybody:
-            result = self.evaluate()
-            self.log({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
+        if self.group.first or self.hooks.all_ranks_evaluate:
+            result = self.hooks.evaluate()
+            self.log_row({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
             score = result["score"]
         score = self.group.agree(score)
         p.since_best = 0 if score > p.best else p.since_best + 1
@@ -280,8 +276,8 @@ class Trainer:
             p.best = score
             if out is not None and self.group.first:
                 write(out / "best.pt", {"net": self.net.state_dict(), "step": p.step, "score": p.best})
-                self.export()
-        return bool(self.settings.patience) and p.since_best >= self.settings.patience
+                self.hooks.export()
+        return bool(self.config.patience) and p.since_best >= self.config.patience
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
     def save(self, out: Path) -> None:

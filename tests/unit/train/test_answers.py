@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,6 @@ from outrider.config import EngineConfig, LoadSettings
 from outrider.models.inspect import kv_bytes
 from outrider.train import answers
 from outrider.train.answers import (
-    Answering,
     RecordedAnswer,
     Task,
     answer_tasks,
@@ -26,6 +27,7 @@ from outrider.train.answers import (
     read_answers,
 )
 from outrider.train.clock import Stop
+from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences
 from outrider.types import OutriderError
 
@@ -36,8 +38,12 @@ def prompts(count: int = 11, vocab: int = 64) -> Sequences:
     return Sequences.of(rows, map(len, rows), range(count), [False] * count, vocab)
 
 
+def how(**change: Any) -> TrainConfig:
+    return replace(TrainConfig("", Path(), Path(), answer_seed=0), **change)
+
+
 def plan(count: int = 11) -> list[Task]:
-    return plan_tasks(count, heldout_prompts(prompts(count), 2), Answering(max_new=20, temperature=1.0))
+    return plan_tasks(count, heldout_prompts(prompts(count), 2), how(max_new=20, temperature=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +66,10 @@ def whole() -> dict[tuple[int, int], list[int]]:
 
 
 def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
-    how = Answering(greedy_share=0.5, temperature=0.7, draws=2.0, seed=3)
+    asked = how(greedy_share=0.5, temperature=0.7, answers_per_prompt=2.0, answer_seed=3)
     held = heldout_prompts(prompts(200), 30)
-    tasks = plan_tasks(200, held, how)
-    assert len(held) == 30 and tasks == plan_tasks(200, held, how) and len({t.key for t in tasks}) == len(tasks)
+    tasks = plan_tasks(200, held, asked)
+    assert len(held) == 30 and tasks == plan_tasks(200, held, asked) and len({t.key for t in tasks}) == len(tasks)
     for count in (40, 100, 300):
         some = tasks[:count]
         aside = [t for t in some if t.prompt in held]
@@ -71,7 +77,7 @@ def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
     assert {t.temperature for t in tasks if t.prompt in held} == {0.0, 0.7}
     assert all(t.temperature == 0.7 for t in tasks if t.draw > 0)
     assert len(heldout_prompts(prompts(4), 30)) == 0 and {
-        t.temperature for t in plan_tasks(9, held[:0], Answering(greedy_share=1.0))
+        t.temperature for t in plan_tasks(9, held[:0], how(greedy_share=1.0))
     } == {0.0}
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +15,16 @@ from tests import tiny
 from tests.engines import LLAMA
 from tests.unit.train.test_trainer import made as made_trainer
 from torch.utils.flop_counter import FlopCounterMode
+from typer.main import get_command
 
+from outrider.cli.main import app
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.train import finish, net
-from outrider.train.answers import Answering
 from outrider.train.clock import Budget, Stop
+from outrider.train.config import RENAMED, TrainConfig, moved
 from outrider.train.data import Sequences, make_batch
 from outrider.train.design import default_clusters, plain, spread_reads
 from outrider.train.forecast import FEWEST_STEPS, FEWEST_TOKENS, Forecast, MachineSpeed, RunCosts, answer_cost, check
-from outrider.train.job import TrainJob
 from outrider.train.memory import (
     CPU_SCORED,
     FEWEST_ANCHORS,
@@ -34,9 +36,8 @@ from outrider.train.memory import (
     product_rate,
 )
 from outrider.train.parallel import TrainGroup
-from outrider.train.recipes import Phase, applied, read_recipe
+from outrider.train.recipes import Recipe, read_recipe
 from outrider.train.run import TrainRun, some_of_each_kind
-from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError
 from outrider.weights.hub import ASSETS
 
@@ -129,15 +130,24 @@ def test_the_forecast_counts_the_operations_of_a_step(tmp_path: Path, monkeypatc
     assert 1 / 1.6 < foreseen / counter.get_total_flops() < 1.6
 
 
-def job() -> TrainJob:
-    return TrainJob("t", Path("d"), Path("o"), answering=Answering(seed=5), settings=TrainSettings(seed=6))
+def job(**change: Any) -> TrainConfig:
+    return replace(TrainConfig("t", Path("d"), Path("o"), device="cuda"), **change)
+
+
+def phases(name: str) -> list[TrainConfig]:
+    """Of a shipped recipe: what each phase comes to."""
+    recipe = read_recipe(name)
+    return [job().with_values(recipe.values, name).with_values(p.values, name).resolved() for p in recipe.phases]
 
 
 def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
     """Every setting that the drafter's provenance states, and the shape that its configuration has."""
-    phases = read_recipe("shipped")
-    jobs = [applied(job(), p) for p in phases]
-    assert [p.name for p in phases] == ["first", "second", "third"]
+    jobs = phases("shipped")
+    assert [(p.name, p.minutes) for p in read_recipe("shipped").phases] == [
+        ("first", 9.0),
+        ("second", 10.0),
+        ("third", 23.0),
+    ]
     runs = json.loads((ASSETS / "smollm2" / "provenance.json").read_text())["runs"]
     free = {
         "steps",
@@ -148,22 +158,30 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
         "tokens",
     }  # by the clock, of the log, or by what fits
     for made, run in zip(jobs, runs, strict=True):
-        told, mine = run["settings"], vars(made.settings)
-        assert told.keys() - mine.keys() <= {"average"}  # nothing was made of it: "weights" are the last ones
-        assert {k: str(mine[k]) for k in told.keys() & mine.keys() - free} == {
-            k: str(told[k]) for k in told.keys() & mine.keys() - free
-        }
+        told = {RENAMED.get(k, k): v for k, v in run["settings"].items() if k not in free}
+        mine = {**vars(made), "muon": made.optimizer == "muon"}
+        assert told.keys() - mine.keys() <= {
+            "average",
+            "scored",
+            "keep",
+        }  # nothing was made of the first; the others are sizes
+        assert {k: str(mine[k]) for k in told.keys() & mine.keys()} == {k: str(v) for k, v in told.items() if k in mine}
         assert made.recluster == run.get("reclustered", False)
-    assert jobs[2].anchors == runs[2]["settings"]["anchors"]
-    assert [(j.answering.seed, j.answering.max_new, j.answering.temperature) for j in jobs] == [
-        (1, 192, 0.8),
-        (7, 192, 1.0),
-        (17, 256, 1.0),
+    assert jobs[2].batch_anchors == runs[2]["settings"]["anchors"]
+    assert [(j.answer_seed, j.max_new, j.temperature, j.answer_minutes) for j in jobs] == [
+        (1, 192, 0.8, 2.5),
+        (7, 192, 1.0, 2.5),
+        (17, 256, 1.0, 4.5),
+    ]
+    assert [(j.greedy_share, j.answers_per_prompt, j.carry_share, j.heldout, j.max_prompt) for j in jobs] == [
+        (0.5, 1.0, 1.0, 512, 1024),
+        (0.28, 1.0, 0.15, 512, 1024),
+        (0.24, 1.7, 0.15, 512, 1024),
     ]
     drafter = DrafterConfig.from_hf(json.loads((ASSETS / "smollm2" / "config.json").read_text()))
-    assert (jobs[0].reads, jobs[0].taps, jobs[0].clusters) == (drafter.reads, drafter.taps, drafter.clusters)
+    assert (jobs[0].kv_layers, jobs[0].taps, jobs[0].clusters) == (drafter.reads, drafter.taps, drafter.clusters)
     assert (
-        jobs[0].intermediate == drafter.layers[0].intermediate
+        jobs[0].intermediate_size == drafter.layers[0].intermediate
         and drafter.weight_bits == 4
         and jobs[2].categories["rag"] == 2.0
     )
@@ -172,30 +190,55 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
 def test_the_recipe_that_goes_on_leaves_a_draft_step_as_dear_as_it_was() -> None:
     """The shipped drafter is where it starts, and as many clusters are scored: 8 % of a target step is the bound, 7.84
     are used."""
-    (phase,) = read_recipe("further")
-    made = applied(job(), phase)
+    (made,) = phases("further")
     drafter = DrafterConfig.from_hf(json.loads((ASSETS / "smollm2" / "config.json").read_text()))
-    assert (made.init, made.top, made.recluster) == ("smollm2", drafter.cluster_top, False)
-    assert made.settings.four_bits_from == 0.0 and made.settings.thin < 1.0 and made.answering.processes > 1
-    assert applied(replace(job(), init="other"), phase, frozenset({"init"})).init == "other"
+    assert (made.init, made.cluster_top, made.recluster) == ("smollm2", drafter.cluster_top, False)
+    assert (made.qat_start, made.loss_row_share, made.answer_processes, made.batch_anchors) == (0.0, 0.65, 4, 28672)
+    (phase,) = read_recipe("further").phases
+    assert job(init="other").with_values(phase.values, "further", frozenset({"init"})).init == "other"
 
 
 def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path: Path) -> None:
-    phase = Phase("a", 1.0, {"lr": 0.5, "max_new": 7, "reads": [1, 2]})
-    kept = applied(replace(job(), settings=TrainSettings(lr=0.1)), phase, frozenset({"lr"}))
-    assert kept.settings.lr == 0.1 and kept.answering.max_new == 7 and kept.reads == (1, 2)
-    with pytest.raises(OutriderError, match="unknown key 'lrr'"):
-        applied(job(), Phase("a", 1.0, {"lrr": 1}))
+    values = {"lr": 0.5, "max_new": 7, "kv_layers": [1, 2]}
+    kept = job(lr=0.1).with_values(values, "r", frozenset({"lr"}))
+    assert kept.lr == 0.1 and kept.max_new == 7 and kept.kv_layers == (1, 2)
+    for bad, message in (
+        ({"lrr": 1}, "unknown key 'lrr'"),
+        ({"thin": 0.5}, "unknown key 'thin': it is loss_row_share now"),
+        ({"out": "x"}, "unknown key 'out'"),
+        ({"lr_hold": 2.0}, r"lr_hold \(a key of the recipe\) must be in \[0, 1\], got 2.0"),
+        ({"steps": "many"}, "--steps must be a whole number of at least 1, got 'many'"),
+        ({"optimizer": "sgd"}, "must be adamw, muon, got 'sgd'"),
+    ):
+        with pytest.raises(OutriderError, match=message):
+            job().with_values(bad, "r")
     with pytest.raises(OutriderError, match="no such file; shipped recipes"):
         read_recipe("nothing")
-    for text, message in (
-        ("phase = 3", "no .*phase.* tables"),
-        ("x = ", "not TOML"),
-        ("[[phase]]\nlr = 1", "phase 1 needs 'minutes'"),
-    ):
+    for text, message in (("", "no settings"), ("x = ", "not TOML"), ("[[phase]]\nlr = 1", "phase 1 needs 'minutes'")):
         (tmp_path / "r.toml").write_text(text)
         with pytest.raises(OutriderError, match=message):
             read_recipe(str(tmp_path / "r.toml"))
+    (tmp_path / "r.toml").write_text("layers = 2\nunroll = 2\n")
+    assert read_recipe(str(tmp_path / "r.toml")) == Recipe(str(tmp_path / "r.toml"), {"layers": 2, "unroll": 2})
+
+
+OLD_OPTIONS = (
+    "texts answer_minutes style layers reads taps hidden intermediate position_offset clusters recall unroll loss survival thin "
+    "four_bits_from warmup hold optimizer anchors accumulate max_prompt temperature greedy slots answer_processes heldout judge "
+    "eval_every patience save_minutes shard_target dtype"
+)
+
+
+def test_every_option_of_earlier_versions_says_where_it_lives_now() -> None:
+    for name in OLD_OPTIONS.split():
+        line = moved("--" + name.replace("_", "-"))
+        assert line is not None and ("of a recipe now" in line or "is --eval-data now" in line), name
+    assert moved("--nothing") is None
+
+
+def test_the_command_has_a_dozen_options() -> None:
+    (command,) = (c for c in get_command(app(("train", "chat"))).commands.values() if c.name == "train")  # type: ignore[attr-defined]
+    assert len([p for p in command.params if p.param_type_name == "option"]) <= 14
 
 
 def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(
@@ -205,7 +248,7 @@ def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(
     on."""
     rows = [np.arange(40)] * 64
     aside = Sequences.of(rows, [8] * 64, range(64), [True, False] * 32, 64)
-    job = TrainJob(target="t", data=tmp_path, out=tmp_path, minutes=1.0, device="cuda")
+    job = TrainConfig(target="t", data=tmp_path, out=tmp_path, minutes=1.0, device="cuda")
     run = TrainRun(job, Budget(1.0, time.perf_counter()), Stop(), TrainGroup(), print, None)
     judged: list[int] = []
 
@@ -221,7 +264,12 @@ def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(
 def test_the_time_that_was_used_is_noted_now_and_then(tmp_path: Path) -> None:
     """Catches: a run that is killed and then begins its minutes anew; one that writes a file at every step."""
     run = TrainRun(
-        TrainJob("t", tmp_path, tmp_path), Budget(9.0, time.perf_counter() - 100.0), Stop(), TrainGroup(), print, None
+        TrainConfig("t", tmp_path, tmp_path),
+        Budget(9.0, time.perf_counter() - 100.0),
+        Stop(),
+        TrainGroup(),
+        print,
+        None,
     )
     noted = tmp_path / "spent.json"
     run.counts = False  # refused runs have used nothing

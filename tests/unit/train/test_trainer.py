@@ -16,12 +16,12 @@ from outrider.models.decoder import TextModel
 from outrider.train import design, finish, trainer
 from outrider.train.capture import DenseOps
 from outrider.train.clock import Budget, Stop
+from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences, make_batch
-from outrider.train.job import TrainJob
 from outrider.train.net import DrafterModule
 from outrider.train.parallel import TrainGroup
 from outrider.train.run import TrainRun
-from outrider.train.trainer import Trainer, TrainSettings
+from outrider.train.trainer import Hooks, Trainer
 from outrider.types import OutriderError
 from outrider.weights.load import load_target
 
@@ -34,9 +34,8 @@ def made(folder: Path, **settings: float) -> Trainer:
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (30, 26, 31, 9)]
     data = Sequences.of(rows, (5, 4, 6, 5), range(4), [True, False] * 2, tiny.VOCAB)
     net = DrafterModule(design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4), config)
-    return Trainer(
-        TextModel(config, weights, DenseOps()), net, data, TrainSettings(unroll=3, cluster_pull=0.5, **settings)
-    )  # type: ignore[arg-type]
+    job = TrainConfig("", folder, folder, unroll=3, cluster_grad_share=0.5, **settings)  # type: ignore[arg-type]
+    return Trainer(TextModel(config, weights, DenseOps()), net, data, job)  # type: ignore[arg-type]
 
 
 def gradients(train: Trainer) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -48,7 +47,7 @@ def gradients(train: Trainer) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def test_thinned_steps_learn_the_same_on_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: rows that weigh wrongly in the loss of the head, of the clusters, or in the figures of the log."""
     want, counted = gradients(made(tmp_path))
-    thin = made(tmp_path, thin=0.5)
+    thin = made(tmp_path, loss_row_share=0.5)
     lucks = iter([(n + 0.5) / 60 for n in range(60) for _ in range(2)])  # two thinned steps a batch
 
     class Luck:
@@ -68,8 +67,8 @@ def test_thinned_steps_learn_the_same_on_average(tmp_path: Path, monkeypatch: py
 
 def test_thinning_follows_the_chance_that_a_row_is_reached(tmp_path: Path) -> None:
     """With survival the rows are drawn by weight; nothing depends on anything but seed and step."""
-    first, again = (gradients(made(tmp_path, thin=0.4, survival=0.7)) for _ in range(2))
-    whole, counted = gradients(made(tmp_path, survival=0.7))
+    first, again = (gradients(made(tmp_path, loss_row_share=0.4, survival_weight=0.7)) for _ in range(2))
+    whole, counted = gradients(made(tmp_path, survival_weight=0.7))
     assert all(torch.equal(first[0][name], again[0][name]) for name in whole)
     assert all(torch.isfinite(g).all() for g in first[0].values()) and first[1][2].sum() < 1.2 * counted[2].sum()
 
@@ -77,11 +76,11 @@ def test_thinning_follows_the_chance_that_a_row_is_reached(tmp_path: Path) -> No
 def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: Path) -> None:
     scores = iter([{"score": 2.0}, {"score": 1.5}])
     first = made(tmp_path / "target")
-    first.evaluate = lambda: next(scores)
+    first.hooks = Hooks(evaluate=lambda: next(scores))
     first.save(tmp_path)
     first.judge(tmp_path)
     again = made(tmp_path / "target")
-    again.evaluate = first.evaluate
+    again.hooks = first.hooks
     assert again.resume(tmp_path) and again.progress.best == 2.0
     again.judge(tmp_path)
     assert torch.load(tmp_path / "best.pt", weights_only=True)["score"] == 2.0 and again.progress.since_best == 1
@@ -109,7 +108,7 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
         tmp_path / "best.pt",
         {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0},
     )
-    job = TrainJob("", tmp_path, tmp_path, init="some", settings=TrainSettings(eval_every=every))
+    job = TrainConfig("", tmp_path, tmp_path, init="some", eval_every=every)
     target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
     taken = finish.load_best(job, target, net, run.data, run, quick=True, write=True)
     assert all((w == 0).all() for w in net.state_dict().values()) == loaded
@@ -124,7 +123,7 @@ def test_a_run_that_goes_on_judges_the_answers_it_judged_before(
     seen: Any = None
 
     def judged(minutes: float | None) -> list[int]:
-        job = TrainJob("", tmp_path, tmp_path, minutes=minutes)
+        job = TrainConfig("", tmp_path, tmp_path, minutes=minutes)
         run = TrainRun(job, Budget(minutes, 0.0), Stop(), TrainGroup(), lambda _: None, None)
         return [int(i) for i in run.reserve(seen, train.net, train.data)[0].index]
 

@@ -1,0 +1,186 @@
+"""The settings of a training run: one frozen dataclass, filled by the command line and by the TOML of a recipe.
+Torch-free.
+
+A dozen of the fields are options of `outrider train`. All others are keys of a recipe, under the names they have here.
+"""
+
+# ruff: noqa: SIM905  # tables of names are easier to read as words
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..types import OutriderError
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    target: str
+    data: Path
+    out: Path
+    # what is trained on
+    texts: bool = False  # plain texts instead of prompts to answer
+    eval_data: Path | None = None  # prompts to evaluate on instead of held-out ones
+    limit: int | None = None  # prompts
+    heldout: int = 256  # prompts kept for evaluation, a fifth of all at most
+    max_prompt: int = 0  # longer prompts are left out; 0: 512 tokens, on a CPU 256
+    max_new: int = 0  # tokens per answer; 0: 192, on a CPU 96
+    temperature: float = 0.8  # of sampled answers
+    greedy_share: float = 0.5  # of the answers
+    answers_per_prompt: float = 1.0  # on average; those after the first are sampled
+    answer_seed: int | None = None  # None: seed
+    answer_processes: int = 1  # that answer, each with an engine of its own (many.py)
+    slots: int | None = None  # prompts answered at a time by a process; None: 8, on a GPU 256
+    categories: dict[str, float] = field(default_factory=dict)  # answers per prompt of a category, where others get 1
+    carry: tuple[Path, ...] = ()  # data of earlier phases to learn from too
+    carry_share: float = 1.0  # share of their sampled answers that is taken
+    # the drafter
+    init: str | None = None  # a drafter to start from
+    style: str = "auto"  # auto, plain (reads any layers, head of the target) or gemma (Gemma 4's layout)
+    layers: int = 6
+    kv_layers: tuple[int, ...] = ()  # plain style: the target layers to read; empty: spread over the upper half
+    taps: tuple[int, ...] = ()  # plain style: target layers whose hidden state is fed in too
+    hidden_size: int | None = None  # None: the target's (plain), 256 (gemma)
+    intermediate_size: int | None = None
+    position_offset: int = 2  # plain style: the constant position is L - offset
+    clusters: int | None = None  # of the head; None: by the vocabulary; 0: none
+    recluster: bool = False  # with init: cluster the vocabulary anew, by which tokens are likely together
+    cluster_recall: float = 0.99  # cluster_top is the cheapest that finds the full head's token this often
+    cluster_top: int | None = None  # clusters scored per step instead, whatever they find
+    # the loss
+    unroll: int = 0  # draft steps per training step; 0: 5, on a CPU 3
+    loss: str = "soft=1,tv=0.5"  # weights of the terms soft, tv, hard, lk, second
+    greedy_loss: str = ""  # the same for greedy answers; empty: as for the others
+    step_decay: float = 0.8  # weight of draft step j: step_decay^(j-1)
+    survival_weight: float = (
+        0.0  # 0..1: how far a step's weight follows the chance that the steps before it are accepted
+    )
+    loss_row_share: float = 1.0  # share of a draft step's rows that the next step's loss looks at, drawn by weight
+    cluster_grad_share: float = 0.0  # share of the clustered head's gradient that reaches the drafter
+    qat_start: float = 1.0  # share of the run after which the layers are trained in 4 bits; 1: never
+    # the optimizer
+    steps: int = 2000
+    minutes: float | None = None  # wall-clock time of everything instead, over all runs that continue one another
+    answer_minutes: float | None = None  # of these, at most for answering
+    optimizer: str = "adamw"  # or muon
+    lr: float = 2e-3
+    warmup_steps: int = 0  # 0: 50, on a CPU 10
+    lr_hold: float = 0.3  # share of the run at the full rate; then it falls linearly
+    lr_final: float = 0.02  # to this share of it
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    batch_anchors: int | None = None  # positions drafted from per batch; None: what memory and speed allow
+    grad_accumulation: int = 1  # batches per step
+    seed: int = 0
+    log_every: int = 20
+    eval_every: int = 500  # steps; 0: only at the end
+    patience: int = 0  # evaluations without a better result before stopping; 0: never
+    save_every: int = 0  # steps between checkpoints; 0: by time alone
+    save_minutes: float = 1.0
+    # where
+    device: str = "cpu"
+    dtype: str = ""  # float32 or bfloat16; empty: bfloat16 where the device multiplies it
+    shard_target: bool = False  # under torchrun: divide the target over the processes (shards.py)
+    command: str = ""
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def resolved(self) -> TrainConfig:
+        """With the defaults that depend on the device."""
+        usual = {"max_prompt": (512, 256), "max_new": (192, 96), "unroll": (5, 3), "warmup_steps": (50, 10)}
+        chosen: dict[str, Any] = {name: getattr(self, name) or usual[name][0 if self.cuda else 1] for name in usual}
+        seed = self.seed if self.answer_seed is None else self.answer_seed
+        return replace(self, answer_seed=seed, **chosen)
+
+    def validated(self) -> TrainConfig:
+        """Itself; OutriderError names the first field that is out of range."""
+        for name, value in vars(self).items():
+            bound = next((bound for bound, names in BOUNDS.items() if name in names), None)
+            if value is None or bound is None:
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not CHECKS[bound](value):
+                raise OutriderError(f"{label(name)} must be {bound}, got {value!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OutriderError(
+                    f"{label(name)} must be {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
+                )
+        return self
+
+    def with_values(self, values: dict[str, Any], where: str, keep: frozenset[str] = frozenset()) -> TrainConfig:
+        """With the keys of a recipe; names in `keep` stay as they are."""
+        known = {f.name for f in fields(self)} - COMMAND_ONLY
+        for name in values:
+            if name not in known:
+                hint = f": it is {RENAMED[name]} now" if name in RENAMED else ""
+                raise OutriderError(f"{where}: unknown key {name!r}{hint}")
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in keep}
+        return replace(self, **given).validated()
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that a run must keep, or report a change of, as JSON holds them."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in FREE}
+
+
+OPTIONS = "target data out recipe init eval_data limit steps minutes lr max_new seed device".split()
+COMMAND_ONLY = set("target data out eval_data carry command device".split())
+# What may change freely where a run goes on. Of the rest, CHANGEABLE is reported, and everything else makes another
+# run.
+FREE = COMMAND_ONLY | set(
+    "minutes answer_minutes slots answer_processes dtype shard_target save_minutes save_every log_every".split()
+)
+CHANGEABLE = set(
+    "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip grad_accumulation unroll step_decay survival_weight loss_row_share "
+    "loss greedy_loss cluster_grad_share eval_every patience cluster_recall cluster_top".split()
+)
+# Options and keys of earlier versions that have another name now.
+RENAMED = dict(
+    pair.split("=")
+    for pair in (
+        "reads=kv_layers hidden=hidden_size intermediate=intermediate_size recall=cluster_recall top=cluster_top judge=eval_data "
+        "survival=survival_weight thin=loss_row_share four_bits_from=qat_start warmup=warmup_steps hold=lr_hold final=lr_final "
+        "clip=grad_clip anchors=batch_anchors accumulate=grad_accumulation greedy=greedy_share processes=answer_processes "
+        "decay=step_decay draws=answers_per_prompt carry_sampled=carry_share cluster_pull=cluster_grad_share"
+    ).split()
+)
+CHECKS: dict[str, Callable[[float], bool]] = {
+    "a whole number of at least 1": lambda n: n >= 1 and n == int(n),
+    "a whole number of at least 0": lambda n: n >= 0 and n == int(n),
+    "in [0, 1]": lambda n: 0.0 <= n <= 1.0,
+    "above 0": lambda n: 0.0 < n < float("inf"),
+    "in [0, 100]": lambda n: 0.0 <= n <= 100.0,
+}
+BOUNDS = {
+    "a whole number of at least 1": "limit answer_processes slots layers hidden_size intermediate_size cluster_top steps batch_anchors "
+    "grad_accumulation log_every".split(),
+    "a whole number of at least 0": "heldout max_prompt max_new unroll warmup_steps position_offset clusters eval_every patience "
+    "save_every".split(),
+    "in [0, 1]": "greedy_share carry_share cluster_recall step_decay survival_weight loss_row_share cluster_grad_share qat_start lr_hold "
+    "lr_final".split(),
+    "above 0": "minutes answer_minutes lr save_minutes grad_clip answers_per_prompt".split(),
+    "in [0, 100]": ["temperature"],
+}
+CHOICES = {"style": ("auto", "plain", "gemma"), "optimizer": ("adamw", "muon"), "dtype": ("", "float32", "bfloat16")}
+
+
+def label(name: str) -> str:
+    """How a user writes a field."""
+    return "--" + name.replace("_", "-") if name in OPTIONS else f"{name} (a key of the recipe)"
+
+
+def moved(option: str) -> str | None:
+    """Of an option that earlier versions had: where its value lives now."""
+    name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+    now = RENAMED.get(name, name)
+    if now in OPTIONS:
+        return f"{option} is {label(now)} now"
+    if now in {f.name for f in fields(TrainConfig)}:
+        return f"{option} is the key {now} of a recipe now: --recipe FILE.toml with a line such as {now} = ..."
+    return None
