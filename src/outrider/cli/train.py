@@ -49,8 +49,7 @@ def train(
     *,
     load: LoadSettings,
 ) -> None:
-    """Train a drafter for a target: the target answers your prompts, and the drafter learns to predict it. Ctrl-C saves
-    everything."""
+    """Train a drafter: the target answers your prompts, and the drafter learns to predict it. Ctrl-C saves all."""
     with StageProgress(quiet=as_json) as progress:
         progress("starting", 0, 1, "")
         from ..ops import place
@@ -65,10 +64,20 @@ def train(
             raise OutriderError(f"--max-new must be a whole number of at least 1, got {max_new}")
         common.check_folder("--out", to)
         config = TrainConfig(
-            target, data, to, init=init, eval_data=eval_data, limit=limit, steps=steps, minutes=minutes, lr=lr,
+            target,
+            data,
+            to,
+            init=init,
+            eval_data=eval_data,
+            limit=limit,
+            steps=steps,
+            minutes=minutes,
+            lr=lr,
             max_new=max_new or 0,
-            seed=seed, device=str(place(load.device)), command=shlex.join(["outrider", *sys.argv[1:]]),
-        ).validated()  # fmt: skip
+            seed=seed,
+            device=str(place(load.device)),
+            command=shlex.join(["outrider", *sys.argv[1:]]),
+        ).validated()
         given = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
         chosen = Recipe("") if recipe is None else read_recipe(recipe)
         result = train_recipe(config, chosen, progress.say, progress, frozenset(given))

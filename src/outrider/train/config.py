@@ -1,7 +1,8 @@
 """The settings of a training run: one frozen dataclass, filled by the command line and by the TOML of a recipe.
 Torch-free.
 
-A dozen of the fields are options of `outrider train`. All others are keys of a recipe, under the names they have here.
+A dozen of the fields are options of `outrider train`. All others are keys of a recipe, under the names they have
+here.
 """
 
 # ruff: noqa: SIM905  # tables of names are easier to read as words
@@ -131,22 +132,25 @@ class TrainConfig:
 
 OPTIONS = "target data out recipe init eval_data limit steps minutes lr max_new seed device".split()
 COMMAND_ONLY = set("target data out eval_data carry command device".split())
-# What may change freely where a run goes on. Of the rest, CHANGEABLE is reported, and everything else makes another
-# run.
+# What may change freely where a run goes on. Of the rest, CHANGEABLE is reported; all others make another run.
 FREE = COMMAND_ONLY | set(
     "minutes answer_minutes slots answer_processes dtype shard_target save_minutes save_every log_every".split()
 )
 CHANGEABLE = set(
-    "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip grad_accumulation unroll step_decay survival_weight loss_row_share "
+    "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip grad_accumulation unroll step_decay "
+    "survival_weight loss_row_share "
     "loss greedy_loss cluster_grad_share eval_every patience cluster_recall cluster_top".split()
 )
 # Options and keys of earlier versions that have another name now.
 RENAMED = dict(
     pair.split("=")
     for pair in (
-        "reads=kv_layers hidden=hidden_size intermediate=intermediate_size recall=cluster_recall top=cluster_top judge=eval_data "
-        "survival=survival_weight thin=loss_row_share four_bits_from=qat_start warmup=warmup_steps hold=lr_hold final=lr_final "
-        "clip=grad_clip anchors=batch_anchors accumulate=grad_accumulation greedy=greedy_share processes=answer_processes "
+        "reads=kv_layers hidden=hidden_size intermediate=intermediate_size recall=cluster_recall top=cluster_top "
+        "judge=eval_data "
+        "survival=survival_weight thin=loss_row_share four_bits_from=qat_start warmup=warmup_steps hold=lr_hold "
+        "final=lr_final "
+        "clip=grad_clip anchors=batch_anchors accumulate=grad_accumulation greedy=greedy_share "
+        "processes=answer_processes "
         "decay=step_decay draws=answers_per_prompt carry_sampled=carry_share cluster_pull=cluster_grad_share"
     ).split()
 )
@@ -158,11 +162,14 @@ CHECKS: dict[str, Callable[[float], bool]] = {
     "in [0, 100]": lambda n: 0.0 <= n <= 100.0,
 }
 BOUNDS = {
-    "a whole number of at least 1": "limit answer_processes slots layers hidden_size intermediate_size cluster_top steps batch_anchors "
+    "a whole number of at least 1": "limit answer_processes slots layers hidden_size intermediate_size cluster_top "
+    "steps batch_anchors "
     "grad_accumulation log_every".split(),
-    "a whole number of at least 0": "heldout max_prompt max_new unroll warmup_steps position_offset clusters eval_every patience "
+    "a whole number of at least 0": "heldout max_prompt max_new unroll warmup_steps position_offset clusters "
+    "eval_every patience "
     "save_every".split(),
-    "in [0, 1]": "greedy_share carry_share cluster_recall step_decay survival_weight loss_row_share cluster_grad_share qat_start lr_hold "
+    "in [0, 1]": "greedy_share carry_share cluster_recall step_decay survival_weight loss_row_share "
+    "cluster_grad_share qat_start lr_hold "
     "lr_final".split(),
     "above 0": "minutes answer_minutes lr save_minutes grad_clip answers_per_prompt".split(),
     "in [0, 100]": ["temperature"],

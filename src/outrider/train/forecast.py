@@ -1,8 +1,8 @@
 """What a run will do in its time: one forecast, made in seconds before anything long begins.
 
-It rests on two measured figures of the machine (operations and bytes per second) and on counted operations. The same
-forecast is shown, decides whether the run begins, and gives the shortest `--minutes` that would do, so the three cannot
-contradict each other.
+It rests on two measured figures of the machine (operations and bytes per second) and on counted operations. The
+same forecast is shown, decides whether the run begins, and gives the shortest `--minutes` that would do, so the
+three cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RunCosts:
         unroll: int,
         accumulate: int,
     ) -> RunCosts:
-        """Everything but loading and answering, which depend on the files (`with_answers`)."""
+        """Everything but loading and answering, which depend on the files."""
         rate, vocab, width = (
             speed.rate * EFFICIENCY,
             target.vocab_size,
@@ -123,15 +123,15 @@ class Forecast:
 
 
 def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSWER_SHARE) -> str:
-    """One line about what the time allows; OutriderError where it is too little. `spent`: seconds that are gone
-    already."""
+    """One line about what the time allows; OutriderError where it is too little. `spent`: seconds gone already."""
     made = Forecast.of(costs, 60 * minutes - spent, share)
     line = f"{made.answered:.0f} tokens of answers and {made.steps} steps (one takes {costs.step:.2g} s here)"
     if made.enough:
         return f"in {minutes:g} minutes about {line}"
     raise OutriderError(
         f"--minutes {minutes:g} is too short here: about {line}, and a drafter learns nothing from less than "
-        f"{min(costs.tokens, FEWEST_TOKENS):.0f} and {FEWEST_STEPS}; try --minutes {least_minutes(costs, spent, share):g}"
+        f"{min(costs.tokens, FEWEST_TOKENS):.0f} and {FEWEST_STEPS}; "
+        f"try --minutes {least_minutes(costs, spent, share):g}"
     )
 
 

@@ -1,7 +1,7 @@
 """Muon for matrices, AdamW for the rest.
 
-Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, so all directions learn at one
-rate. Its step is scaled to AdamW's (as in Moonlight), so that one learning rate serves both optimizers.
+Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, so all directions learn at
+one rate. Its step is scaled to AdamW's (as in Moonlight), so that one learning rate serves both optimizers.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Trainer:
             plan = plan_epoch(self.data, self.sizes.anchors, 4 * self.sizes.anchors, s.seed, epoch)
             if len(plan) < self.group.world:
                 raise OutriderError(
-                    f"{len(plan)} batches are too few for {self.group.world} processes: a smaller batch_anchors makes more"
+                    f"{len(plan)} batches are too few for {self.group.world} processes: lower batch_anchors"
                 )
             while taken + self.group.world <= len(plan):
                 which = plan[taken + self.group.rank]
@@ -183,8 +183,8 @@ class Trainer:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self, out: Path | None = None) -> None:
-        """Until the steps or minutes are done, evaluation says so, or somebody asks to stop. Saves as it goes and at
-        the end."""
+        """Until the steps or minutes are done, patience ends or a stop is requested. Saves as it goes and at the
+        end."""
         s, p = self.config, self.progress
         began = time.perf_counter() - p.seconds
         told = saved = time.perf_counter()
@@ -249,13 +249,19 @@ class Trainer:
             self.share(p.seconds),
             f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}",
         )
-        self.log_row({
-            "step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2),
-            "steps_per_s": round(len(results) / self.config.grad_accumulation / max(seconds, 1e-9), 2),
-            "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
-            "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)],
-            "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
-        })  # fmt: skip
+        self.log_row(
+            {
+                "step": p.step,
+                "epoch": p.epoch,
+                "loss": round(value, 5),
+                "lr": lr,
+                "seconds": round(p.seconds, 2),
+                "steps_per_s": round(len(results) / self.config.grad_accumulation / max(seconds, 1e-9), 2),
+                "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
+                "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)],
+                "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
+            }
+        )
 
     def log_row(self, row: Row) -> None:
         if self.hooks.log is not None:
@@ -282,10 +288,14 @@ class Trainer:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
     def save(self, out: Path) -> None:
         if self.group.first:
-            write(out / "checkpoint.pt", {
-                "net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
-                "progress": asdict(self.progress),
-            })  # fmt: skip
+            write(
+                out / "checkpoint.pt",
+                {
+                    "net": self.net.state_dict(),
+                    "optimizers": [o.state_dict() for o in self.optimizers],
+                    "progress": asdict(self.progress),
+                },
+            )
 
     def resume(self, out: Path) -> bool:
         path = out / "checkpoint.pt"
