@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (a case is a line)
 """What well-known clients send that is in no description of an API: harmless fields, other spellings, histories as they
 come back."""
 

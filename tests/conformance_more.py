@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (a case is a line)
 """More conformance cases: embeddings, spellings of prefill, log-probabilities in other protocols, durations."""
 
 from __future__ import annotations

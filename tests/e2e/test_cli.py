@@ -48,7 +48,19 @@ STATS = {
 
 def test_generate_json_and_compare(cli: Any, model: Path) -> None:
     code, out, _ = cli(
-        "generate", model, "Hello there", "--max-tokens", 24, "--draft-tokens", 5, "--json", "--compare", "--seed", 3, "--temperature", 0.9
+        "generate",
+        model,
+        "Hello there",
+        "--max-tokens",
+        24,
+        "--draft-tokens",
+        5,
+        "--json",
+        "--compare",
+        "--seed",
+        3,
+        "--temperature",
+        0.9,
     )
     row = json.loads(out)
     assert code == 0 and row["identical"] is True and row["plain"]["token_ids"] == row["token_ids"]
@@ -64,7 +76,9 @@ def test_the_beside_assistant_is_found_and_said_once(cli: Any, model: Path) -> N
 @pytest.mark.parametrize("drafter", ["ngram", "draft:MODEL"])
 def test_drafters_without_an_assistant_start_twice(cli: Any, model: Path, drafter: str) -> None:
     for _ in range(2):
-        code, out, err = cli("generate", model, "Hi", "--max-tokens", 6, "--drafter", drafter.replace("MODEL", str(model)), "--json")
+        code, out, err = cli(
+            "generate", model, "Hi", "--max-tokens", 6, "--drafter", drafter.replace("MODEL", str(model)), "--json"
+        )
         assert code == 0 and json.loads(out)["stats"]["new_tokens"] > 0, err
 
 
@@ -76,7 +90,18 @@ def test_text_colours_and_statistics(cli: Any, model: Path) -> None:
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 def test_other_verifiers(cli: Any, model: Path, verify: str) -> None:
     code, out, _ = cli(
-        "generate", model, "Hello", "--max-tokens", 12, "--verify", verify, "--draft-tokens", 3, "--temperature", 1.0, "--json"
+        "generate",
+        model,
+        "Hello",
+        "--max-tokens",
+        12,
+        "--verify",
+        verify,
+        "--draft-tokens",
+        3,
+        "--temperature",
+        1.0,
+        "--json",
     )
     assert code == 0 and json.loads(out)["stats"]["new_tokens"] > 0
 
@@ -90,7 +115,9 @@ def test_a_file_of_prompts(cli: Any, model: Path, tmp_path: Path) -> None:
 
 
 def test_n_answers_have_their_own_seeds(cli: Any, model: Path) -> None:
-    _, out, _ = cli("generate", model, "Hello", "--max-tokens", 12, "--temperature", 1.5, "--n", 3, "--json", "--seed", 5)
+    _, out, _ = cli(
+        "generate", model, "Hello", "--max-tokens", 12, "--temperature", 1.5, "--n", 3, "--json", "--seed", 5
+    )
     three = [row["token_ids"] for row in json.loads(out)]
     _, out, _ = cli("generate", model, "Hello", "--max-tokens", 12, "--temperature", 1.5, "--json", "--seed", 6)
     assert len(three) == 3 and json.loads(out)["token_ids"] == three[1]
@@ -106,7 +133,17 @@ def test_chat(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chat_commands(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation is saved, continued and asked again; each mistake is one line and ends nothing."""
     kept = tmp_path / "talk.json"
-    lines = ["/retry", "/system Be brief.", "Hello", "/retry", f"/save {kept}", "/clear", f"/load {kept}", "And again", "/drafter none"]
+    lines = [
+        "/retry",
+        "/system Be brief.",
+        "Hello",
+        "/retry",
+        f"/save {kept}",
+        "/clear",
+        f"/load {kept}",
+        "And again",
+        "/drafter none",
+    ]
     lines += ["More", "/drafter", "/drafter what", "/save", f"/save {tmp_path / 'no' / 'x'}"]
     lines += [f"/load {tmp_path / 'none'}", "/stats", "/quit"]
     (tmp_path / "none").write_text("[]")
@@ -114,7 +151,13 @@ def test_chat_commands(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytes
     code, _, err = cli("chat", model, "--max-tokens", 8, "--drafter", "ngram", "--draft-tokens", 2)
     assert code == 0 and "turn 4" in err and "turn 5" not in err and err.count("3 messages") == 2
     assert [m["role"] for m in json.loads(kept.read_text())["messages"]] == ["system", "user", "assistant"]
-    for told in ("nothing was asked yet", "in use: none", "/drafter takes auto, none, ngram", "/save takes a file", "No such file"):
+    for told in (
+        "nothing was asked yet",
+        "in use: none",
+        "/drafter takes auto, none, ngram",
+        "/save takes a file",
+        "No such file",
+    ):
         assert told in err, told
     assert "none is no conversation that /save wrote" in err
 
@@ -164,7 +207,21 @@ def test_options_without_effect_are_named_and_other_verifiers_promise_no_text(cl
 
 def test_prove(cli: Any, model: Path) -> None:
     """The CPU kernels promise the same bits: every check must hold."""
-    code, out, _ = cli("prove", model, "--count", 2, "--k", "2,5", "--max-tokens", 12, "--temperatures", "0,0.8", "--json", "--ops", "cpu")
+    code, out, _ = cli(
+        "prove",
+        model,
+        "--count",
+        2,
+        "--k",
+        "2,5",
+        "--max-tokens",
+        12,
+        "--temperatures",
+        "0,0.8",
+        "--json",
+        "--ops",
+        "cpu",
+    )
     report = json.loads(out)
     assert report["passed"] and all(f["passed"] for f in report["findings"]), report
     assert {f["check"] for f in report["findings"]} == {"row invariance", "identity", "whole answers", "distribution"}
@@ -206,7 +263,10 @@ def test_bad_input_is_one_line_and_exit_code_2(cli: Any, model: Path, arguments:
 
 def test_malformed_prompt_files_name_the_line(cli: Any, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    for text, says in (('{"prompt": "a"}\n{nope}\n', "prompts.jsonl:2: not JSON"), ('{"words": "a"}\n', "prompts.jsonl:1: no text under")):
+    for text, says in (
+        ('{"prompt": "a"}\n{nope}\n', "prompts.jsonl:2: not JSON"),
+        ('{"words": "a"}\n', "prompts.jsonl:1: no text under"),
+    ):
         file.write_text(text)
         code, _, err = cli("generate", model, "--prompts", file)
         assert code == 2 and says in err

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (a case is a line)
 """What clients of llama.cpp's and vLLM's servers rely on, as small cases against one server with a tiny model.
 
 Written from the behaviour that their server tests describe; each case is a line or two. The share that passes is

@@ -18,7 +18,7 @@ from tests import tiny
 from tests.conformance_clients import CLAUDE, CODEX
 from tests.server_fakes import FakeEngine, Served, tokenizer
 
-from outrider.ops.cpu.build import keeping
+from outrider.ops.cpu.build import cache_path
 
 TOK = tokenizer()
 SYSTEM = "You are a coding agent. " + " ".join(f"Rule {i}: be exact." for i in range(300))

@@ -405,7 +405,7 @@ def test_chats_refusals_are_counted_under_chat_and_logged(served: Served, caplog
     assert answer.status_code == 400 and answer.headers["x-request-id"] == "abc-1"
     count = lambda text, route: sum(
         map(float, re.findall(rf'requests_total{{route="{route}",status="400"}} (\S+)', text))
-    )  # noqa: E731
+    )
     after = served.state.metrics.text().decode()
     assert count(after, "chat") == count(before, "chat") + 1 and count(after, "completions") == count(
         before, "completions"

@@ -86,7 +86,7 @@ def prefill_idle(size: str) -> str:
                 q.view(len(BORDERS), count, -1)[b, first : first + rows]
                 .repeat(times, 1, 1)
                 .reshape(len(starts) * rows, -1)
-            )  # noqa: B023
+            )
             return ops.attend(some, spec, kv).view(len(starts), rows, -1)  # noqa: B023
 
         full = attend(slice(0, len(BORDERS)), 0, count)

@@ -51,8 +51,12 @@ def test_more_rows(rows: int, form: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_experts(rows: int) -> None:
-    plan = moe_gemv_int8.MoeGemvPlan.of(rows, experts.ROUTER, *experts.shells(128, 2816, 704), 8, None, 132, experts.ROOM)
-    assert plan is not None and compiles(moe_gemv_int8.SOURCE.read_text(), "90", moe_gemv_int8.flags_of(plan, "gelu_tanh"))
+    plan = moe_gemv_int8.MoeGemvPlan.of(
+        rows, experts.ROUTER, *experts.shells(128, 2816, 704), 8, None, 132, experts.ROOM
+    )
+    assert plan is not None and compiles(
+        moe_gemv_int8.SOURCE.read_text(), "90", moe_gemv_int8.flags_of(plan, "gelu_tanh")
+    )
 
 
 @pytest.mark.parametrize("heads,kv_heads,keys", [(4, 2, 64), (8, 1, 32)])

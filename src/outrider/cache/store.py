@@ -104,12 +104,12 @@ class KVStore:
                 )
                 pages = min(pages + spec.slots, most)
             self.groups[name] = PageGroup(pages + 1, ps, window)
-        arena = (
-            Arena() if self.device.type == "cpu" else None
-        )  # fresh pages are zero; huge ones spare a walk of the page table each 4 KiB
-        zeros = lambda shape, dtype: (
-            arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)
-        )  # noqa: E731
+        # Fresh pages are zero; huge pages save a page-table walk per 4 KiB.
+        arena = Arena() if self.device.type == "cpu" else None
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)
+
         self.keys: list[Tensor | None] = [None] * len(config.layers)
         self.values: list[Tensor | None] = [None] * len(config.layers)
         for i in config.kv_layers:

@@ -23,13 +23,28 @@ if TYPE_CHECKING:
 @common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "load_format")
 def batch(
     requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object a line.")],
-    out: Annotated[Path, typer.Option(help="Results, one a line, in the order in which they finish. An existing file is continued.")],
-    model: Annotated[str | None, typer.Option(help="What to load. Default: the model named by the first request.")] = None,
-    name: Annotated[str | None, typer.Option(help="The model name the requests use. Default: --model (a folder's last part).")] = None,
-    seed: Annotated[int, typer.Option(help="For requests without a seed of their own: theirs is made from this and custom_id.")] = 0,
-    max_concurrent: Annotated[int, typer.Option("--max-concurrent", "--max-num-seqs", help="Sequences that decode at once.")] = 16,
-    ray: Annotated[bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")] = False,
-    replicas: Annotated[int | None, typer.Option(help="With --ray: engines. Default: one a GPU; without GPUs one a machine.")] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="Results, one a line, in the order in which they finish. An existing file is continued."),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="What to load. Default: the model named by the first request.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model name the requests use. Default: --model (a folder's last part).")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="For requests without a seed of their own: theirs is made from this and custom_id.")
+    ] = 0,
+    max_concurrent: Annotated[
+        int, typer.Option("--max-concurrent", "--max-num-seqs", help="Sequences that decode at once.")
+    ] = 16,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")
+    ] = False,
+    replicas: Annotated[
+        int | None, typer.Option(help="With --ray: engines. Default: one a GPU; without GPUs one a machine.")
+    ] = None,
     *,
     load: LoadSettings,
 ) -> None:
@@ -51,7 +66,13 @@ def batch(
     common.check_file("--out", out)
     if not ray:
         llm = common.load_llm(chosen, replace(load, engine=replace(load.engine, max_batch=max_concurrent)))
-    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
+    columns = [
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
     began = time.monotonic()
     with Bar(*columns, console=err) as bar:
         task = bar.add_task("", total=None, speed="")
@@ -70,4 +91,6 @@ def batch(
             progress = BatchRunner(ServedModel.of(llm), settings, seed).run(requests, out, tell)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
-    err.print(f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s{kept}: {out}")
+    err.print(
+        f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s{kept}: {out}"
+    )

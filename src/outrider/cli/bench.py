@@ -29,26 +29,51 @@ LOADED = ("verify", "dtype", "ops", "quantize", "tensor_parallel", "max_context"
 def bench(
     model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2",
     suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
-    drafters: Annotated[str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")] = "auto",
+    drafters: Annotated[
+        str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")
+    ] = "auto",
     draft_tokens: Annotated[str, typer.Option(help="Comma-separated: 0 (plain decoding), 1..16, auto.")] = "0,4,auto",
     tree: Annotated[
-        str, typer.Option(help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays).")
+        str,
+        typer.Option(
+            help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays)."
+        ),
     ] = "auto",
     temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated; 0 is greedy.")] = "0",
     batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
-    against: Annotated[str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")] = "",
+    against: Annotated[
+        str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")
+    ] = "",
     repeats: Annotated[int, typer.Option(help="Times every cell is run; medians count.")] = 3,
     limit: Annotated[int | None, typer.Option(help="At most so many prompts of a category.")] = None,
     categories: Annotated[str, typer.Option(help="Only prompts of these categories, comma-separated.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")] = None,
-    quality: Annotated[int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")] = 0,
-    data: Annotated[Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")] = None,
-    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path("bench-out"),
-    resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = False,
-    history: Annotated[Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")] = None,
-    record_traces: Annotated[Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")] = None,
-    simulate: Annotated[Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")] = None,
-    card: Annotated[Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")
+    ] = None,
+    quality: Annotated[
+        int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")
+    ] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path(
+        "bench-out"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")
+    ] = False,
+    history: Annotated[
+        Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")
+    ] = None,
+    record_traces: Annotated[
+        Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")
+    ] = None,
+    simulate: Annotated[
+        Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")
+    ] = None,
+    card: Annotated[
+        Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")
+    ] = None,
     seed: common.Seed = 0,
     as_json: common.AsJson = False,
     *,
@@ -63,7 +88,9 @@ def bench(
 
     guessers, trees = tuple(dict.fromkeys(common.parts(drafters))), tuple(dict.fromkeys(common.parts(tree)))
     if not guessers:
-        raise OutriderError("--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding")
+        raise OutriderError(
+            "--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding"
+        )
     if not trees:
         raise OutriderError("--tree is empty: give for instance off,16,auto")
     for text in trees:
@@ -111,7 +138,9 @@ def bench(
     _report(output, settings, prompts, history, as_json, load.verify)
 
 
-def _report(output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str) -> None:
+def _report(
+    output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str
+) -> None:
     """What the cells of a run say, here and as a page."""
     from ..bench import harness, report
     from ..bench import quality as grading
@@ -209,7 +238,9 @@ def _ways(label: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tupl
 
 
 def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[str]:
-    return (["plain"] if 0 in ks else []) + [name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)]
+    return (["plain"] if 0 in ks else []) + [
+        name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)
+    ]
 
 
 def _record(model: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, load: LoadSettings) -> None:
@@ -238,7 +269,9 @@ def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None
     if not traces:
         raise OutriderError(f"{path}: holds no traces")
     controller = common.load_llm(model, load, as_json).engine.controller
-    table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
+    table = Table(
+        "category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt"
+    )
     found = {}
     for category in ["all", *dict.fromkeys(t.category for t in traces)]:
         chosen = [t for t in traces if category in ("all", t.category)]
@@ -268,7 +301,9 @@ def _card(model: str, drafter: str, path: Path) -> None:
             raise OutriderError(why)
     files = hub.resolve(str(where), kind="drafter")
     before = acceptance_profile.read(Path(files.path), fingerprint(files))  # traces say nothing of second guesses
-    made = acceptance_profile.measure(read_traces(path), fingerprint(files), before.second if before is not None else None)
+    made = acceptance_profile.measure(
+        read_traces(path), fingerprint(files), before.second if before is not None else None
+    )
     out.print(f"{acceptance_profile.write(Path(files.path), made)}: {made.judged} tokens judged")
 
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def bench_server(
-    target: Annotated[str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")],
+    target: Annotated[
+        str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")
+    ],
     concurrency: Annotated[str, typer.Option(help="Streams at once, one row each.")] = "1,4,8,16",
     requests: Annotated[int, typer.Option(help="Requests at each concurrency.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer (the end token is ignored).")] = 128,
@@ -121,7 +123,10 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
 
 def table(rows: list[Summary]) -> Table:
     shown = Table(
-        caption="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+        caption="Milliseconds are median/95th percentile; more in --json",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
     )
     for name in ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors"):
         shown.add_column(name, justify="right", no_wrap=True)

@@ -15,9 +15,13 @@ from .common import check_folder, out
 
 
 def make_dummy(
-    model: Annotated[str, typer.Argument(help="google/gemma-4-…, Qwen/Qwen2.5-1.5B-Instruct or -0.5B-, a folder or a .gguf file.")],
+    model: Annotated[
+        str, typer.Argument(help="google/gemma-4-…, Qwen/Qwen2.5-1.5B-Instruct or -0.5B-, a folder or a .gguf file.")
+    ],
     to: Annotated[Path, typer.Argument(help="OUT.gguf, or a folder for safetensors (bfloat16).")],
-    fmt: Annotated[str, typer.Option("--format", help="q4_0 | q4_1 | q5_0 | q5_1 | q8_0 | q4_k_m | q6_k | bf16 | f16.")] = "q4_0",
+    fmt: Annotated[
+        str, typer.Option("--format", help="q4_0 | q4_1 | q5_0 | q5_1 | q8_0 | q4_k_m | q6_k | bf16 | f16.")
+    ] = "q4_0",
     seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
 ) -> None:
     """Write a checkpoint of full size with random weights. The text it makes means nothing; its speed and memory are
@@ -33,7 +37,9 @@ def make_dummy(
     drafter = "assistant" in str(raw.get("model_type")) or "backbone_hidden_size" in raw
     gguf = to.suffix == ".gguf"
     if not gguf and fmt != "bf16":
-        raise OutriderError(f"a folder of safetensors is written in bf16: add --format bf16, or name the file {to}.gguf")
+        raise OutriderError(
+            f"a folder of safetensors is written in bf16: add --format bf16, or name the file {to}.gguf"
+        )
     reader = DrafterConfig.from_hf if drafter else ModelConfig.from_hf
     try:
         config: ModelConfig | DrafterConfig = reader(raw)

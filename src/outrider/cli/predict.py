@@ -28,9 +28,12 @@ WITHIN = 0.15
 
 def predict(
     model: Annotated[
-        str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id. With --check: all if left out.")
+        str,
+        typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id. With --check: all if left out."),
     ] = "",
-    gpu: Annotated[str, typer.Option("--gpu", "--machine", help="One of the table (--gpu list), or here: measure this machine.")] = "h200",
+    gpu: Annotated[
+        str, typer.Option("--gpu", "--machine", help="One of the table (--gpu list), or here: measure this machine.")
+    ] = "h200",
     accept: Annotated[
         str | None,
         typer.Option(
@@ -38,18 +41,29 @@ def predict(
         ),
     ] = None,
     drafter: Annotated[
-        str, typer.Option(help="auto | none (n-gram: drafting takes no time; needs --accept) | a drafter's folder or id.")
+        str,
+        typer.Option(help="auto | none (n-gram: drafting takes no time; needs --accept) | a drafter's folder or id."),
     ] = "auto",
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the one being decoded.")] = 1024,
     bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
-    tree: Annotated[int | None, typer.Option(help="Also drafts that branch: trees of at most so many tokens, 2..16.")] = None,
-    second: Annotated[
-        float | None, typer.Option(help="--tree: how often a second guess is right where the best is wrong. Default: the card's, or 0.35.")
+    tree: Annotated[
+        int | None, typer.Option(help="Also drafts that branch: trees of at most so many tokens, 2..16.")
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(help="Over so many GPUs; also shows 1, 2, 4 and 8, replicas, and many users.")] = 1,
+    second: Annotated[
+        float | None,
+        typer.Option(
+            help="--tree: how often a second guess is right where the best is wrong. Default: the card's, or 0.35."
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Over so many GPUs; also shows 1, 2, 4 and 8, replicas, and many users.")
+    ] = 1,
     link: Annotated[
-        str | None, typer.Option(help="nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU.")
+        str | None,
+        typer.Option(
+            help="nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU."
+        ),
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="GB/s: instead of the table's.")] = None,
     rate: Annotated[float | None, typer.Option(help="Dense TFLOP/s: instead of the table's.")] = None,
@@ -85,7 +99,9 @@ def predict(
         rows = [row for row in model_of.read_measured(check) if model in ("", row["model"])]
         if not rows:
             raise OutriderError(f"{check} has no measured run of {model}")
-        setups = {name: _setup(name, drafter, on, batch, context, bits) for name in sorted({row["model"] for row in rows})}
+        setups = {
+            name: _setup(name, drafter, on, batch, context, bits) for name in sorted({row["model"] for row in rows})
+        }
         _check([model_of.check(setups[row["model"]], row) for row in rows], as_json)
         return
     if not model:
@@ -100,9 +116,17 @@ def predict(
     if tree is None and second is not None:
         raise OutriderError("--second says how often a tree's second guess is right: add --tree N")
     if tree is not None and setup.drafter is None and accept is None:
-        raise OutriderError("--tree: no drafter is known for this model: name one with --drafter, or what it is worth with --accept")
+        raise OutriderError(
+            "--tree: no drafter is known for this model: name one with --drafter, or what it is worth with --accept"
+        )
     if tree is not None:
-        second = second if second is not None else known.second if known is not None and known.second is not None else trees.SECOND
+        second = (
+            second
+            if second is not None
+            else known.second
+            if known is not None and known.second is not None
+            else trees.SECOND
+        )
         points = trees.tree_points(setup, accepted, tree, second)
     if plot is not None:
         roof, marks = model_of.roofline(setup)
@@ -120,7 +144,9 @@ def predict(
         _show_several(more, tensor_parallel, by)
 
 
-def _setup(model: str, drafter: str, on: model_of.Hardware, batch: int, context: int, bits: float | None) -> model_of.Setup:
+def _setup(
+    model: str, drafter: str, on: model_of.Hardware, batch: int, context: int, bits: float | None
+) -> model_of.Setup:
     from ..weights import hub
 
     _, config, kept = read(model)
@@ -145,13 +171,19 @@ def _card(model: str, drafter: str) -> acceptance_profile.AcceptanceProfile | No
     return acceptance_profile.read(Path(files.path), fingerprint(files))
 
 
-def _accepted(accept: str | None, setup: model_of.Setup, known: acceptance_profile.AcceptanceProfile | None) -> model_of.Acceptance:
+def _accepted(
+    accept: str | None, setup: model_of.Setup, known: acceptance_profile.AcceptanceProfile | None
+) -> model_of.Acceptance:
     """What was asked for; else the drafter's card; else what drafters are usually worth, and nothing without one."""
     if accept is not None or (setup.drafter is not None and known is None):
         return model_of.Acceptance.parse("0.72" if accept is None else accept)
     if known is None:
-        return model_of.Acceptance.nothing("no drafter is known for this model: n-gram matches alone, whose gain depends on the text")
-    return model_of.Acceptance.by_position(list(accumulate(known.accepted, mul)), f"the drafter's card ({known.judged} tokens judged)")
+        return model_of.Acceptance.nothing(
+            "no drafter is known for this model: n-gram matches alone, whose gain depends on the text"
+        )
+    return model_of.Acceptance.by_position(
+        list(accumulate(known.accepted, mul)), f"the drafter's card ({known.judged} tokens judged)"
+    )
 
 
 def _here(model: str, bits: float | None) -> model_of.Hardware:
@@ -165,7 +197,9 @@ def _here(model: str, bits: float | None) -> model_of.Hardware:
 
 def _show(model: str, data: model_of.Prediction) -> None:
     need, parts = data["memory_gb"], data["plain_parts_ms"]
-    out.print(Text.assemble((model, "bold"), f" on {data['machine']}, batch {data['batch']}, context {data['context']}"))
+    out.print(
+        Text.assemble((model, "bold"), f" on {data['machine']}, batch {data['batch']}, context {data['context']}")
+    )
     fits = ("" if data["fits"] else " (does not fit)", "bold red")
     held = f": weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}"
     out.print(Text.assemble(f"memory  {need['total']:.1f} GB", fits, held))
@@ -173,12 +207,24 @@ def _show(model: str, data: model_of.Prediction) -> None:
     out.print(f"plain   {data['plain_ms']:.2f} ms a token ({split})")
     out.print(f"assumed {data['acceptance']}")
     if data["drafter"] is None and data["best_k"] > 0:
-        out.print(Text.assemble(("no drafter is known", "bold"), ": this is what one that takes no time would bring at that acceptance"))
+        out.print(
+            Text.assemble(
+                ("no drafter is known", "bold"), ": this is what one that takes no time would bring at that acceptance"
+            )
+        )
     table = Table("K", "cycle ms", "tokens a cycle", "ms a token", "speed-up")
     for point in data["points"]:
-        if point["k"] in ((0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,)) or point["k"] == data["best_k"]:
+        if (
+            point["k"] in ((0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,))
+            or point["k"] == data["best_k"]
+        ):
             style = "bold" if point["k"] == data["best_k"] else ""
-            cells = (f"{point['cycle_ms']:.2f}", f"{point['tokens']:.2f}", f"{point['ms_per_token']:.2f}", f"{point['speedup']:.2f}x")
+            cells = (
+                f"{point['cycle_ms']:.2f}",
+                f"{point['tokens']:.2f}",
+                f"{point['ms_per_token']:.2f}",
+                f"{point['speedup']:.2f}x",
+            )
             table.add_row(str(point["k"]), *cells, style=style)
     out.print(table)
     if data["drafter"] is None and data["best_k"] == 0:
@@ -214,7 +260,15 @@ def _several(setup: model_of.Setup, accept: model_of.Acceptance, by: several.Lin
 
 
 def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
-    table = Table("GPUs", "GB each", "plain ms", "best K", "ms a token", "tokens/s of all", title=f"one model over several, {by.label}")
+    table = Table(
+        "GPUs",
+        "GB each",
+        "plain ms",
+        "best K",
+        "ms a token",
+        "tokens/s of all",
+        title=f"one model over several, {by.label}",
+    )
     for one in more["layouts"]:
         cells = (f"{one['plain_ms']:.2f}", str(one["best_k"]), f"{one['ms']:.2f}", f"{one['tokens_per_second']:.0f}")
         table.add_row(str(one["gpus"]), f"{one['memory_gb']:.1f}{'' if one['fits'] else ' (does not fit)'}", *cells)
@@ -224,7 +278,9 @@ def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
         out.print(f"{gpus} replicas instead: the model does not fit one GPU")
     else:
         better = "replicas win" if whole["tokens_per_second"] > shared["tokens_per_second"] else "dividing wins"
-        out.print(f"{gpus} replicas instead: {whole['ms']:.2f} ms a token, {whole['tokens_per_second']:.0f} tokens/s of all: {better}")
+        out.print(
+            f"{gpus} replicas instead: {whole['ms']:.2f} ms a token, {whole['tokens_per_second']:.0f} tokens/s of all: {better}"
+        )
     for users, need in zip((100, 10_000), more["needs"]):
         said = "cannot be served at 50 ms a token" if need is None else (
             f"{need['gpus']} GPUs: {need['replicas']} replicas of {need['each']}, {need['batch']} users each, {need['ms']:.1f} ms a token"

@@ -17,17 +17,14 @@ from typing import TYPE_CHECKING, cast
 from pydantic import JsonValue
 
 from ..engine.chat_template import reserved
-from ..engine.grammar import AllowedTokens, CompiledGrammar, GrammarCompiler
+from ..engine.grammar import AllowedTokens, GrammarCompiler
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
-from ..types import Json, OutriderError, SamplingParams
-from .errors import ApiError, bad, check_size
-from ..engine.grammar import AllowedTokens, GrammarCompiler
 from ..types import OutriderError, SamplingParams
 from .defaults import UNCHANGED
 from .dialect import Dialect, spell_out_tools
-from .errors import bad
+from .errors import bad, check_size
 from .grammar_source import GrammarSource, build
 from .infill import Infill
 from .job import Job as Job

@@ -6,14 +6,21 @@ The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and 
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, field_validator, model_validator
-from pydantic_core import CoreSchema
 from collections.abc import Mapping
+from itertools import islice
 from typing import Annotated, Literal, Self
-from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, PrivateAttr, field_validator, model_validator
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from ..types import MAX_DRAFT
 from .defaults import OPENAI

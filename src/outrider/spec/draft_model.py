@@ -284,9 +284,11 @@ class DraftModel(Drafter):
             return lambda hidden: ops.logits(hidden, self.head, cap), listed
         rows = ops.take_rows(model.head, torch.tensor(more))
         strange = torch.tensor([[t not in tokens for t in more] for tokens in beside])  # [F, M] of other sequences
-        scored = lambda h: torch.cat(
-            (ops.logits(h, self.head, cap), ops.logits(h, rows, cap).masked_fill(strange, -math.inf)), 1
-        )  # noqa: E731
+
+        def scored(h: Tensor) -> Tensor:
+            own = ops.logits(h, rows, cap).masked_fill(strange, -math.inf)
+            return torch.cat((ops.logits(h, self.head, cap), own), 1)
+
         return scored, torch.cat((listed, torch.tensor(more)))
 
     def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int], names: Tensor | None) -> tuple[Draft, int]:

@@ -105,9 +105,24 @@ class SeqState:
     """What the controller remembers of one request."""
 
     __slots__ = (
-        "arms", "loss_budget", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match",
-        "plain", "planned", "probing",
-        "step", "tokens", "wait", "yields",
+        "arms",
+        "choice",
+        "curve",
+        "expected",
+        "fixed",
+        "hold",
+        "interval",
+        "key",
+        "last",
+        "loss_budget",
+        "match",
+        "plain",
+        "planned",
+        "probing",
+        "step",
+        "tokens",
+        "wait",
+        "yields",
     )  # fmt: skip
 
     def __init__(self, wait: int) -> None:

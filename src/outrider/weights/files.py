@@ -18,8 +18,8 @@ from ..models.config import (
 )
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
-from .repos import is_model
 from .gguf_text import RANGES, advised
+from .repos import is_model
 from .safetensors import read_json
 from .source import TensorSource
 

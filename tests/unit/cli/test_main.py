@@ -38,13 +38,22 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["bench-server", "m", "--json", "no/x"], "--json no/x cannot be written: No such file or directory"),
         (["batch", "FILE", "--model", "m", "--out", "FILE/x"], "--out FILE/x cannot be written: Not a directory"),
         (["batch", "FILE", "--model", "m", "--out", "."], "--out . cannot be written: Is a directory"),
-        (["train", "--target", "m", "--data", "d", "--out", "FILE/x"], "--out FILE/x cannot be written: Not a directory"),
+        (
+            ["train", "--target", "m", "--data", "d", "--out", "FILE/x"],
+            "--out FILE/x cannot be written: Not a directory",
+        ),
         (["bench", "m", "--out", "FILE/x"], "--out FILE/x cannot be written: Not a directory"),
         (["cluster-head", "d", "--out", "FILE/x"], "--out FILE/x cannot be written: Not a directory"),
-        (["generate", "m", "x", "--drafter", "none", "--draft-tokens", "4"], "--drafter none drafts nothing: leave out --draft-tokens"),
+        (
+            ["generate", "m", "x", "--drafter", "none", "--draft-tokens", "4"],
+            "--drafter none drafts nothing: leave out --draft-tokens",
+        ),
         (["cluster", "d"], "`outrider cluster` is called `outrider cluster-head` now"),
         (["load", "m"], "`outrider load` is called `outrider bench-server` now"),
-        (["serve", "m", "--max-context", "8", "--max-model-len=9"], "--max-context 8 and --max-model-len 9 are the same option"),
+        (
+            ["serve", "m", "--max-context", "8", "--max-model-len=9"],
+            "--max-context 8 and --max-model-len 9 are the same option",
+        ),
         (["serve", "m", "--max-num-seqs", "8", "--max-concurrent", "9"], "are the same option with different values"),
         (["predict", MODEL, "--bandwidth", "-5"], "--bandwidth must be more than 0, got -5"),
         (["predict", MODEL, "--rate", "nan"], "--rate must be more than 0, got nan"),
@@ -58,7 +67,10 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["cluster-head", "d", "--out", "o", "--clusters", "0"], "--clusters must be at least 1, got 0"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--lr", "nan"], "--lr must be above 0, got nan"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["train", "--target", "m", "--data", "d", "--out", "o", "--temperature", "-1"], "--temperature must be in [0, 100], got -1"),
+        (
+            ["train", "--target", "m", "--data", "d", "--out", "o", "--temperature", "-1"],
+            "--temperature must be in [0, 100], got -1",
+        ),
     ],
 )
 def test_one_line_and_exit_code_2(
@@ -66,7 +78,13 @@ def test_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "FILE").write_text('{"prompt": "hello"}\n')
     (tmp_path / "EMPTY").mkdir()
-    config = {"model_type": "llama", "num_hidden_layers": 0, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 0,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
     (tmp_path / "EMPTY" / "config.json").write_text(json.dumps(config | {"vocab_size": 99, "rms_norm_eps": 1e-6}))
     monkeypatch.chdir(tmp_path)
     code, err = called(monkeypatch, capsys, *[f"./{w}" if w == "EMPTY" else w for w in words])
@@ -74,7 +92,9 @@ def test_one_line_and_exit_code_2(
     assert code == 2 and len(lines) == 1 and told in lines[0] and "Traceback" not in err, err
 
 
-def test_a_full_disk_names_where(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_full_disk_names_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Before long work, and where it fills up meanwhile: whatever kind of error the writer raises."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -88,10 +108,15 @@ def test_a_full_disk_names_where(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert (code, err) == (2, f"outrider: --out {out} cannot be written: No space left on device\n")
     for error in (full, RuntimeError("I/O error: No space left on device (os error 28)")):
         monkeypatch.setattr(main, "app", lambda *_, error=error: (_ for _ in ()).throw(error))
-        assert called(monkeypatch, capsys, "bench", "m", "--out", out) == (2, f"outrider: {out}: No space left on device\n")
+        assert called(monkeypatch, capsys, "bench", "m", "--out", out) == (
+            2,
+            f"outrider: {out}: No space left on device\n",
+        )
 
 
-def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_processes_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A command in one process does without it; one that is divided over several says what is wrong."""
     monkeypatch.setenv("WORLD_SIZE", "x")
     monkeypatch.setattr("sys.argv", ["outrider", "--version"])
@@ -103,7 +128,9 @@ def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, cap
     assert (code, err) == (2, "outrider: RANK in the environment must be a whole number, got 'y'\n")
 
 
-def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_and_with_questions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert called(monkeypatch, capsys, "--version") == (0, "")
     assert called(monkeypatch, capsys, "generate", "--help") == (0, "")
     assert called(monkeypatch, capsys, "generate", "-h") == called(monkeypatch, capsys, "-h") == (0, "")
@@ -112,7 +139,9 @@ def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("gpus", ["2", "3"])
-def test_any_number_of_gpus_is_predicted_or_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
+def test_any_number_of_gpus_is_predicted_or_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str
+) -> None:
     code, err = called(monkeypatch, capsys, "predict", MODEL, "--tensor-parallel", gpus, "--accept", "0.7")
     assert code in (0, 2) and len(err.splitlines()) == (1 if code else 0), err
 
@@ -124,7 +153,10 @@ def outrider(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
 
 def test_input_and_output_that_are_no_text_or_closed() -> None:
     done = outrider("generate", "m", "-", input=b"\xff\xfe")
-    assert (done.returncode, done.stderr) == (2, b"outrider: standard input is not UTF-8: invalid start byte at byte 0\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        b"outrider: standard input is not UTF-8: invalid start byte at byte 0\n",
+    )
     done = outrider("generate", "m", "-", preexec_fn=lambda: os.close(0))
     assert (done.returncode, done.stderr) == (2, b"outrider: standard input is closed: nothing can be read from it\n")
     done = outrider("inspect", MODEL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})

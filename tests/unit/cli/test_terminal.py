@@ -40,7 +40,13 @@ def test_a_long_paste_of_many_lines_is_one_message(keys: PipeInput) -> None:
 def test_three_quotes_begin_lines_and_end_them(keys: PipeInput) -> None:
     keys.send_text('"""one\rtwo\rthree"""\r')
     assert terminal(keys).read() == "one\ntwo\nthree"
-    assert is_open('"""') and is_open('"""a"') and not is_open('""""""') and not is_open("a") and unfenced('"""a"""') == "a"
+    assert (
+        is_open('"""')
+        and is_open('"""a"')
+        and not is_open('""""""')
+        and not is_open("a")
+        and unfenced('"""a"""') == "a"
+    )
 
 
 def test_editing_history_and_completion(keys: PipeInput) -> None:

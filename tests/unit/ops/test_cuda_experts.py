@@ -70,7 +70,9 @@ def test_tokens_are_their_definition(rows: int, beside: bool, monkeypatch: pytes
     x, h, router, router_in = (random(n, hidden, seed=7 + i) for i, n in enumerate((rows, rows, count, rows)))
     memory = Memory()
     hold = memory.hold
-    monkeypatch.setattr(nvrtc_kernels, "Kernel", lambda source, name, flags, *_: memory.kernel(source, name, flags, seed=3))
+    monkeypatch.setattr(
+        nvrtc_kernels, "Kernel", lambda source, name, flags, *_: memory.kernel(source, name, flags, seed=3)
+    )
     few = MoeGemvInt8(torch.device("cpu"))
     few.sms = 13
 
@@ -118,7 +120,10 @@ def test_gemma_is_dealt_out_evenly() -> None:
     gate_up, down = shells(128, 2816, 704)
     wide = SharedMLP.of(matrix(2 * 2112, 2816, 1)[0], matrix(2816, 2112, 2)[0], 2816, down.matrix.chunks)
     assert wide is not None
-    both, alone, five = (MoeGemvPlan.of(n, ROUTER, gate_up, down, 8, beside, 132, ROOM) for n, beside in ((1, wide), (1, None), (5, wide)))
+    both, alone, five = (
+        MoeGemvPlan.of(n, ROUTER, gate_up, down, 8, beside, 132, ROOM)
+        for n, beside in ((1, wide), (1, None), (5, wide))
+    )
     assert both is not None and (both.chunks, both.stages, both.down, both.down_warps) == (22, 4, 6, 16)
     assert alone is not None and (alone.chunks, alone.stages, alone.down, alone.down_warps) == (22, 4, 6, 11)
     assert five is not None and (five.chunks, five.stages, five.down, five.down_warps) == (22, 4, 6, 9)
@@ -141,27 +146,48 @@ def test_gemma_is_dealt_out_evenly() -> None:
 def test_what_the_kernels_take() -> None:
     gate_up, down = shells(128, 2816, 704)
 
-    def taken(first: object, second: object, rows: int = 1, top: int = 8, room: int = ROOM, router: Tensor = ROUTER) -> bool:
+    def taken(
+        first: object, second: object, rows: int = 1, top: int = 8, room: int = ROOM, router: Tensor = ROUTER
+    ) -> bool:
         return MoeGemvPlan.of(rows, router, first, second, top, None, 132, room) is not None  # type: ignore[arg-type]
 
-    assert taken(gate_up, down) and not taken(gate_up, down, router=ROUTER.float()) and not taken(gate_up, down, router=ROUTER[:, :2560])
+    assert (
+        taken(gate_up, down)
+        and not taken(gate_up, down, router=ROUTER.float())
+        and not taken(gate_up, down, router=ROUTER[:, :2560])
+    )
     by_64 = repack(IntegerFormat(8, 64).quantise(random(64, 2816, seed=0)))
     assert by_64 is not None
-    assert not taken(torch.zeros(8, 8), down) and not taken(gate_up, torch.zeros(8, 8)) and not taken(gate_up, down, room=99 << 10)
-    assert not taken(replace(gate_up, matrix=by_64), down) and not taken(down, gate_up) and not taken(*shells(256, 2816, 704))
+    assert (
+        not taken(torch.zeros(8, 8), down)
+        and not taken(gate_up, torch.zeros(8, 8))
+        and not taken(gate_up, down, room=99 << 10)
+    )
+    assert (
+        not taken(replace(gate_up, matrix=by_64), down)
+        and not taken(down, gate_up)
+        and not taken(*shells(256, 2816, 704))
+    )
     assert not taken(*shells(128, 5376, 704))  # 42 chunks: no warp for each
     assert not taken(*shells(128, 2816, 768))  # groups of down have factors
     few = MoeGemvInt8(torch.device("cpu"))
     x = torch.zeros((2, 2816), dtype=torch.bfloat16)
-    assert few.plan(x, ROUTER, gate_up, down, 8, None) is not None and few.plan(x.float(), ROUTER, gate_up, down, 8, None) is None
+    assert (
+        few.plan(x, ROUTER, gate_up, down, 8, None) is not None
+        and few.plan(x.float(), ROUTER, gate_up, down, 8, None) is None
+    )
     assert few.plan(x.repeat(2, 1), ROUTER, gate_up, down, 8, None) is None  # Triton is faster
     assert taken(gate_up, down, 8) and not taken(gate_up, down, 9) and not taken(gate_up, down, 5, top=13)
-    assert SharedMLP.of(x, x, 2816, 6) is None and SharedMLP.of(matrix(256, 512, 1)[0], matrix(512, 128, 2)[0], 512, 6) is None
+    assert (
+        SharedMLP.of(x, x, 2816, 6) is None
+        and SharedMLP.of(matrix(256, 512, 1)[0], matrix(512, 128, 2)[0], 512, 6) is None
+    )
     assert SharedMLP.of(matrix(2 * 1112, 512, 1)[0], matrix(512, 1112, 2)[0], 512, 4) is None  # spans of five chunks
 
 
 @pytest.mark.parametrize(
-    ("rows", "top", "taken"), [(0, 8, False), (1, 32, True), (1, 33, False), (2, 16, True), (2, 17, False), (3, 20, False)]
+    ("rows", "top", "taken"),
+    [(0, 8, False), (1, 32, True), (1, 33, False), (2, 16, True), (2, 17, False), (3, 20, False)],
 )
 def test_how_many_experts_a_token_may_choose(rows: int, top: int, taken: bool) -> None:
     """A warp chooses them, and among several tokens a place has four bits."""
@@ -175,12 +201,18 @@ def test_the_kernels_are_told_what_they_read() -> None:
     fields = re.search(r"struct Mixture \{(.*?)\};", SOURCE.read_text(), re.S)
     assert fields is not None
     assert tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
-    for name, value in (("WORDS", moe_gemv_int8.WORDS), ("X_BYTES", moe_gemv_int8.X_BYTES), ("CHOICES", moe_gemv_int8.CHOICES)):
+    for name, value in (
+        ("WORDS", moe_gemv_int8.WORDS),
+        ("X_BYTES", moe_gemv_int8.X_BYTES),
+        ("CHOICES", moe_gemv_int8.CHOICES),
+    ):
         assert re.search(rf"#define {name} {value}\b", SOURCE.read_text())
     assert moe_gemv_int8.STAGE == moe_gemv_int8.WORDS + 64
 
 
-def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_fails_leaves_it_to_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 
@@ -191,5 +223,9 @@ def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPat
     assert plan is not None
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert few.kernels(plan, "gelu_tanh") is None
-    assert few.plan(x, ROUTER, gate_up, down, 8, None) is None and len(caplog.records) == 1 and "no machine code" in caplog.text
+    assert (
+        few.plan(x, ROUTER, gate_up, down, 8, None) is None
+        and len(caplog.records) == 1
+        and "no machine code" in caplog.text
+    )
     assert MoeGemvInt8.of(torch.device("cpu")) is None

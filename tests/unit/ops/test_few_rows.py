@@ -55,7 +55,9 @@ def held(weight: Weight) -> QuantWeight:
 
 def block(kind: str, n: int = 128, k: int = 512) -> QuantWeight:
     columns, nbytes = BLOCKS[kind]
-    return held(Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)}))
+    return held(
+        Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)})
+    )
 
 
 def every_code() -> dict[str, QuantWeight]:
@@ -69,10 +71,14 @@ def every_code() -> dict[str, QuantWeight]:
         Float8Format(128),
         NvFp4Format(),
     ]
-    return {f.name: held(f.quantise(values)) for f in formats} | {kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS}
+    return {f.name: held(f.quantise(values)) for f in formats} | {
+        kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS
+    }
 
 
-@pytest.mark.parametrize(("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)]
+)
 @pytest.mark.parametrize("blocks", [132, 5, 1])
 def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, chunks: int, span: int, blocks: int) -> None:
     units = WorkUnits(tiles, chunks, span)
@@ -101,7 +107,9 @@ def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
         if "assistant" in name:
             continue
         for n, k in {
-            plan.shape for plan in tensor_plan(ModelConfig.from_hf(raw)).values() if plan.role == "matrix" and len(plan.shape) == 2
+            plan.shape
+            for plan in tensor_plan(ModelConfig.from_hf(raw)).values()
+            if plan.role == "matrix" and len(plan.shape) == 2
         }:
             if n % 64 or k % 256:
                 continue
@@ -144,7 +152,11 @@ def test_where_the_halves_of_a_tile_begin() -> None:
     for gated, lines in ((False, 8), (True, w.chunks * 64)):
         at = weights_of(w, gated)
         assert (at.words, at.above, at.scales) == (w.words.data_ptr(), w.high.data_ptr(), w.scale.data_ptr())
-        assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (64 * lines, 32 * lines, 16 * lines)
+        assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (
+            64 * lines,
+            32 * lines,
+            16 * lines,
+        )
         assert at.lifts is None and at.factors is None
     w = held(Float8Format().quantise(torch.randn(128, 512, generator=torch.Generator().manual_seed(0))))
     for gated, rows in ((False, 8), (True, 64)):
@@ -165,7 +177,9 @@ def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog:
     assert WNA16Gemv.of(torch.device("cuda", 0), seen) is None and not caplog.records  # no bits were compared there
 
 
-def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_fails_leaves_it_to_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 

@@ -35,7 +35,9 @@ from outrider.ops.triton.wna16_gemv import WorkUnits
 emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 
 
-@pytest.mark.parametrize(("tiles", "chunks", "span", "most"), [(336, 84, 10, 23), (2688, 21, 21, 21), (1024, 21, 7, 24), (336, 32, 4, 21)])
+@pytest.mark.parametrize(
+    ("tiles", "chunks", "span", "most"), [(336, 84, 10, 23), (2688, 21, 21, 21), (1024, 21, 7, 24), (336, 32, 4, 21)]
+)
 def test_spans_have_blocks_by_their_length(tiles: int, chunks: int, span: int, most: int) -> None:
     """31B's four matrices: no block of 132 has more units of a whole span than warps take at once."""
     units = WorkUnits(tiles, chunks, span)
@@ -56,8 +58,14 @@ def test_blocks_fit() -> None:
         for groups in (1, 2, 4, 8):
             for has_zero_point in (False, True):
                 block = choose_block(rows, groups, has_zero_point, ROOM)
-                assert block is not None and block.shared(groups, has_zero_point) <= ROOM and rows <= 8 * block.eights < rows + 8
-    assert choose_block(40, 8, False, ROOM) == WgmmaBlock(5, 12, 2, 3) and choose_block(40, 8, True, ROOM) == WgmmaBlock(5, 12, 2, 2)
+                assert (
+                    block is not None
+                    and block.shared(groups, has_zero_point) <= ROOM
+                    and rows <= 8 * block.eights < rows + 8
+                )
+    assert choose_block(40, 8, False, ROOM) == WgmmaBlock(5, 12, 2, 3) and choose_block(
+        40, 8, True, ROOM
+    ) == WgmmaBlock(5, 12, 2, 2)
     assert choose_block(40, 8, False, 99 << 10) is None
 
 
@@ -97,7 +105,13 @@ def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
 
 
 def both(
-    patch: pytest.MonkeyPatch, case: Case, rows: int, block: WgmmaBlock, blocks: int, seed: int = 0, source: Path = SOURCE
+    patch: pytest.MonkeyPatch,
+    case: Case,
+    rows: int,
+    block: WgmmaBlock,
+    blocks: int,
+    seed: int = 0,
+    source: Path = SOURCE,
 ) -> tuple[Tensor, Tensor]:
     """A product by this kernel, and by the one for few tokens, eight at a time."""
     rig, x = Rig(patch, case, seed=seed, folder=runtime.FOLDER), drawn(case, rows)
@@ -116,7 +130,12 @@ def both(
 
 NAMES = list(CASES)
 CUTS = {  # a case of the kernel for few tokens, rows, blocks
-    "two warps are idle, a chunk that is not whole, a short last span": (CASES[NAMES[1]], 40, WgmmaBlock(5, 4, 2, 2), 5),
+    "two warps are idle, a chunk that is not whole, a short last span": (
+        CASES[NAMES[1]],
+        40,
+        WgmmaBlock(5, 4, 2, 2),
+        5,
+    ),
     "several passes, a block without work": (replace(CASES[NAMES[0]], n=448), 37, WgmmaBlock(5, 4, 1, 2), 3),
     "rows apart from whole eights": (CASES[NAMES[0]], 17, WgmmaBlock(3, 4, 2, 3), 2),
     "gelu, pairs of planes": (CASES[NAMES[2]], 16, WgmmaBlock(2, 4, 1, 3), 3),

@@ -10,7 +10,22 @@ from .nvfp4 import NvFp4Format
 from .rounded import MODES, rounded_to
 
 __all__ = [
-    "BLOCKS", "MODES", "GGUFBlockFormat", "DenseFormat", "Float8Format", "Format", "DeviceWeight", "IntegerFormat",
-    "NvFp4Format", "Packed", "QuantPart", "Unit", "Weight", "dense",
-    "join", "rounded_to", "stack", "stays_dense",
+    "BLOCKS",
+    "MODES",
+    "DenseFormat",
+    "DeviceWeight",
+    "Float8Format",
+    "Format",
+    "GGUFBlockFormat",
+    "IntegerFormat",
+    "NvFp4Format",
+    "Packed",
+    "QuantPart",
+    "Unit",
+    "Weight",
+    "dense",
+    "join",
+    "rounded_to",
+    "stack",
+    "stays_dense",
 ]  # fmt: skip
