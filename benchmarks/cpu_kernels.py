@@ -257,7 +257,8 @@ def main() -> None:
     given, counts = Given(ours) if args.cycles else None, [int(rows) for rows in args.cycles.split(",") if rows]
     speed = read_speed(ours.ops.threads)
     print(
-        f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms at least"
+        f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms "
+        f"at least"
     )
     began = time.perf_counter()
     for turn in range(args.rounds):
@@ -305,7 +306,8 @@ def main() -> None:
     for rows in counts:
         clock.show(f"cycle of {rows} rows", f"cycle of {counts[0]} rows")
     print(
-        f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the memory limit"
+        f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the "
+        f"memory limit"
     )
     clock.show(f"prefill of {PREFILL}", per=PREFILL)
     clock.show(f"prefill of {PREFILL}, all rows", per=PREFILL)

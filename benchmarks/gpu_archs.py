@@ -109,7 +109,8 @@ def weight(kind: str, n: int, k: int) -> QuantWeight:
         (n, k), codes, plane, per, shell(tiles, chunks, 64, plane, dtype=torch.int32), numbers,
         numbers if lifted else None,
         shell(n, dtype=torch.float32) if whole else None, half=lifted or codes.above > 0,
-        high=shell(tiles, chunks, 64, plane, dtype=torch.uint8 if codes.above == 1 else torch.int16) if codes.above else None,
+        high=shell(tiles, chunks, 64, plane, dtype=torch.uint8 if codes.above == 1 else torch.int16)
+        if codes.above else None,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__fil
 import torch
 import triton
 
-from outrider.bench.gpu import Rig, collect, time_ms
+from gpu_rig import Rig, collect, time_ms
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.spec.mtp import MTPDrafter

@@ -40,7 +40,7 @@ import torch
 from tests import quantised
 from torch import Tensor
 
-from outrider.bench.gpu import Rig, collect, plain_run, speculative_run
+from gpu_rig import Rig, collect, plain_run, speculative_run
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import Foreign, ForeignDict, ModelConfig
 from outrider.ops.formats import DeviceWeight, Packed, base

@@ -26,10 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
-from gpu_common import graph_us, kernel_table, kernels
 
+from gpu_common import graph_us, kernel_table, kernels
+from gpu_rig import SIZES, Rig
 from outrider import LLM, SamplingParams
-from outrider.bench.gpu import SIZES, Rig
 from outrider.config import EngineConfig
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig

@@ -204,12 +204,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.cores:
         os.sched_setaffinity(0, {args.cores[0]})
-    import stand_in
     import torch
     from tests.gpu.place import HERE
 
+    import stand_in
+    from gpu_rig import SIZES
     from outrider import LLM
-    from outrider.bench.gpu import SIZES
     from outrider.config import EngineConfig
     from outrider.server.main import HttpServer
     from outrider.server.prepare import ServedModel

@@ -23,8 +23,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__fil
 import torch  # noqa: E402
 from tests.gpu import checks  # noqa: E402
 
-from outrider.bench import gpu_table  # noqa: E402
-from outrider.bench.gpu import collect  # noqa: E402
+import gpu_table  # noqa: E402
+from gpu_rig import collect  # noqa: E402
 
 BEGAN = time.perf_counter()
 

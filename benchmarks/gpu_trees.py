@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import RESULTS, Rig, attempt, collect, finish, say, verdict
-from trees import answer, prompts
 
+from gpu_common import RESULTS, Rig, attempt, collect, finish, say, verdict
+from gpu_rig import plain_run, tree_run
 from outrider import LLM, SamplingParams
-from outrider.bench.gpu import plain_run, tree_run
 from outrider.config import EngineConfig
 from outrider.engine.tree import Tree
 from outrider.ops.reference import ReferenceOps
@@ -31,6 +30,7 @@ from outrider.ops.trees import FixedTree
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.types import Draft
+from trees import answer, prompts
 
 SHAPE = [0, 1, 2, 3, 4, 0, 1, 6, 2, 8, 0, 11, 12, 13, 14, 3]  # 16 tokens, 5 deep: the row that each follows
 # draft tokens (None: auto), tokens of a tree (0: lines, None: auto)
@@ -138,8 +138,10 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
         for way, s in sums.items():
             per_cycle = (s["accepted"] + s["cycles"]) / max(1.0, s["cycles"])
             say(
-                f"  T {temperature} {way}: {speed[way]:.0f} tokens a second, {speed[way] / speed['plain']:.2f} x plain, "
-                f"{per_cycle:.2f} tokens a cycle, {1e6 * s['seconds'] / max(1.0, s['cycles']):.0f} us a cycle, trees {s['trees']:.0f}"
+                f"  T {temperature} {way}: {speed[way]:.0f} tokens a second, {speed[way] / speed['plain']:.2f} x "
+                f"plain, "
+                f"{per_cycle:.2f} tokens a cycle, {1e6 * s['seconds'] / max(1.0, s['cycles']):.0f} us a cycle, trees "
+                f"{s['trees']:.0f}"
             )  # fmt: skip
         RESULTS[f"tokens T {temperature}"] = {way: {**s, "speed": speed[way]} for way, s in sums.items()}
         by_k = {

@@ -93,7 +93,8 @@ def main() -> None:
                 speeds[i].append(ask(pair[i], way))
         ratio = median(new / old for old, new in zip(*speeds))
         print(
-            f"batch {args.batch} {way}: old {median(speeds[0]):.1f} tokens/s, new {median(speeds[1]):.1f}, ratio {ratio:.4f}",
+            f"batch {args.batch} {way}: old {median(speeds[0]):.1f} tokens/s, new {median(speeds[1]):.1f}, ratio "
+            f"{ratio:.4f}",
             flush=True,
         )
     for child in pair:

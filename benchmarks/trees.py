@@ -155,7 +155,8 @@ def main() -> None:
             print(" ".join(f"{k} {v}" for k, v in rows[-1].items()))
         count, best, second = seconds[temperature]
         if count:
-            print(f"T {temperature}: of {count} tokens the best guess is right {best / count:.3f}, the second where it is wrong "
+            print(f"T {temperature}: of {count} tokens the best guess is right {best / count:.3f}, the second where "
+                  f"it is wrong "
                   f"{second / (count - best):.3f}")  # fmt: skip
     if args.out is not None:
         args.out.write_text(json.dumps({"rows": rows, "second": seconds}, indent=1))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.gpu import Rig
+from gpu_rig import Rig
 from outrider.ops.reference import ReferenceOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -54,7 +54,7 @@ def compare(case: dict[str, Any], team: ProcessGroup) -> dict[str, Any]:
     mine = logits(TextModel(config, weights, ReferenceOps(), team))
     whole_config = ModelConfig.from_hf(hub.resolve(case["model"]).config)
     _, cuts = split_target(whole_config, TPRank(0, team.tp.world), lambda name: 1)
-    size = lambda held: sum(held[name].nbytes for name in cuts if name in held)  # noqa: E731
+    size = lambda held: sum(held[name].nbytes for name in cuts if name in held)
     most = -team.all_reduce_min([-size(weights)])[0]  # what the fullest process holds
     if team.tp.rank:
         return {}

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.bench.gpu import Rig, time_ms
+from gpu_rig import Rig, time_ms
 from outrider.cache.store import SeqCache
 from outrider.engine.capture import Graph
 from outrider.models.drafter import MTPNet

@@ -18,15 +18,18 @@ from outrider.bench import svg  # noqa: E402
 DRAFT, TARGET, GOOD, BAD, INK, LINE = "#fdeebb", "#dfe3ff", "#d5efe0", "#f3d9d4", "#1b1c24", "#8a8da0"
 HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" role="img" aria-label="{label}">'
-    "<style>text{{font:13px system-ui,sans-serif;fill:#1b1c24}} .b{{font-weight:600}} .s{{font-size:11px;fill:#565a6e}}</style>"
+    "<style>text{{font:13px system-ui,sans-serif;fill:#1b1c24}} .b{{font-weight:600}} "
+    ".s{{font-size:11px;fill:#565a6e}}</style>"
     '<rect width="{w}" height="{h}" rx="10" fill="#fff"/>'
-    '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#8a8da0"/></marker></defs>'
+    '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path '
+    'd="M0 0L8 4L0 8z" fill="#8a8da0"/></marker></defs>'
 )
 
 
 def box(x: int, y: int, w: int, h: int, fill: str, *texts: str) -> str:
     lines = "".join(
-        f'<text x="{x + w / 2:g}" y="{y + h / 2 + 4.5 + 17 * (i - (len(texts) - 1) / 2):g}" text-anchor="middle">{escape(t)}</text>'
+        f'<text x="{x + w / 2:g}" y="{y + h / 2 + 4.5 + 17 * (i - (len(texts) - 1) / 2):g}" '
+        f'text-anchor="middle">{escape(t)}</text>'
         for i, t in enumerate(texts)
     )
     return f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="7" fill="{fill}" stroke="{LINE}"/>{lines}'
@@ -41,7 +44,10 @@ def note(x: float, y: float, text: str, anchor: str = "middle", kind: str = "s")
 
 
 def cycle() -> str:
-    label = "One cycle: the drafter guesses four tokens, the target checks five positions in one pass, three guesses are kept and the target's own token follows."
+    label = (
+        "One cycle: the drafter guesses four tokens, the target checks five positions in one pass, three guesses "
+        "are kept and the target's own token follows."
+    )
     out = [HEAD.format(w=760, h=270, label=label)]
     out += [note(20, 28, "1  the drafter guesses K = 4 tokens", "start", "b"), box(20, 40, 70, 34, "#fff", "The")]
     for i, word in enumerate(("fox", "can", "count", "eggs")):
@@ -68,7 +74,10 @@ def cycle() -> str:
 
 
 def coupled() -> str:
-    label = "Coupled choosing: the target's choice at a position is a function of its logits, the seed and the position; a draft is kept while it equals that choice."
+    label = (
+        "Coupled choosing: the target's choice at a position is a function of its logits, the seed and the "
+        "position; a draft is kept while it equals that choice."
+    )
     out = [HEAD.format(w=760, h=230, label=label)]
     out += [
         box(20, 30, 150, 46, TARGET, "target's logits z", "at position p"),

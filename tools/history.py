@@ -16,7 +16,8 @@ def page(folder: Path) -> tuple[str, dict[str, str]]:
     out = [
         "# Benchmark history",
         "",
-        "Every figure that was recorded, with the command that made it: `benchmarks/history/*.jsonl`, drawn when this site is built.",
+        "Every figure that was recorded, with the command that made it: `benchmarks/history/*.jsonl`, drawn when this "
+        "site is built.",
         "",
     ]
     rows = {path.stem: read(path) for path in sorted(folder.glob("*.jsonl"))}
@@ -40,7 +41,8 @@ def page(folder: Path) -> tuple[str, dict[str, str]]:
         for row in reversed(entries):
             what = row.get("run") or row.get("model") or row.get("command") or row.get("engine") or ""
             out.append(
-                f"| {row.get('date') or row.get('at') or ''} | {row.get('commit', '')} | {cell(str(what))} | {cell(figures(row))} |"
+                f"| {row.get('date') or row.get('at') or ''} | {row.get('commit', '')} | {cell(str(what))} | "
+                f"{cell(figures(row))} |"
             )
         out.append("")
     return "\n".join(out), pictures

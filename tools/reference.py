@@ -15,10 +15,12 @@ from collections.abc import Iterator
 import typer.main
 
 ENVIRONMENT = {
-    "OUTRIDER_CACHE": "Where the default model, compiled kernels and measured costs are kept. Default: `~/.cache/outrider`.",
+    "OUTRIDER_CACHE": "Where the default model, compiled kernels and measured costs are kept. Default: "
+    "`~/.cache/outrider`.",
     "OUTRIDER_API_KEY": "The same as `outrider serve --api-key`, without the key in the process list.",
     "CC": "The C compiler for the CPU kernels. Default: the first of `cc`, `gcc`, `clang`.",
-    "XDG_CONFIG_HOME": "Where `outrider/config.toml` is looked for: aliases of models and default options. Default: `~/.config`.",
+    "XDG_CONFIG_HOME": "Where `outrider/config.toml` is looked for: aliases of models and default options. Default: "
+    "`~/.config`.",
     "HF_HOME, HF_TOKEN, HF_HUB_OFFLINE": "Hugging Face's own: where its downloads are kept, your token, no network.",
     "CUDA_VISIBLE_DEVICES": "NVIDIA's own: which GPU is `cuda`.",
 }

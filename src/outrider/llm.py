@@ -352,7 +352,10 @@ def _assemble(
         content = fingerprint(files) if load_format == "auto" else f"dummy {files.name} {seed}"
         kernels = f"{ops.name} {ops.version}"
         if ops.name != "cpu":  # its version is a hash of its sources
-            kernels += f" {__version__} {torch.__version__} {torch.cuda.get_device_name(device) if device.type == 'cuda' else ''}"
+            kernels += (
+                f" {__version__} {torch.__version__} "
+                f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else ''}"
+            )
         cut = "" if ops.capabilities.prompts_independent else f"chunk {engine.chunk}"
         identity = f"{content} {dtype} {kernels} {quantize} kv {engine.store.dtype} {engine_config.page_size} {cut}"
         folder, limit = Path(engine_config.prefix_store).expanduser(), int(engine_config.prefix_store_size * 2**30)
@@ -360,7 +363,8 @@ def _assemble(
     if device.type == "cuda":
         gib = engine.store.bytes() / 2**30
         say(
-            f"K/V: {engine.kv_budget.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each"
+            f"K/V: {engine.kv_budget.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, "
+            f"{engine.max_context:,} tokens each"
         )
     if spec.draft_tokens is not None or not names:
         return engine, note, size, None
@@ -368,7 +372,8 @@ def _assemble(
     divided = "" if team is None else f" over {team.tp.world}"
     key = CostKey(
         machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads),
-        f"{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv {engine_config.kv_dtype}{divided}",
+        f"{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv "
+        f"{engine_config.kv_dtype}{divided}",
         f"{__version__} {FORMAT} {ops.version}",
     )
     return engine, note, size, key

@@ -129,7 +129,7 @@ def test_others_are_served_while_a_bomb_is_tried_and_its_trial_ends_with_its_cli
     with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
         post(s, response_format={"type": "json_object"})  # the nursery is up
         tried, pid = s.model.grammars._nursery._waiting, s.model.grammars._nursery._process.pid
-        trials = lambda: [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]  # noqa: E731
+        trials = lambda: [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         schemas = [{"type": "integer", "multipleOf": 62615533 + 2 * i} for i in range(3)]
         forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
         bombs = [raw(s, request("/v1/chat/completions", {"messages": HI, "response_format": form})) for form in forms]

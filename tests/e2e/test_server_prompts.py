@@ -77,7 +77,7 @@ def test_it_can_be_switched_off_and_ends_in_time(monkeypatch: pytest.MonkeyPatch
         engine.prompt_step = 100
         with Served(engine, TOK, finish_prompts=seconds) as s:
             leave(s)
-            until(lambda: len(engine.aborted) == 1, lambda: "it goes on")  # noqa: B023
+            until(lambda: len(engine.aborted) == 1, lambda: "it goes on")
 
 
 def test_time_limits_begin_with_the_answer(slow: Served) -> None:

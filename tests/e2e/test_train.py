@@ -36,7 +36,7 @@ from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
 
 torch.set_num_threads(1)
-QUIET = lambda _: None  # noqa: E731
+QUIET = lambda _: None
 
 
 def prompts(path: Path, count: int = 48) -> Path:

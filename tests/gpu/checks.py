@@ -21,8 +21,8 @@ from tests.gpu.company import batches, crowd, prefill_idle
 from tests.gpu.engines import engine_tokens, mixed, one_launch, swapped
 from tests.gpu.place import GIB, HERE, KS, LAYERS
 
-from outrider.bench import gpu_peer
-from outrider.bench.gpu import SIZES, Rig, collect, plain_run, speculative_run
+import gpu_peer
+from gpu_rig import SIZES, Rig, collect, plain_run, speculative_run
 from outrider.models.config import ModelConfig
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tests.gpu.place import HERE, Place
 
-from outrider.bench.gpu import Rig, plain_run, speculative_run
+from gpu_rig import Rig, plain_run, speculative_run
 from outrider.models.config import ModelConfig
 from outrider.types import KVView
 from outrider.weights.names import tensor_plan
@@ -47,7 +47,7 @@ def prefill_idle(size: str) -> str:
     for gated, n, k in sorted(shapes):
         most = 8192 if p.gpu else 136
         x, w = rand(most, k), rand(n, k, scale=k**-0.5)
-        run = (lambda a: ops.gated_linear(a, w, config.activation)) if gated else (lambda a: ops.linear(a, w))  # noqa: B023
+        run = (lambda a: ops.gated_linear(a, w, config.activation)) if gated else (lambda a: ops.linear(a, w))
         full = run(x)
         rows = [
             m
@@ -75,9 +75,9 @@ def prefill_idle(size: str) -> str:
             """`rows` queries from the `first` one on of each of the sequences `b`, these so many times over."""
             starts = torch.tensor(BORDERS[b] * times, device=p.device)
             positions = (starts[:, None] + first + torch.arange(rows, device=p.device)).flatten()
-            here = table[b].repeat(times, 1)  # noqa: B023
+            here = table[b].repeat(times, 1)
             kv = KVView(
-                page, [pages], [values], {"full": here, "sliding": here}, positions,  # noqa: B023
+                page, [pages], [values], {"full": here, "sliding": here}, positions,
                 torch.arange(len(starts), device=p.device).repeat_interleave(rows),
                 (torch.arange(len(starts) + 1, device=p.device) * rows).to(torch.int32), rows,
                 int(max(BORDERS[b])) + first + rows,
@@ -87,7 +87,7 @@ def prefill_idle(size: str) -> str:
                 .repeat(times, 1, 1)
                 .reshape(len(starts) * rows, -1)
             )
-            return ops.attend(some, spec, kv).view(len(starts), rows, -1)  # noqa: B023
+            return ops.attend(some, spec, kv).view(len(starts), rows, -1)
 
         full = attend(slice(0, len(BORDERS)), 0, count)
         for i in range(len(BORDERS)):

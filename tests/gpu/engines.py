@@ -10,7 +10,7 @@ import torch
 from tests.engines import run_joining
 from tests.gpu.place import HERE
 
-from outrider.bench.gpu import Rig
+from gpu_rig import Rig
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine

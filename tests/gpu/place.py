@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.gpu import SIZES, shallow
+from gpu_rig import SIZES, shallow
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 
 LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}  # both kinds of attention; edge models share K/V

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.engines import VARIANTS, VOCAB, assistant
 
-from outrider.bench.gpu import Synthetic
+from gpu_rig import Synthetic
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.decode import Choosing, Inputs, Key, Output, State, decode_step
 from outrider.engine.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState

@@ -38,13 +38,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpu_common import FAILED, say, verdict
 from tests.gpu.place import tiny
 from tests.kv import build_kv
 from torch import Tensor
 
+from gpu_common import FAILED, say, verdict
+from gpu_rig import SIZES, shallow
 from outrider import llm as llm_module
-from outrider.bench.gpu import SIZES, shallow
 from outrider.config import EngineConfig, LoadSettings
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
@@ -191,7 +191,7 @@ def one(size: str, device: str, dry: bool) -> None:
         load = LoadSettings(
             drafter=drafter, draft_tokens=K, tree="off", device=device, load_format="dummy", engine=settings(context, 4)
         )
-        quiet = lambda line: None  # noqa: E731
+        quiet = lambda line: None
         team = join(1, device)
         say(
             f"one: {size}, {dist.get_backend()} at world size 1"

@@ -386,7 +386,8 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     ratio = (verify_seconds(setup, 4) + draft_seconds(setup, 4)) / plain
     if working > moving:
         out.append(
-            f"checking {5 * setup.batch} rows is bound by arithmetic: a drafted token costs nearly as much as a decoded one"
+            f"checking {5 * setup.batch} rows is bound by arithmetic: a drafted token costs nearly as much as a "
+            f"decoded one"
         )
     if setup.target.moe is not None and verify_parts(setup, 4)[0] > 1.5 * verify_parts(setup, 0)[0]:
         size = model_size(setup.target)
@@ -466,7 +467,8 @@ def read_measured(path: Path) -> list[Measured]:
             raise OutriderError(f"{path}:{number}: not a measured run ({error!r})") from None
     if not out:
         raise OutriderError(
-            f"{path} has no measured cycles: lines of model, k, cycle_ms (or cycles_ms by k), or a history of outrider bench"
+            f"{path} has no measured cycles: lines of model, k, cycle_ms (or cycles_ms by k), or a history of "
+            f"outrider bench"
         )
     return out
 

@@ -19,7 +19,8 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 LIMITS = """
 import resource as r
-for what, most in ((r.RLIMIT_CPU, {seconds}), (r.RLIMIT_AS, 1 << 30), (r.RLIMIT_FSIZE, 1 << 20)): r.setrlimit(what, (most, most))
+for what, most in ((r.RLIMIT_CPU, {seconds}), (r.RLIMIT_AS, 1 << 30), (r.RLIMIT_FSIZE, 1 << 20)):
+    r.setrlimit(what, (most, most))
 """
 
 

@@ -239,13 +239,17 @@ def html(
         top, *body = _score_rows(found)
         parts.append(f"<h2>{QUALITY}</h2>" + _html_table(top, body))
     style = (
-        "body{font:15px system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
+        "body{font:15px system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 "
+        "1rem;color:#222;background:#fff}"
         "table{border-collapse:collapse}td,th{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right}"
         "td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}"
         "svg{max-width:100%;height:auto;display:block;margin:1rem 0}"
         "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}}"
     )
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>outrider bench</title><style>{style}</style>'
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>outrider '
+        f"bench</title><style>{style}</style>"
+    )
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 

@@ -1,7 +1,9 @@
 """What holding a model's weights in few bits costs: perplexity and logit error against float32 on a short text.
 
-The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats), or
-as a GPU would round it, and through the torch reference with every weight in float32, one after the other, so that only
+The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats), \
+or
+as a GPU would round it, and through the torch reference with every weight in float32, one after the other, so that \
+only
 one of them is in memory.
 """
 
@@ -27,14 +29,21 @@ from ..weights import load_target
 
 MOST = 512  # tokens of the sample
 SAMPLE = """\
-The harbour was quiet when the ferry left. Most of the passengers had gone below, where it was warm, and only a few stayed on deck to
-watch the lights of the town grow small. A woman in a grey coat leaned on the rail and counted the lamps along the pier: eleven, one of
-them broken since the storm in March. She had lived here for nine years, and in that time the price of bread had doubled, the school had
-closed, and the old cinema had become a warehouse for bicycles. None of this was remarkable; it had happened in every town on the coast.
+The harbour was quiet when the ferry left. Most of the passengers had gone below, where it was warm, and only a few \
+stayed on deck to
+watch the lights of the town grow small. A woman in a grey coat leaned on the rail and counted the lamps along the \
+pier: eleven, one of
+them broken since the storm in March. She had lived here for nine years, and in that time the price of bread had \
+doubled, the school had
+closed, and the old cinema had become a warehouse for bicycles. None of this was remarkable; it had happened in every \
+town on the coast.
 
-How does a heat pump work? It moves heat instead of making it. A fluid with a low boiling point evaporates in the coils outside and takes up
-energy even from cold air; a compressor then raises its pressure, and with the pressure its temperature; inside the house it condenses again
-and gives the heat away. Because one unit of electricity moves three or four units of heat, the machine costs less to run than a boiler, as
+How does a heat pump work? It moves heat instead of making it. A fluid with a low boiling point evaporates in the \
+coils outside and takes up
+energy even from cold air; a compressor then raises its pressure, and with the pressure its temperature; inside the \
+house it condenses again
+and gives the heat away. Because one unit of electricity moves three or four units of heat, the machine costs less to \
+run than a boiler, as
 long as the difference between the two temperatures stays small.
 
 def median(values):
@@ -44,9 +53,12 @@ def median(values):
         return ordered[middle]
     return (ordered[middle - 1] + ordered[middle]) / 2
 
-In 1854 a doctor in London marked every death from cholera on a map of the streets and saw that they lay around a single water pump. The
-handle was taken off, and the epidemic, which was already fading, ended. The map convinced few people at the time. Today it is shown in
-the first lecture of nearly every course on statistics, usually without the awkward detail that the number of deaths had been falling
+In 1854 a doctor in London marked every death from cholera on a map of the streets and saw that they lay around a \
+single water pump. The
+handle was taken off, and the epidemic, which was already fading, ended. The map convinced few people at the time. \
+Today it is shown in
+the first lecture of nearly every course on statistics, usually without the awkward detail that the number of deaths \
+had been falling
 for days.
 """
 
@@ -66,12 +78,14 @@ class Rounding:
     def line(self) -> str:
         return (
             f"perplexity {self.perplexity:.3f}, in float32 {self.float32:.3f} ({100 * self.change:+.2f} %); "
-            f"logit error {100 * self.logit_error:.2f} %; same best token at {100 * self.same_best:.1f} % of {self.tokens} positions"
+            f"logit error {100 * self.logit_error:.2f} %; same best token at {100 * self.same_best:.1f} % of "
+            f"{self.tokens} positions"
         )
 
 
 class AsOnGpu(ReferenceOps):
-    """The definition with matrices rounded as a GPU's kernels hold them (and multiplied in float32: theirs in bfloat16
+    """The definition with matrices rounded as a GPU's kernels hold them (and multiplied in float32: theirs in \
+bfloat16
     come on top)."""
 
     capabilities = replace(ReferenceOps.capabilities, quantizes=tuple(MODES))

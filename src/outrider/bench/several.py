@@ -98,7 +98,6 @@ class Several:
 
 
 # ---- layouts
-# -----------------------------------------------------------------------------------------------------------------------
 class SplitLayout(TypedDict):
     """`gpus` that share a model, for a number of users each."""
 

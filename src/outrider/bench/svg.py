@@ -38,7 +38,8 @@ def bars(
             value, low, up = entry
             at = y + s * bar
             out.append(
-                f'<rect x="{left}" y="{at:.1f}" width="{x(value) - left:.1f}" height="{bar - 2}" fill="{COLOURS[s % 6]}"/>'
+                f'<rect x="{left}" y="{at:.1f}" width="{x(value) - left:.1f}" height="{bar - 2}" '
+                f'fill="{COLOURS[s % 6]}"/>'
             )
             out.append(f'<line x1="{x(low):.1f}" y1="{at + 5:.1f}" x2="{x(up):.1f}" y2="{at + 5:.1f}" class="i"/>')
             out.append(f'<text x="{x(up) + 4:.1f}" y="{at + 9:.1f}" class="s">{value:.2f}</text>')
@@ -94,7 +95,8 @@ def _open(width: int, height: int, title: str) -> str:
         "@media(prefers-color-scheme:dark){text{fill:#aaa}.t{fill:#eee}.i,.one{stroke:#eee}.m{fill:#eee}}"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img">'
         f'<style>{style}</style><text x="14" y="16" class="t">{escape(title)}</text>'
     )
 

@@ -195,7 +195,8 @@ class Conversation:
             painter = Painter(self.llm.tokenizer, ids, self.show_draft)
             if len(ids) >= (most := self.llm.engine.max_context) and len(self.messages) > 1 + bool(self.system):
                 raise OutriderError(
-                    f"the conversation has {len(ids)} tokens; the context holds {most}: /clear forgets what was said so far"
+                    f"the conversation has {len(ids)} tokens; the context holds {most}: /clear forgets what was said "
+                    f"so far"
                 )
             for event in self.llm.stream(ids, self.params, self.draft_tokens, self.drafter):
                 text += event.text

@@ -52,6 +52,8 @@ def cluster_head(
         out.print_json(data=result)
     else:
         out.print(
-            f"{result['clusters']} clusters, {result['top']} scored a step ({result['share']:.1%} of the vocabulary): the head reads "
-            f"{result['head_weights'] / 1e6:.1f} M weights instead of {result['full_head_weights'] / 1e6:.1f} M; written to {to}"
+            f"{result['clusters']} clusters, {result['top']} scored a step ({result['share']:.1%} of the vocabulary): "
+            f"the head reads "
+            f"{result['head_weights'] / 1e6:.1f} M weights instead of {result['full_head_weights'] / 1e6:.1f} M; "
+            f"written to {to}"
         )

@@ -193,7 +193,8 @@ def sampling(**given: object) -> SamplingParams:
     idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
     if idle and params.temperature < GREEDY_EPS:
         note(
-            f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)"
+            f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the "
+            f"model has it)"
         )
     return params
 

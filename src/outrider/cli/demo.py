@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 PROMPTS = (
     "What causes the seasons on Earth?",
-    "Natalia sold clips to 48 of her friends in April, and half as many in May. How many clips did she sell altogether?",
+    "Natalia sold clips to 48 of her friends in April, and half as many in May. "
+    "How many clips did she sell altogether?",
     "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
     "Write a haiku about the sea.",
 )

@@ -66,5 +66,6 @@ def eval_drafter(
     if "second_guess" in result:
         out.print(f"where the first guess is wrong the second is right: {result['second_guess']:.1%}")
     out.print(
-        f"a draft step reads {result['draft_step_share']:.1%} of what a target step reads; predicted best K: {result['best_k']}"
+        f"a draft step reads {result['draft_step_share']:.1%} of what a target step reads; predicted best K: "
+        f"{result['best_k']}"
     )

@@ -81,7 +81,8 @@ def inspect(
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8."
+            help="Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also "
+            "fp8."
         ),
     ] = None,
     as_json: common.AsJson = False,
@@ -115,7 +116,8 @@ def inspect(
         raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
     if quantize is not None and quantize not in (known := ("int8", "int4") if gpu is None else ("int8", "int4", "fp8")):
         raise OutriderError(
-            f"--quantize takes {', '.join(known[:-1])} or {known[-1]}{' without --gpu' if gpu is None else ''}, got {quantize!r}"
+            f"--quantize takes {', '.join(known[:-1])} or {known[-1]}{' without --gpu' if gpu is None else ''}, got "
+            f"{quantize!r}"
         )
     if bits is not None and gpu is not None and quantize is not None:
         raise OutriderError("--bits and --quantize both say what the card holds: leave one of them out")
@@ -242,9 +244,11 @@ def show(data: ForeignDict) -> None:
         f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5
     )
     facts.add_row("parameters", f"{amount(data['parameters'])}  ({parts})")
-    facts.add_row("read for a token", f"{amount(data['active_parameters'])} parameters, {amount(data['bytes_per_token'], 'B')}"
+    facts.add_row("read for a token", f"{amount(data['active_parameters'])} parameters, "
+                                      f"{amount(data['bytes_per_token'], 'B')}"
                   f" at {data['bits_per_weight']:g} bits")  # fmt: skip
-    facts.add_row("K/V", f"{amount(data['kv_bytes_per_token'], 'B')} a token, {amount(data['kv_bytes_full_context'], 'B')}"
+    facts.add_row("K/V", f"{amount(data['kv_bytes_per_token'], 'B')} a token, "
+                         f"{amount(data['kv_bytes_full_context'], 'B')}"
                   f" for all {data['max_context']:,} positions")  # fmt: skip
     each = data["intensity"]
     decode = " · ".join(

@@ -18,26 +18,15 @@ from ..types import OutriderError
 from . import common
 
 COMMANDS = (
-    *(
-        "generate",
-        "chat",
-        "serve",
-        "launch",
-        "deploy",
-        "batch",
-        "list",
-        "pull",
-        "rm",
-        "show",
-        "inspect",
-        "prove",
-        "bench",
-        "bench-gpu",
-    ),
-    *("bench-server", "predict", "train", "eval-drafter", "cluster-head", "make-dummy", "demo", "doctor"),
+    *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "prove"),
+    *("bench", "bench-server", "predict", "train", "eval-drafter", "cluster-head", "make-dummy", "demo", "doctor"),
 )
 FUNCTIONS = {"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"}
-MOVED = {"cluster": "cluster-head", "load": "bench-server"}  # commands that were renamed
+MOVED = {  # commands that were renamed
+    "cluster": "outrider cluster-head",
+    "load": "outrider bench-server",
+    "bench-gpu": "python benchmarks/bench_gpu.py",
+}
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -106,7 +95,7 @@ def run() -> int:
     named = sys.argv[1] if len(sys.argv) > 1 else None
     try:
         if named in MOVED:
-            raise OutriderError(f"`outrider {named}` is called `outrider {MOVED[named]}` now")
+            raise OutriderError(f"`outrider {named}` is called `{MOVED[named]}` now")
         common.check_aliases(sys.argv[2:])
         shell = app((named,) if named in COMMANDS else COMMANDS)
         return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)

@@ -37,7 +37,8 @@ def predict(
     accept: Annotated[
         str | None,
         typer.Option(
-            help="Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), by position. Default: the drafter's card, or 0.72."
+            help="Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), by position. Default: the "
+            "drafter's card, or 0.72."
         ),
     ] = None,
     drafter: Annotated[
@@ -71,7 +72,8 @@ def predict(
     check: Annotated[
         Path | None,
         typer.Option(
-            help="Compare with measured runs (JSONL); exit code 1 where one of a single sequence at up to 4k is off by over 15 %."
+            help="Compare with measured runs (JSONL); exit code 1 where one of a single sequence at up to 4k is off "
+            "by over 15 %."
         ),
     ] = None,
     as_json: common.AsJson = False,
@@ -229,7 +231,8 @@ def _show(model: str, data: model_of.Prediction) -> None:
     out.print(table)
     if data["drafter"] is None and data["best_k"] == 0:
         out.print(
-            "no speed-up is promised without a drafter: --accept 0.72 shows what one as good as that brings, `outrider train` makes one"
+            "no speed-up is promised without a drafter: --accept 0.72 shows what one as good as that brings, "
+            "`outrider train` makes one"
         )
         return
     if data["best_k"] == 0:
@@ -242,8 +245,15 @@ def _show(model: str, data: model_of.Prediction) -> None:
 
 def _show_trees(points: list[trees.TreePoint], second: float) -> None:
     best = max(points, key=lambda p: p.speedup)
-    table = Table("depth", "tokens verified", "cycle ms", "tokens a cycle", "ms a token", "speed-up",
-                  title=f"trees of a fixed shape, a next guess right in {second:.0%} where the best is wrong")  # fmt: skip
+    table = Table(
+        "depth",
+        "tokens verified",
+        "cycle ms",
+        "tokens a cycle",
+        "ms a token",
+        "speed-up",
+        title=f"trees of a fixed shape, a next guess right in {second:.0%} where the best is wrong",
+    )
     for p in points:
         cells = (str(p.nodes), f"{p.cycle_ms:.2f}", f"{p.tokens:.2f}", f"{p.ms_per_token:.2f}", f"{p.speedup:.2f}x")
         table.add_row(str(p.depth), *cells, style="bold" if p is best else "")
@@ -279,12 +289,18 @@ def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
     else:
         better = "replicas win" if whole["tokens_per_second"] > shared["tokens_per_second"] else "dividing wins"
         out.print(
-            f"{gpus} replicas instead: {whole['ms']:.2f} ms a token, {whole['tokens_per_second']:.0f} tokens/s of all: {better}"
+            f"{gpus} replicas instead: {whole['ms']:.2f} ms a token, {whole['tokens_per_second']:.0f} tokens/s of "
+            f"all: {better}"
         )
     for users, need in zip((100, 10_000), more["needs"]):
-        said = "cannot be served at 50 ms a token" if need is None else (
-            f"{need['gpus']} GPUs: {need['replicas']} replicas of {need['each']}, {need['batch']} users each, {need['ms']:.1f} ms a token"
-        )  # fmt: skip
+        said = (
+            "cannot be served at 50 ms a token"
+            if need is None
+            else (
+                f"{need['gpus']} GPUs: {need['replicas']} replicas of {need['each']}, {need['batch']} users each, "
+                f"{need['ms']:.1f} ms a token"
+            )
+        )
         out.print(f"{users:,} users at once: {said}")
 
 

@@ -158,7 +158,8 @@ class ClusterConfig:
         )
         if per_replica and load.tensor_parallel > 1 and per_replica != load.tensor_parallel:
             raise OutriderError(
-                f"gpus_per_replica: {per_replica:g} with tensor_parallel {load.tensor_parallel}: a GPU a process; leave the first out"
+                f"gpus_per_replica: {per_replica:g} with tensor_parallel {load.tensor_parallel}: a GPU a process; "
+                f"leave the first out"
             )
         if per_replica > gpus:
             raise OutriderError(
@@ -166,10 +167,14 @@ class ClusterConfig:
             )
         concurrent = self.max_concurrent or (254 if per_replica else 8)
         return dataclasses.replace(
-            self, gpus_per_replica=per_replica, max_concurrent=concurrent,
+            self,
+            gpus_per_replica=per_replica,
+            max_concurrent=concurrent,
             target_queue=self.target_queue or float(concurrent),
-            load=dataclasses.replace(load, threads=load.threads or max(1, int(self.cpus_per_replica / load.tensor_parallel))),
-        )  # fmt: skip
+            load=dataclasses.replace(
+                load, threads=load.threads or max(1, int(self.cpus_per_replica / load.tensor_parallel))
+            ),
+        )
 
     def front(self) -> ServerSettings:
         """The ingress's: it checks hosts, origins, keys and sizes."""
@@ -182,10 +187,13 @@ class ClusterConfig:
 
     def _settings(self) -> ServerSettings:
         return ServerSettings(
-            model_name=self.served_name, max_concurrent=self.max_concurrent or 8, max_queued=self.max_queued,
+            model_name=self.served_name,
+            max_concurrent=self.max_concurrent or 8,
+            max_queued=self.max_queued,
             timeout=self.timeout,
-            max_body=self.max_body, max_prompt=self.max_prompt,
-        )  # fmt: skip
+            max_body=self.max_body,
+            max_prompt=self.max_prompt,
+        )
 
     def keys(self, environment: Mapping[str, str]) -> tuple[str, ...]:
         return read_keys(environment.get("OUTRIDER_API_KEY"), Path(self.api_key_file) if self.api_key_file else None)

@@ -104,7 +104,8 @@ def need_room(config: ClusterConfig) -> None:
         have, need = ray.cluster_resources().get(what.upper(), 0.0), config.replicas.low * each
         if need > have:
             raise OutriderError(
-                f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s and Ray has {have:g}; "
+                f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s and "
+                f"Ray has {have:g}; "
                 f"lower one of them, or start Ray with more: ray start --head --num-{what}s {need:g}"
             )
 

@@ -32,9 +32,27 @@ SECONDS, MEMORY, OUTPUT = 2.0, 512 << 20, 16 << 20  # of one rendering: processo
 LENGTH = struct.Struct("<I")  # bytes that follow
 # Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself defines.
 RESERVED = frozenset(
-    ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler",
-     "joiner", "namespace", "loop", "self", "super", "caller", "varargs", "kwargs")
-)  # fmt: skip
+    (
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "raise_exception",
+        "strftime_now",
+        "range",
+        "dict",
+        "lipsum",
+        "cycler",
+        "joiner",
+        "namespace",
+        "loop",
+        "self",
+        "super",
+        "caller",
+        "varargs",
+        "kwargs",
+    )
+)
 
 
 def reserved(name: str) -> bool:

@@ -431,7 +431,10 @@ class GraphExecutor(Executor):
         if not self._graphs:
             self.broken = "no step can be captured"
         passes = self.prefill_graphs.prepare()
-        return f"{len(self._graphs)} steps and {passes} passes over prompts captured in {self.runner.clock() - began:.1f} s"
+        return (
+            f"{len(self._graphs)} steps and {passes} passes over prompts captured in "
+            f"{self.runner.clock() - began:.1f} s"
+        )
 
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:

@@ -187,6 +187,7 @@ def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:
     return OutriderError(
-        f"{context} tokens of context need {need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory are free: "
+        f"{context} tokens of context need {need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory "
+        f"are free: "
         f"lower --max-context"
     )

@@ -87,7 +87,8 @@ class SpecialTokenGuard:
         ids = self._encode_apart(written, back)
         if not self._no_more(ids, found):
             raise OutriderError(
-                "a message spells control tokens, and this tokenizer cannot tell them from the template's: leave them out"
+                "a message spells control tokens, and this tokenizer cannot tell them from the template's: leave them "
+                "out"
             )
         return ChatPrompt(ids, written, plain)
 

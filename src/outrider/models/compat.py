@@ -23,7 +23,10 @@ def reads(config: DrafterConfig, target: ModelConfig) -> tuple[int, ...]:
 def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
     """None when the drafter can run on this target, else the reason why not."""
     if config.backbone_hidden != target.hidden:
-        return f"the drafter was made for a hidden size of {config.backbone_hidden}, {target.model_type} has {target.hidden}"
+        return (
+            f"the drafter was made for a hidden size of {config.backbone_hidden}, {target.model_type} has "
+            f"{target.hidden}"
+        )
     if config.vocab_size != target.vocab_size:
         return f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
     if any(not 0 <= tap < len(target.layers) for tap in config.taps):
@@ -69,7 +72,10 @@ def other_weights(target: str, drafter: str, trained_for: str | None, is_now: st
     first, second = ("qat" in re.split(r"[-_.]", name) for name in names)
     if first == second or not all("gemma" in name for name in names):  # a folder called otherwise says nothing
         return None
-    return f"the {'target' if first else 'drafter'} is quantisation-aware (QAT), the other is not: drafts may hardly ever be accepted"
+    return (
+        f"the {'target' if first else 'drafter'} is quantisation-aware (QAT), the other is not: drafts may hardly "
+        f"ever be accepted"
+    )
 
 
 def bind(config: DrafterConfig, target: ModelConfig) -> tuple[LayerSpec, ...]:

@@ -77,7 +77,8 @@ def place(name: str | None) -> torch.device:
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         have = f"{torch.cuda.device_count()} of them" if torch.cuda.is_available() else "none"
         raise OutriderError(
-            f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use the CPU"
+            f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use "
+            f"the CPU"
         )
     return (
         torch.device("cuda", device.index or 0) if device.type == "cuda" else device

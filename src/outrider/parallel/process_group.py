@@ -250,7 +250,8 @@ def _place(device: str | None, world: int) -> torch.device:
     """A GPU a process, in the order of the local ranks; or the CPU."""
     if device is not None and device.startswith("cuda:"):
         raise OutriderError(
-            f"--device {device} names one GPU, --tensor-parallel {world} takes several: choose them with CUDA_VISIBLE_DEVICES"
+            f"--device {device} names one GPU, --tensor-parallel {world} takes several: choose them with "
+            f"CUDA_VISIBLE_DEVICES"
         )
     if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return torch.device("cpu")

@@ -82,7 +82,10 @@ class Watch:
             code = child.poll()
             if code is not None and not self.ending:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return f"process {rank} of --tensor-parallel {self.tp.world} (pid {child.pid}) {how}: the run cannot go on without it"
+                return (
+                    f"process {rank} of --tensor-parallel {self.tp.world} (pid {child.pid}) {how}: the run cannot "
+                    f"go on without it"
+                )
         return None
 
     def _silent(self, store: dist.Store, signs: dict[int, tuple[int, float]]) -> str | None:

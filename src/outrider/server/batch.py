@@ -173,7 +173,8 @@ def keep_books(
         strange = finished.difference(known)
         if strange:
             raise OutriderError(
-                f"{out} holds results of other requests, of another model or of another --seed ({min(strange)}): choose another --out"
+                f"{out} holds results of other requests, of another model or of another --seed ({min(strange)}): "
+                f"choose another --out"
             )
         progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
         tell(progress)
@@ -332,7 +333,8 @@ class BatchRunner:
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             raise OutriderError(
-                f"the engine failed {MAX_FAILURES} times in a row ({type(error).__name__}); results so far are kept, start again to go on"
+                f"the engine failed {MAX_FAILURES} times in a row ({type(error).__name__}); results so far are kept, "
+                f"start again to go on"
             )
         calls = {id(c): c for c in self._calls.values()}.values()
         for call in calls:

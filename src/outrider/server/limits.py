@@ -239,7 +239,8 @@ class RequestGuard:
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
             (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"), (b"access-control-max-age", b"600"),
-            (b"access-control-allow-headers", wanted if HEADERS.fullmatch(wanted) else b"authorization, content-type, x-api-key"),
+            (b"access-control-allow-headers", wanted if HEADERS.fullmatch(wanted) else b"authorization, content-type, "
+                                                                                       b"x-api-key"),
             (b"access-control-expose-headers", b"x-request-id, x-outrider-warning, retry-after"),
         ]  # fmt: skip
 

@@ -159,6 +159,9 @@ def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
         "modalities": {"vision": False, "audio": False}, "build_info": f"outrider-{__version__}",
         "outrider": {
             "sampling_from": "model" if own else "protocol",
-            "sampling": {"openai": preparer.sampling(OPENAI), "anthropic": preparer.sampling(OPENAI), "ollama": preparer.sampling(OLLAMA)},
+            "sampling": {
+                name: preparer.sampling(protocol)
+                for name, protocol in (("openai", OPENAI), ("anthropic", OPENAI), ("ollama", OLLAMA))
+            },
         },
     }  # fmt: skip

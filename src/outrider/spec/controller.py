@@ -493,8 +493,10 @@ class Controller:
         if drafter != "ngram" and rate < BROKEN_BELOW and drafter not in self._told:
             self._told.add(drafter)
             self._warnings.append(
-                f"drafter {drafter!r} does not fit this target: {shared.accepted} tokens accepted in {shared.judged} drafts; decoding "
-                "plainly (another base model, a fine-tune or a harsh quantisation does this; --drafter none silences it)"
+                f"drafter {drafter!r} does not fit this target: {shared.accepted} tokens accepted in {shared.judged} "
+                f"drafts; decoding "
+                "plainly (another base model, a fine-tune or a harsh quantisation does this; --drafter none silences "
+                "it)"
             )
 
     def _time_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:

@@ -173,7 +173,8 @@ def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Re
     allowed = [r for r in curve if r.share < most]
     if not allowed:
         raise OutriderError(
-            "no top of the clustered head scores less than the allowed share of the vocabulary: more clusters are needed"
+            "no top of the clustered head scores less than the allowed share of the vocabulary: more clusters are "
+            "needed"
         )
     good = [r for r in allowed if r.recall >= need]
     return min(good, key=lambda r: r.weights) if good else max(allowed, key=lambda r: r.recall)

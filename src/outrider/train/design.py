@@ -62,7 +62,8 @@ def plain(
     bad = [r for r in reads if r not in target.kv_layers]
     if bad:
         raise OutriderError(
-            f"layer {bad[0]} of the target owns no K/V to read; layers that do: {target.kv_layers[0]}..{target.kv_layers[-1]}"
+            f"layer {bad[0]} of the target owns no K/V to read; layers that do: "
+            f"{target.kv_layers[0]}..{target.kv_layers[-1]}"
         )
     inter = intermediate or max(32, width * 11 // 18 // 32 * 32)
     layers = []

@@ -85,21 +85,34 @@ class Judged:
         """As the engine's own recordings are: what the card of acceptance is measured on."""
         return [
             Trace(
-                f"{data.index[i]}.{int(data.greedy[i])}", categories[i], "mtp", tuple(map(int, right)),
-                confidence=tuple(tuple(float(p) for p in row[: run + 1]) for row, run in zip(self.sure[i], right, strict=True)),
+                f"{data.index[i]}.{int(data.greedy[i])}",
+                categories[i],
+                "mtp",
+                tuple(map(int, right)),
+                confidence=tuple(
+                    tuple(float(p) for p in row[: run + 1]) for row, run in zip(self.sure[i], right, strict=True)
+                ),
                 prompt_tokens=int(data.prompts[i]),
             )
-            for i, right in enumerate(self.right) if len(right)
-        ]  # fmt: skip
+            for i, right in enumerate(self.right)
+            if len(right)
+        ]
 
 
 @torch.no_grad()
 def judge_drafts(
-    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: EvalHead, data: Sequences,
+    model: TextModel,
+    net: DrafterModule,
+    weights: dict[str, Tensor],
+    head: EvalHead,
+    data: Sequences,
     most: int = MAX_DRAFT,
-    anchors: int = 16384, tokens: int = 65536, temperature: float = 0.0, record: Recorded | None = None,
+    anchors: int = 16384,
+    tokens: int = 65536,
+    temperature: float = 0.0,
+    record: Recorded | None = None,
     weigh: bool = False,
-) -> Judged:  # fmt: skip
+) -> Judged:
     """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the
     answers were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: how sure the
     drafter was is wanted too."""
@@ -161,7 +174,7 @@ def second_guesses(
 
 def states(
     model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: EvalHead, data: Sequences
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The drafter's states in each of the first four steps that counts [A, h], and what the head chose there [A]."""
     seen: Recorded = []
     judge_drafts(model, net, weights, head, data, 4, record=seen)

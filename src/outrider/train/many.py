@@ -86,7 +86,8 @@ def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop)
         bad = [p.exitcode for p in processes if p.exitcode]
         if bad and not stop.asked:
             raise OutriderError(
-                f"a process that answered prompts ended with code {bad[0]}: run the command again, or with fewer of them"
+                f"a process that answered prompts ended with code {bad[0]}: run the command again, or with fewer of "
+                f"them"
             )
     finally:
         for process in processes:

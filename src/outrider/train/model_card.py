@@ -18,7 +18,8 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
     lines = [
         "---", "tags: [speculative-decoding, drafter, outrider]", "---", f"# Drafter for {last['target']}",
         describe(config), "",
-        f"It fits only the target it was trained for (hash {last['target_hash']}); other quantisations of the same model work with lower",
+        f"It fits only the target it was trained for (hash {last['target_hash']}); other quantisations of the same "
+        f"model work with lower",
         "acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.", "",
         "```", f"outrider chat {last['target']} --drafter THIS_FOLDER", "```", "", "## Figures",
     ]  # fmt: skip
@@ -31,8 +32,10 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
     for number, run in enumerate(runs, 1):
         start = f" It went on from {run['started_from']}." if run.get("started_from") else ""
         lines += [
-            f"{number}. {run['made'][:10]}, {run['device']}, {run['seconds']:.0f} s of training: {run['steps']} steps over "
-            f"{run['sequences']} answers of the target ({run['answer_tokens']} tokens, {run['greedy_share']:.0%} of them greedy, the "
+            f"{number}. {run['made'][:10]}, {run['device']}, {run['seconds']:.0f} s of training: {run['steps']} steps "
+            f"over "
+            f"{run['sequences']} answers of the target ({run['answer_tokens']} tokens, {run['greedy_share']:.0%} of "
+            f"them greedy, the "
             f"others at T = {run['temperature']:g}) to the prompts of {run['data']}.{start}"
         ]  # fmt: skip
     lines += ["", "```", *dict.fromkeys(str(run["command"]) for run in runs), "```", ""]
@@ -42,7 +45,8 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
         "## Licence",
     ]
     lines += [
-        "As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares this to name."
+        "As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares "
+        "this to name."
     ]
     lines += ["", "## Limits", "- Measured on held-out prompts like those it was trained on, not on a benchmark."]
     lines += [
@@ -68,7 +72,8 @@ def describe(config: DrafterConfig) -> str:
     head = f", in {config.clusters} clusters of which {config.cluster_top} are scored a step" if config.clusters else ""
     bits = f" Its layers were trained as {config.weight_bits} bits hold them." if config.weight_bits else ""
     return (
-        f"{len(config.layers)} query-only layers ({some.attn.heads} heads of {some.attn.head_dim}, MLP {some.intermediate}, hidden "
+        f"{len(config.layers)} query-only layers ({some.attn.heads} heads of {some.attn.head_dim}, MLP "
+        f"{some.intermediate}, hidden "
         f"{config.hidden}){reads}{taps}; {tied}{head}.{bits}"
     )
 

@@ -128,7 +128,8 @@ class TrainRun:
         whole = self.data(known, prompts)
         if whole is None:
             self.say(
-                f"stopped while answering; what there is lies in {job.out / 'answers.jsonl'}: the same command goes on from there"
+                f"stopped while answering; what there is lies in {job.out / 'answers.jsonl'}: the same command goes "
+                f"on from there"
             )
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
@@ -152,7 +153,8 @@ class TrainRun:
             write_json(out / "run.json", mine)
         elif begun.get("target_hash") != mine["target_hash"]:
             raise OutriderError(
-                f"--out {out}: holds a run for another model ({begun.get('target')}, other weights than {known.name}): choose another --out"
+                f"--out {out}: holds a run for another model ({begun.get('target')}, other weights than "
+                f"{known.name}): choose another --out"
             )
         else:
             self.compare(begun.get("settings", {}), mine["settings"])
@@ -167,7 +169,8 @@ class TrainRun:
         fixed = [line for line in changed if line.split()[0] not in CHANGEABLE]
         if fixed:
             raise OutriderError(
-                f"--out {self.job.out}: this run was begun with other settings ({', '.join(fixed)}): choose another --out"
+                f"--out {self.job.out}: this run was begun with other settings ({', '.join(fixed)}): choose another "
+                f"--out"
             )
         if changed:
             self.say(f"this run goes on with other settings: {', '.join(changed)}")
@@ -220,7 +223,8 @@ class TrainRun:
         ):
             was = before.get(name, f"without {option}")
             raise OutriderError(
-                f"{self.job.out}: this run was begun with other prompts ({was}): give the same {option}, or another --out"
+                f"{self.job.out}: this run was begun with other prompts ({was}): give the same {option}, or another "
+                f"--out"
             )
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
@@ -301,7 +305,8 @@ class TrainRun:
         ]
         answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
         self.say(
-            f"answered {made} tokens in {took:.0f} s with {job.answer_processes} processes, {made / max(took, 1e-9):.0f} tok/s"
+            f"answered {made} tokens in {took:.0f} s with {job.answer_processes} processes, "
+            f"{made / max(took, 1e-9):.0f} tok/s"
         )
 
     def foresee(self, known: Described, prompts: Sequences) -> None:
@@ -329,7 +334,8 @@ class TrainRun:
         else:
             whole = costs.seconds(tokens, job.steps)
             self.say(
-                f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at any moment"
+                f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at "
+                f"any moment"
             )
         self.counts = True
 
@@ -399,19 +405,22 @@ class TrainRun:
             return {}
         if self.stop.asked:
             self.say(
-                f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here"
+                f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes "
+                f"on from here"
             )
             return {**result, "stopped": self.stop.signal}
         result["steps"] = trainer.progress.step
         if job.minutes is not None and trainer.progress.step < HANDFUL:
             result["too_few_steps"] = True
             self.say(
-                f"only {trainer.progress.step} steps in the time there was: this drafter has learnt nothing; allow more --minutes"
+                f"only {trainer.progress.step} steps in the time there was: this drafter has learnt nothing; allow "
+                f"more --minutes"
             )
         elif result["step"] < trainer.progress.step:
             best = f"step {result['step']}" if result["step"] or job.init is None else job.init
             self.say(
-                f"no evaluation beat {best}, so {job.out / 'drafter'} holds those weights; {job.out / 'last'} holds the last ones"
+                f"no evaluation beat {best}, so {job.out / 'drafter'} holds those weights; {job.out / 'last'} holds "
+                f"the last ones"
             )
         else:
             self.say(f"drafter written to {job.out / 'drafter'}")
@@ -456,7 +465,8 @@ class TrainRun:
             design.fold_biases(net, model, few)
             fitted = design.fit_inputs(net, model, few)
             self.say(
-                f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the residual stream there"
+                f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the "
+                f"residual stream there"
             )
         if net.config.gemma:
             design.start_gemma(net, model, few[0])

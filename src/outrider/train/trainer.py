@@ -333,7 +333,8 @@ def write(path: Path, content: Row) -> None:
     except (OSError, RuntimeError) as error:
         part.unlink(missing_ok=True)
         raise OutriderError(
-            f"{path}: cannot be written ({error}); the last checkpoint is kept: free some space and run the command again"
+            f"{path}: cannot be written ({error}); the last checkpoint is kept: free some space and run the command "
+            f"again"
         ) from None
 
 

@@ -192,7 +192,10 @@ def scheme(layout: str, weights: Settings) -> QuantReader:
         whole(weights, "num_bits", 8, METHOD),
         str(weights.get("strategy")),
     )
-    known = f"quantization_config ({METHOD}): {layout or 'no format'} with {kind}{bits} weights by {strategy} is not supported"
+    known = (
+        f"quantization_config ({METHOD}): {layout or 'no format'} with {kind}{bits} weights by {strategy} is not "
+        f"supported"
+    )
     if layout == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         group = whole(weights, "group_size", None, METHOD) if strategy == "group" else 0
         if group not in (0, 16, 32, 64, 128, 256):

@@ -38,8 +38,17 @@ WHOLE_TO_GGUF = {hf: name for name, hf in (*LAYER_WHOLE.items(), *TOP_WHOLE.item
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-QWEN = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-6,
-            rope_theta=1e6, max_position_embeddings=32768, hidden_act="silu", eos_token_id=1)  # fmt: skip
+QWEN = dict(
+    model_type="qwen2",
+    vocab_size=151936,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=32768,
+    hidden_act="silu",
+    eos_token_id=1,
+)
 SHAPES: dict[str, Foreign] = {  # beside models.known
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN
     | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864),
@@ -178,22 +187,28 @@ def metadata(config: ModelConfig | DrafterConfig, arch: str) -> dict[str, Writte
     first, layers = config.layers[0], config.layers
     keys: dict[str, Written] = {
         "context_length": config.max_context if isinstance(config, ModelConfig) else DRAFTER_CONTEXT,
-        "embedding_length": config.hidden, "block_count": len(layers),
-        "attention.head_count": first.attn.heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
-    }  # fmt: skip
+        "embedding_length": config.hidden,
+        "block_count": len(layers),
+        "attention.head_count": first.attn.heads,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+    }
     if arch.startswith("gemma4"):
         full, sliding = (next(l for l in layers if (l.attn.window is None) == whole) for whole in (True, False))
         keys |= {
             "attention.head_count_kv": [layer.attn.kv_heads for layer in layers],
             "feed_forward_length": [layer.intermediate for layer in layers],
-            "attention.key_length": full.attn.head_dim, "attention.value_length": full.attn.head_dim,
-            "attention.key_length_swa": sliding.attn.head_dim, "attention.value_length_swa": sliding.attn.head_dim,
+            "attention.key_length": full.attn.head_dim,
+            "attention.value_length": full.attn.head_dim,
+            "attention.key_length_swa": sliding.attn.head_dim,
+            "attention.value_length_swa": sliding.attn.head_dim,
             "attention.sliding_window": sliding.attn.window or 0,
             "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers],
             "attention.shared_kv_layers": sum(not layer.attn.writes for layer in layers),
-            "rope.freq_base": full.rope.theta, "rope.freq_base_swa": sliding.rope.theta,
-            "rope.dimension_count": full.attn.head_dim, "rope.dimension_count_swa": sliding.attn.head_dim,
-        }  # fmt: skip
+            "rope.freq_base": full.rope.theta,
+            "rope.freq_base_swa": sliding.rope.theta,
+            "rope.dimension_count": full.attn.head_dim,
+            "rope.dimension_count_swa": sliding.attn.head_dim,
+        }
         if isinstance(config, DrafterConfig):
             keys |= {"embedding_length_out": config.backbone_hidden, "nextn_predict_layers": len(layers)}
         else:
@@ -202,32 +217,44 @@ def metadata(config: ModelConfig | DrafterConfig, arch: str) -> dict[str, Writte
                 "final_logit_softcapping": config.softcap or 0.0,
             }
         if isinstance(config, ModelConfig) and config.moe is not None:
-            keys |= {"expert_count": config.moe.experts, "expert_used_count": config.moe.top_k,
-                     "expert_feed_forward_length": config.moe.intermediate}  # fmt: skip
+            keys |= {
+                "expert_count": config.moe.experts,
+                "expert_used_count": config.moe.top_k,
+                "expert_feed_forward_length": config.moe.intermediate,
+            }
     else:
         keys |= {
-            "attention.head_count_kv": first.attn.kv_heads, "feed_forward_length": first.intermediate,
+            "attention.head_count_kv": first.attn.kv_heads,
+            "feed_forward_length": first.intermediate,
             "rope.freq_base": first.rope.theta,
-        }  # fmt: skip
+        }
         if arch != "qwen2":
             keys |= {"attention.key_length": first.attn.head_dim, "attention.value_length": first.attn.head_dim}
         if arch == "gemma3":
             window = next(layer.attn.window for layer in layers if layer.attn.window is not None)
-            keys |= {"attention.sliding_window": window,
-                     "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers]}  # fmt: skip
+            keys |= {
+                "attention.sliding_window": window,
+                "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers],
+            }
     head: dict[str, Written] = {
-        "general.architecture": arch, "general.name": "dummy weights",
+        "general.architecture": arch,
+        "general.name": "dummy weights",
         **{f"{arch}.{key}": value for key, value in keys.items()},
-    }  # fmt: skip
+    }
     if isinstance(config, DrafterConfig):
         return head
     tokens, types, merges = vocabulary(config.vocab_size)
     return head | {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array(types, np.int32), "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": TEMPLATE,
-    }  # fmt: skip
+    }
 
 
 def vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
@@ -276,9 +303,12 @@ def _value(value: Written) -> bytes:
 
 
 def write_gguf(
-    path: Path, config: ModelConfig | DrafterConfig, fmt: str, seed: int = 0,
-    advance: Callable[[int], None] = lambda _: None
-) -> int:  # fmt: skip
+    path: Path,
+    config: ModelConfig | DrafterConfig,
+    fmt: str,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda _: None,
+) -> int:
     """Returns the size of the file."""
     kind = config.model_type.removesuffix("_text").replace("unified_assistant", "assistant")
     if kind not in ARCH_OF:
@@ -337,13 +367,16 @@ def write_folder(
 
 
 def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, object]:
-    special = [{"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-               for i in range(5)]  # fmt: skip
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [{"id": i, "content": tokens[i], **plain, "special": True} for i in range(5)]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
-        "version": "1.0", "added_tokens": special, "pre_tokenizer": level, "decoder": level,
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": level,
+        "decoder": level,
         "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges},
-    }  # fmt: skip
+    }
 
 
 def _write(path: Path, head: bytes, held: list[Tensor], seed: int, align: int, advance: Callable[[int], None]) -> int:

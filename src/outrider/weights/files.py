@@ -88,7 +88,8 @@ def check_draft_model(target: Files, draft: Files) -> int:
     ours, theirs = (translate(ModelConfig.from_hf, files).vocab_size for files in (target, draft))
     if ours != theirs and not same_tokens(target, draft):
         raise OutriderError(
-            f"{draft.name} cannot draft for {target.name}: vocabularies of {theirs} and {ours} tokens, from two tokenizers"
+            f"{draft.name} cannot draft for {target.name}: vocabularies of {theirs} and {ours} tokens, from two "
+            f"tokenizers"
         )
     return min(ours, theirs)
 

@@ -58,7 +58,8 @@ def hf_name(name: str, arch: str) -> str:
             return f"model.layers.{index}.{LAYER_WHOLE[rest]}"
         stem, _, tail = rest.rpartition(".")
         if stem == "ffn_norm":
-            return f"model.layers.{index}.{'pre_feedforward_layernorm' if arch.startswith('gemma') else 'post_attention_layernorm'}.{tail}"
+            norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
+            return f"model.layers.{index}.{norm}.{tail}"
         return f"model.layers.{index}.{LAYER[stem]}.{tail}" if stem in LAYER else name
     if name in TOP_WHOLE:
         return TOP_WHOLE[name]

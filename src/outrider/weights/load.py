@@ -99,7 +99,8 @@ def load(
     )
     if quantize is not None and stored and isinstance(config, ModelConfig):
         raise OutriderError(
-            f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it out"
+            f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it "
+            f"out"
         )
     halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
     weights: dict[str, DeviceWeight] = {}

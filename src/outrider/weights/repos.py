@@ -156,7 +156,8 @@ def hub_errors(name: str, hint: str = "") -> Iterator[None]:
             isinstance(error, LocalEntryNotFoundError) or "offline" in type(error).__name__.lower()
         ):
             raise OutriderError(
-                f"{name} is not in the cache{hint}, and HF_HUB_OFFLINE is set: unset it to fetch the model, or name a folder"
+                f"{name} is not in the cache{hint}, and HF_HUB_OFFLINE is set: unset it to fetch the model, or name a "
+                f"folder"
             ) from None
         why = " ".join(str(error).split())[:120]
         raise OutriderError(

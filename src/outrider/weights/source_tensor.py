@@ -130,7 +130,8 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
     for suffix, entry in there.items():
         if entry.kind not in DTYPES:
             raise OutriderError(
-                f"{source.where}: tensor {module}.{suffix} is stored as {entry.kind}, which {stored.scheme} does not know"
+                f"{source.where}: tensor {module}.{suffix} is stored as {entry.kind}, which {stored.scheme} does not "
+                f"know"
             )
     return Matrix(module, shape, stored, there)
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from tests.engines import mtp_drafter, tiny_engine, tiny_model
 
-from outrider.bench import gpu_engine, gpu_table
-from outrider.bench.gpu import PUBLISHED, Rig, Synthetic, plain_run, shallow, speculative_run, tree_run
+import gpu_engine
+import gpu_table
+from gpu_rig import PUBLISHED, Rig, Synthetic, plain_run, shallow, speculative_run, tree_run
 from outrider.bench.predict import chance
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.ops.reference import ReferenceOps
@@ -149,7 +150,7 @@ def test_the_benchmark_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ] == pytest.approx(0.72)
         assert ("prefill" in r) == (r["batch"] == 1)
     assert any("synthetic" in line for line in said)
-    paths = gpu_table.write(tmp_path, records, "outrider bench-gpu")
+    paths = gpu_table.write(tmp_path, records, "python benchmarks/bench_gpu.py")
     lines = [json.loads(line) for line in paths[0].read_text().splitlines()]
     assert len(lines) == 4 and set(lines[0]) == {"date", "commit", "machine", "command", "figures"}
     assert "synthetic" in paths[1].read_text()
@@ -178,7 +179,7 @@ def test_settings_are_checked() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
 def test_the_command_says_what_it_needs() -> None:
-    from outrider.cli.bench_gpu import bench_gpu
+    from bench_gpu import bench_gpu
 
     with pytest.raises(OutriderError, match="CUDA device"):
         bench_gpu()

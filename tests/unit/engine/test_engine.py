@@ -332,7 +332,7 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
     )
     for seq in (stream, long, short):
         scheduler.add(seq)
-    choose = lambda ready: [NO_DRAFT] * len(ready)  # noqa: E731
+    choose = lambda ready: [NO_DRAFT] * len(ready)
     first = scheduler.plan(choose)
     assert [item.count for item in first.prompts] == [1, 399, 9]  # nobody waits: as much as fits
     stream.computed = 1
@@ -355,7 +355,7 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6)
     )
     scheduler.add(stream)
-    choose = lambda ready: [NO_DRAFT] * len(ready)  # noqa: E731
+    choose = lambda ready: [NO_DRAFT] * len(ready)
     scheduler.plan(choose)
     stream.computed = 1
     for seq in many:

@@ -73,7 +73,7 @@ def test_doubtful_guesses_end_a_draft():
     old, some = DraftModel(model), batch(texts)
     some.trust, some.stop, some.drop = trust, [path[0][1] + 1e-9, 2.0, 0.0], [0.0, 0.0, path[2][2] + 1e-9]
     got = old.propose(some, 5)
-    first = lambda row, below: next(i for i, p in enumerate(row) if p < below)  # noqa: E731
+    first = lambda row, below: next(i for i, p in enumerate(row) if p < below)
     assert got.lengths.tolist() == [first(path[0], path[0][1] + 1e-9) + 1, 1, first(path[2], path[2][2] + 1e-9)]
     for b, n in enumerate(got.lengths.tolist()):
         assert got.tokens[b, :n].tolist() == whole.tokens[b, :n].tolist()

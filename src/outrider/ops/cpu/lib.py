@@ -17,6 +17,11 @@ W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_I
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
 
 
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one type, in the order of the C struct."""
+    return [(name, kind) for name in names.split()]
+
+
 class CWeight(Structure):
     _fields_ = [
         ("kind", c_int32),
@@ -30,80 +35,102 @@ class CWeight(Structure):
 
 class CSpec(Structure):
     _fields_ = [
-        *[(name, c_int32) for name in ("heads", "kv_heads", "dim", "kv_layer", "writes", "group", "window", "k_eq_v", "norm_v")],
-        ("scale", c_float), ("eps", c_float),
-    ]  # fmt: skip
+        *fields(c_int32, "heads kv_heads dim kv_layer writes group window k_eq_v norm_v"),
+        ("scale", c_float),
+        ("eps", c_float),
+    ]
 
 
 class CBatch(Structure):
     _fields_ = [
-        *[(name, c_int32) for name in ("rows", "seqs", "page_size", "kv_dtype", "rope_shift")],
-        *[(name, c_void_p) for name in ("ids", "positions", "row_seq", "row_start")],
-        ("tables", c_void_p * 2), ("width", c_int32 * 2), ("keys", c_void_p), ("values", c_void_p),
-        ("places", c_void_p), ("paths", c_void_p), ("path_width", c_int64),
-    ]  # fmt: skip
+        *fields(c_int32, "rows seqs page_size kv_dtype rope_shift"),
+        *fields(c_void_p, "ids positions row_seq row_start"),
+        ("tables", c_void_p * 2),
+        ("width", c_int32 * 2),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("places", c_void_p),
+        ("paths", c_void_p),
+        ("path_width", c_int64),
+    ]
 
 
 class CMoe(Structure):
     _fields_ = [
-        *[(name, CWeight) for name in ("router", "gate_up", "down")],
-        *[(name, c_void_p) for name in ("router_norm", "norm", "expert_scale", "post_norm", "post_dense_norm")],
-        ("experts", c_int32), ("top", c_int32),
-    ]  # fmt: skip
+        *fields(CWeight, "router gate_up down"),
+        *fields(c_void_p, "router_norm norm expert_scale post_norm post_dense_norm"),
+        ("experts", c_int32),
+        ("top", c_int32),
+    ]
 
 
 class CLayer(Structure):
     _fields_ = [
-        ("attn", CSpec), ("rope", c_int32), ("inter", c_int32),
-        *[(name, CWeight) for name in ("qkv", "out", "gate_up", "down", "ple_gate", "ple_out")],
+        ("attn", CSpec),
+        ("rope", c_int32),
+        ("inter", c_int32),
+        *fields(CWeight, "qkv out gate_up down ple_gate ple_out"),
         ("moe", CMoe),
-        *[(name, c_void_p) for name in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias", "post_attn_norm")],
-        *[(name, c_void_p) for name in ("mlp_norm", "gate_up_bias", "down_bias", "post_mlp_norm", "scalar", "next_norm", "ple_post_norm")],
-    ]  # fmt: skip
+        *fields(c_void_p, "attn_norm qkv_bias q_norm k_norm out_bias post_attn_norm"),
+        *fields(c_void_p, "mlp_norm gate_up_bias down_bias post_mlp_norm scalar next_norm ple_post_norm"),
+    ]
 
 
 class CStack(Structure):
     _fields_ = [
-        *[(name, c_int32) for name in ("layers", "hidden", "act", "ropes", "ple")],
-        *[(name, c_float) for name in ("eps", "embed_scale", "ple_token_scale", "ple_proj_scale")],
+        *fields(c_int32, "layers hidden act ropes ple"),
+        *fields(c_float, "eps embed_scale ple_token_scale ple_proj_scale"),
         ("layer", POINTER(CLayer)),
-        *[(name, CWeight) for name in ("embed", "pre", "post", "ple_embed", "ple_proj")],
-        ("ple_norm", c_void_p), ("inv_freq", POINTER(c_void_p)), ("rope_half", POINTER(c_int32)),
-    ]  # fmt: skip
+        *fields(CWeight, "embed pre post ple_embed ple_proj"),
+        ("ple_norm", c_void_p),
+        ("inv_freq", POINTER(c_void_p)),
+        ("rope_half", POINTER(c_int32)),
+    ]
 
 
 class CCall(Structure):
     _fields_ = [
-        ("stack", POINTER(CStack)), ("batch", CBatch),
-        *[(name, c_void_p) for name in ("features", "hidden", "fed_back", "taps", "wanted")], ("few", CBatch),
+        ("stack", POINTER(CStack)),
+        ("batch", CBatch),
+        *fields(c_void_p, "features hidden fed_back taps wanted"),
+        ("few", CBatch),
         ("narrow", c_int32),
-    ]  # fmt: skip
+    ]
 
 
 class CDraft(Structure):
     _fields_ = [
-        ("call", CCall), *[(name, CWeight) for name in ("table", "head", "centroids")], ("table_scale", c_float),
-        *[(name, c_int32) for name in ("steps", "unit", "tied", "clusters", "top", "size")],
-        *[(name, c_void_p) for name in ("cluster_ids", "hashes", "last", "start", "taps", "temperature", "sampled", "seed", "position", "out")],
-        *[(name, c_void_p) for name in ("confidence", "lengths", "stop", "drop", "trust", "rivals", "rival_confidence", "state")],
-    ]  # fmt: skip
+        ("call", CCall),
+        *fields(CWeight, "table head centroids"),
+        ("table_scale", c_float),
+        *fields(c_int32, "steps unit tied clusters top size"),
+        *fields(c_void_p, "cluster_ids hashes last start taps temperature sampled seed position out"),
+        *fields(c_void_p, "confidence lengths stop drop trust rivals rival_confidence state"),
+    ]
 
 
 class CCycle(Structure):
     _fields_ = [
-        ("call", CCall), ("head", CWeight),
-        *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "asked", "drafts", "confidence", "parents", "path", "prices")],
-        *[(name, c_void_p) for name in ("temperature", "sampled", "seed", "trust", "chosen", "logprobs")],
-        *[(name, c_int32) for name in ("seqs", "most", "streams", "shift")], ("cap", c_float), ("likely", c_int32),
-    ]  # fmt: skip
+        ("call", CCall),
+        ("head", CWeight),
+        *fields(c_void_p, "draft taps features z asked drafts confidence parents path prices"),
+        *fields(c_void_p, "temperature sampled seed trust chosen logprobs"),
+        *fields(c_int32, "seqs most streams shift"),
+        ("cap", c_float),
+        ("likely", c_int32),
+    ]
 
 
 class CChain(Structure):
     _fields_ = [
-        ("call", CCall), ("head", CWeight), ("all", CWeight),
-        *[(name, c_void_p) for name in ("listed", "seen", "seen_start")], ("cap", c_float), ("steps", c_int32),
-        *[(name, c_void_p) for name in ("temperature", "sampled", "seed", "position", "out", "confidence", "lengths", "stop", "drop", "trust")],
-    ]  # fmt: skip
+        ("call", CCall),
+        ("head", CWeight),
+        ("all", CWeight),
+        *fields(c_void_p, "listed seen seen_start"),
+        ("cap", c_float),
+        ("steps", c_int32),
+        *fields(c_void_p, "temperature sampled seed position out confidence lengths stop drop trust"),
+    ]
 
 
 P, I, F, L, I64 = c_void_p, c_int, c_float, c_long, c_int64
@@ -168,9 +195,18 @@ def load(isa: str | None = None) -> ctypes.CDLL:
 def c_spec(spec: AttnSpec) -> CSpec:
     assert spec.head_dim <= 1024 and spec.heads // spec.kv_heads <= 32, "beyond the kernels' buffers"
     return CSpec(
-        spec.heads, spec.kv_heads, spec.head_dim, spec.kv_layer, spec.writes, spec.window is not None, spec.window or 0,
-        spec.k_eq_v, spec.norm_v, spec.scale, spec.eps,
-    )  # fmt: skip
+        spec.heads,
+        spec.kv_heads,
+        spec.head_dim,
+        spec.kv_layer,
+        spec.writes,
+        spec.window is not None,
+        spec.window or 0,
+        spec.k_eq_v,
+        spec.norm_v,
+        spec.scale,
+        spec.eps,
+    )
 
 
 def dense_weight(w: Tensor) -> CWeight:

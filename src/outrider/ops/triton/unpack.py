@@ -17,7 +17,10 @@ import triton.language as tl
 def _int4(offset: int) -> str:
     """Nibble q under the exponent of 128 is 128 + q: exact. offset is taken away with it."""
     take = {8: "0xC308C308", 0: "0xC300C300"}[offset]  # -136, -128
-    text = f"{{.reg .b32 t, m, g, o, u; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 u, {take};\n"
+    text = (
+        f"{{.reg .b32 t, m, g, o, u; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 "
+        f"u, {take};\n"
+    )
     for half in range(2):
         for p in range(4):
             text += (
@@ -33,7 +36,10 @@ def _above(width: int, offset: int) -> str:
         {0: "0xC300C300", 16: "0xC310C310", 32: "0xC320C320"}[offset],
         {1: "0x00100010", 2: "0x00300030"}[width],
     )
-    text = f"{{.reg .b32 t, u, v, m, g, o, z, c; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 z, {take};\n"
+    text = (
+        f"{{.reg .b32 t, u, v, m, g, o, z, c; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; "
+        f"mov.b32 z, {take};\n"
+    )
     text += f"mov.b32 c, {mask};\n"
     for half in range(2):  # each column's bits into the half of the register that its nibbles are in
         text += f"mul.lo.u32 v, ${10 + half}, 0x1001;\n" if width == 1 else f"prmt.b32 v, ${10 + half}, 0, 0x4140;\n"
@@ -47,7 +53,10 @@ def _above(width: int, offset: int) -> str:
 
 def _int8() -> str:
     """A byte less 128: its low seven bits under the exponent of 128, less 128 or 256 by its top bit (stored turned)."""
-    text = "{.reg .b32 s, t, v, m, h, g, n; mov.b32 m, 0x007F007F; mov.b32 h, 0x00800080; mov.b32 g, 0x43004300; mov.b32 n, 0xBF80BF80;\n"
+    text = (
+        "{.reg .b32 s, t, v, m, h, g, n; mov.b32 m, 0x007F007F; mov.b32 h, 0x00800080; mov.b32 g, 0x43004300; "
+        "mov.b32 n, 0xBF80BF80;\n"
+    )
     for half in range(2):
         for p in range(2):
             text += f"shr.u32 s, ${4 + half}, {8 * p}; lop3.b32 t, s, m, g, 0xEA; lop3.b32 v, s, h, g, 0xEA;\n"
@@ -58,7 +67,10 @@ def _int8() -> str:
 def _fp8() -> str:
     """e4m3 moved into bfloat16's fields has its exponent 120 too low: multiplied by 2^120 it is exact, subnormals
     included."""
-    text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x07F007F0; mov.b32 h, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;\n"
+    text = (
+        "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x07F007F0; mov.b32 h, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 "
+        "z, 0x80008000;\n"
+    )
     for half in range(2):
         for p in range(2):
             text += (
@@ -70,7 +82,10 @@ def _fp8() -> str:
 
 def _fp4() -> str:
     """e2m1: its exponent is 126 too low in bfloat16's fields."""
-    text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x01C001C0; mov.b32 h, 0x80008000; mov.b32 f, 0x7E807E80; mov.b32 z, 0x80008000;\n"
+    text = (
+        "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x01C001C0; mov.b32 h, 0x80008000; mov.b32 f, 0x7E807E80; mov.b32 "
+        "z, 0x80008000;\n"
+    )
     for half in range(2):
         for p in range(4):
             text += (
@@ -102,7 +117,8 @@ EIGHT_ABOVE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 FOUR = tl.constexpr("=r,=r,=r,=r,r,r")
 PAIRS = tl.constexpr(_pairs())
 PAIRS_TO_HALVES = tl.constexpr(
-    "{.reg .b32 s; .reg .b16 a, b; prmt.b32 s, $2, 0, 0x3120; mov.b32 {a, b}, s; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}"
+    "{.reg .b32 s; .reg .b16 a, b; prmt.b32 s, $2, 0, 0x3120; mov.b32 {a, b}, s; cvt.rn.f16x2.e4m3x2 $0, a; "
+    "cvt.rn.f16x2.e4m3x2 $1, b;}"
 )
 
 

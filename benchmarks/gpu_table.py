@@ -18,14 +18,14 @@ from typing import NotRequired, TypedDict
 
 import torch
 
-from ..cache.store import SeqCache
-from ..engine.graphs import bound_of
-from ..models.builtin_configs import BUILTIN_CONFIGS
-from ..ops.backend import Capabilities
-from ..types import MAX_DRAFT, OutriderError
-from . import gpu_peer
-from .gpu import H200_BYTES_PER_S, PUBLISHED, SIZES, Rig, Synthetic, collect, plain_run, speculative_run, time_ms
-from .predict import chance
+import gpu_peer
+from gpu_rig import H200_BYTES_PER_S, PUBLISHED, SIZES, Rig, Synthetic, collect, plain_run, speculative_run, time_ms
+from outrider.bench.predict import chance
+from outrider.cache.store import SeqCache
+from outrider.engine.graphs import bound_of
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
+from outrider.ops.backend import Capabilities
+from outrider.types import MAX_DRAFT, OutriderError
 
 Say = Callable[[str], None]
 CYCLES = 40  # of a synthetic run
@@ -209,7 +209,8 @@ def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say)
     }  # fmt: skip
     del plain
     say(
-        f"{size} batch {batch} context {context}: AR {ar:.3f} ms, floor {record['floor_ms']:.3f}, {record['tb_per_s']:.2f} TB/s"
+        f"{size} batch {batch} context {context}: AR {ar:.3f} ms, floor {record['floor_ms']:.3f}, "
+        f"{record['tb_per_s']:.2f} TB/s"
     )
     for k in ks:
         if not k:
@@ -223,7 +224,10 @@ def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say)
         chances = settings.chances(k)
         if chances is not None:
             record["synthetic"][k] = found = synthetic_run(rig, seqs, k, context, bound, chances, ar)
-            line += f"; synthetic acceptance {found['share']:.2f}: {found['tokens_per_s']:.0f} tokens/s, {found['speedup']:.2f} x AR"
+            line += (
+                f"; synthetic acceptance {found['share']:.2f}: {found['tokens_per_s']:.0f} tokens/s, "
+                f"{found['speedup']:.2f} x AR"
+            )
         say(line)
     if torch.cuda.is_available():
         record["memory_beside_gib"] = (torch.cuda.max_memory_reserved() - beside) / 2**30
@@ -234,7 +238,8 @@ def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say)
             same = speculative_run(rig, seqs, context, k, tokens, logits)
             record["equal"][k] = same.equal_tokens and same.equal_logits
         say(
-            f"{size} batch {batch}: bitwise equal to plain decoding over {settings.equal_tokens} tokens: {record['equal']}"
+            f"{size} batch {batch}: bitwise equal to plain decoding over {settings.equal_tokens} tokens: "
+            f"{record['equal']}"
         )
     rig.close(seqs)
 
@@ -312,7 +317,10 @@ def verdict(value: float, limit: float | None, least: bool = False) -> str:
     """The value, and whether the target is met."""
     if limit is None:
         return f"{value:.2f}"
-    return f"{value:.2f} {'ok' if (value >= limit if least else value <= limit) else 'MISSED'} ({'≥' if least else '≤'} {limit:g})"
+    return (
+        f"{value:.2f} {'ok' if (value >= limit if least else value <= limit) else 'MISSED'} "
+        f"({'≥' if least else '≤'} {limit:g})"
+    )
 
 
 def table(records: Sequence[Record]) -> list[list[str]]:

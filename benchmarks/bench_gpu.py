@@ -1,4 +1,7 @@
-"""`outrider bench-gpu`: how near to the memory limit a GPU runs, with dummy weights of every Gemma 4 size."""
+"""How near to the memory limit a GPU runs, with dummy weights of every Gemma 4 size.
+
+python benchmarks/bench_gpu.py --sizes 31B --k 0,4,8,16 --batch 1 --context 1024 --against-hf
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
 import typer
 
-from ..types import OutriderError
-from .common import note, numbers, out, parts
+import gpu_engine
+import gpu_table
+from outrider.cli.common import note, numbers, out, parts
+from outrider.types import OutriderError
 
 
 def bench_gpu(
@@ -27,7 +35,8 @@ def bench_gpu(
     accept: Annotated[
         str,
         typer.Option(
-            help="SYNTHETIC acceptance: share of drafted tokens (0.72), or chances by position (0.9,0.8). Default: as Google published."
+            help="SYNTHETIC acceptance: share of drafted tokens (0.72), or chances by position (0.9,0.8). Default: as "
+            "Google published."
         ),
     ] = "",
     against_hf: Annotated[
@@ -44,23 +53,14 @@ def bench_gpu(
     ),
 ) -> None:
     """Times whole cycles as CUDA graphs and sets them against the memory limit. Acceptance is assumed and marked
-    synthetic.
-
-    Example: outrider bench-gpu --sizes 31B --k 0,4,8,16 --batch 1 --context 1024 --against-hf
-    """
-    import torch
-
-    from ..bench import gpu_table
-
+    synthetic."""
     if not torch.cuda.is_available():
-        raise OutriderError("bench-gpu needs a CUDA device")
+        raise OutriderError("bench_gpu.py needs a CUDA device")
     settings = gpu_table.GpuBenchSettings(
         parts(sizes), numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"),
         numbers(accept, float, "--accept") if accept else None, against_hf,
     )  # fmt: skip
     if engine:
-        from ..bench import gpu_engine
-
         found = []
         for size, drafted, positions in (
             (s, n, c) for s in settings.sizes for n in settings.ks for c in settings.contexts
@@ -72,7 +72,7 @@ def bench_gpu(
         return
     if quick:
         settings = replace(gpu_table.quick(), sizes=settings.sizes)
-    command = " ".join(["outrider", *sys.argv[1:]])
+    command = " ".join(["python", "benchmarks/bench_gpu.py", *sys.argv[1:]])
 
     def save(found: list[gpu_table.Record]) -> None:
         gpu_table.write(output, found, command)
@@ -81,3 +81,7 @@ def bench_gpu(
     out.print(gpu_table.text_table(gpu_table.table(records)))
     for path in gpu_table.write(output, records, command):
         note(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    typer.run(bench_gpu)

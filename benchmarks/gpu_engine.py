@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import EngineConfig, LoadSettings
-from ..engine.engine import Engine
-from ..engine.graphs import Copied, GraphExecutor
-from ..engine.step import Request
-from ..llm import LLM
-from ..types import MAX_DRAFT, SamplingParams
-from .gpu import SIZES, collect, time_ms
+from gpu_rig import SIZES, collect, time_ms
+from outrider.config import EngineConfig, LoadSettings
+from outrider.engine.engine import Engine
+from outrider.engine.graphs import Copied, GraphExecutor
+from outrider.engine.step import Request
+from outrider.llm import LLM
+from outrider.types import MAX_DRAFT, SamplingParams
 
 STEPS = 48  # timed, after as many warm ones
 

@@ -19,21 +19,21 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from ..cache.store import CacheSpec, KVStore, SeqCache, last_rows
-from ..engine.capture import Graph, GraphPool
-from ..engine.decode import Inputs, Key, Output, State, decode_step
-from ..engine.tree import Tree
-from ..models.builtin_configs import BUILTIN_CONFIGS
-from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
-from ..models.decoder import TextModel
-from ..models.drafter import MTPNet
-from ..models.inspect import kv_bytes
-from ..ops.backend import Backend
-from ..ops.formats import DeviceWeight
-from ..ops.trees import FixedTree
-from ..spec.mtp import MTPDrafter
-from ..types import Draft, OutriderError, Verdict
-from ..weights.load import as_tensors, dummy_weights
+from outrider.cache.store import CacheSpec, KVStore, SeqCache, last_rows
+from outrider.engine.capture import Graph, GraphPool
+from outrider.engine.decode import Inputs, Key, Output, State, decode_step
+from outrider.engine.tree import Tree
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
+from outrider.models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
+from outrider.models.decoder import TextModel
+from outrider.models.drafter import MTPNet
+from outrider.models.inspect import kv_bytes
+from outrider.ops.backend import Backend
+from outrider.ops.formats import DeviceWeight
+from outrider.ops.trees import FixedTree
+from outrider.spec.mtp import MTPDrafter
+from outrider.types import Draft, OutriderError, Verdict
+from outrider.weights.load import as_tensors, dummy_weights
 
 SIZES = {s: f"google/gemma-4-{s}-it" for s in ("31B", "12B", "26B-A4B", "E4B", "E2B")}
 H200_BYTES_PER_S = 4.39e12  # read-only reduction over 8 GiB, measured
@@ -180,7 +180,7 @@ class Rig:
         """A Gemma 4 size by name, with its own drafter; layers: only so many of them."""
         if size not in SIZES:
             raise OutriderError(f"unknown size {size!r}; known: {', '.join(SIZES)}")
-        from ..ops.triton import TritonOps  # here: not everybody who imports this module has a GPU
+        from outrider.ops.triton import TritonOps  # here: not everybody who imports this module has a GPU
 
         raw = dict(BUILTIN_CONFIGS[SIZES[size]])
         return Rig(

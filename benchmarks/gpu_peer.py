@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch
 
-from ..models.config import Foreign
-from .gpu import collect
+from gpu_rig import collect
+from outrider.models.config import Foreign
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from .peers import Causal
+    from outrider.bench.peers import Causal
 
 K, STEPS = 4, 10  # drafted tokens a cycle; steps or cycles that are timed
 
