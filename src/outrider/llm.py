@@ -265,7 +265,7 @@ def _take(completion: Completion, event: Event) -> None:
 
 def assemble(
     model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
-) -> tuple[Engine, str, int, CostKey | None]:  # fmt: skip
+) -> tuple[Engine, str, int, CostKey | None]:
     """The engine, the line that says who drafts, the bytes of the weights, and what its costs are kept by (None: nobody
     will ask). With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
     agreed = False
@@ -411,9 +411,14 @@ def worker(device: str | None = None) -> NoReturn:
 
 
 def pick_drafter(
-    model: Files, drafter: str, target: TextModel, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0,
+    model: Files,
+    drafter: str,
+    target: TextModel,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
     always: Callable[[], Iterable[int]] = tuple,
-) -> tuple[Drafter | None, tuple[str, ...], str]:  # fmt: skip
+) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
     tokens that a draft model scores wherever they stand in the vocabulary."""
     if drafter == "none":
@@ -437,9 +442,15 @@ def pick_drafter(
 
 
 def _load_drafter(
-    model: Files, where: str, note: str, target: TextModel, dtype: torch.dtype, load_format: LoadFormat, seed: int,
+    model: Files,
+    where: str,
+    note: str,
+    target: TextModel,
+    dtype: torch.dtype,
+    load_format: LoadFormat,
+    seed: int,
     always: Callable[[], Iterable[int]],
-) -> tuple[Drafter, tuple[str, ...], str]:  # fmt: skip
+) -> tuple[Drafter, tuple[str, ...], str]:
     ops, device = target.ops, target.device
     if where.startswith("draft:"):
         name, counts = where[6:], [0, 0]

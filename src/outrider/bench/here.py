@@ -52,9 +52,16 @@ def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float
     row = max((many - one) / (rows - 1), 0.01 * one)
     moving = max(one - row, 0.1 * one)
     return Hardware(
-        "this CPU (measured)", weights * weight_bytes / moving / 1e9, 2.0 * weights / row / 1e12, memory,
-        kernel_us=2.0, reach=1.0, rate_reach=1.0, row_us=0.0, overlaps=False,
-    )  # fmt: skip
+        "this CPU (measured)",
+        weights * weight_bytes / moving / 1e9,
+        2.0 * weights / row / 1e12,
+        memory,
+        kernel_us=2.0,
+        reach=1.0,
+        rate_reach=1.0,
+        row_us=0.0,
+        overlaps=False,
+    )
 
 
 def _gpu() -> Hardware:

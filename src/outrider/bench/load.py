@@ -90,9 +90,13 @@ async def run(
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as e:
             raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {e}") from None
         body = {
-            "model": model, "stream": True, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True,
+            "model": model,
+            "stream": True,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
             "outrider": {"stats": True, "token_kinds": True, "draft_tokens": drafts},
-        }  # fmt: skip
+        }
         todo = iter(range(requests))
         timings: list[Timing] = []
 

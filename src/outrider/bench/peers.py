@@ -126,9 +126,15 @@ class Transformers:
         clock, began = Clock(), time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
-                tokens, attention_mask=mask, max_new_tokens=max(p.max_tokens for p in prompts), eos_token_id=self.eos,
-                pad_token_id=pad, stopping_criteria=[clock], use_cache=True, **options,
-            )  # fmt: skip
+                tokens,
+                attention_mask=mask,
+                max_new_tokens=max(p.max_tokens for p in prompts),
+                eos_token_id=self.eos,
+                pad_token_id=pad,
+                stopping_criteria=[clock],
+                use_cache=True,
+                **options,
+            )
         ended = time.perf_counter()
         torch.set_num_threads(ours)
         first, first_width = clock.at[0]

@@ -348,10 +348,14 @@ def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> SplitLayou
     points = sweep(each, accept)
     best = max(points, key=lambda p: p.speedup)
     return {
-        "gpus": gpus, "fits": fits(each), "memory_gb": memory_bytes(each)["total"] / 1e9,
+        "gpus": gpus,
+        "fits": fits(each),
+        "memory_gb": memory_bytes(each)["total"] / 1e9,
         "plain_ms": points[0].cycle_ms,
-        "best_k": best.k, "ms": best.ms_per_token, "tokens_per_second": 1e3 * users / best.ms_per_token,
-    }  # fmt: skip
+        "best_k": best.k,
+        "ms": best.ms_per_token,
+        "tokens_per_second": 1e3 * users / best.ms_per_token,
+    }
 
 
 def layouts(setup: Setup, accept: Acceptance, by: Link) -> list[SplitLayout]:
@@ -475,9 +479,12 @@ def read_measured(path: Path) -> list[Measured]:
 
 def _measured(row: Foreign, k: int | str, ms: float) -> Measured:
     return {
-        "model": str(row["model"]), "k": int(k), "cycle_ms": float(ms), "batch": int(row.get("batch", 1)),
+        "model": str(row["model"]),
+        "k": int(k),
+        "cycle_ms": float(ms),
+        "batch": int(row.get("batch", 1)),
         "context": int(row.get("context", 1024)),
-    }  # fmt: skip
+    }
 
 
 def check(setup: Setup, row: Measured) -> Check:

@@ -105,10 +105,14 @@ def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int]
 
 
 def _rows(
-    model: Target, store: KVStore, caches: Sequence[SeqCache], sequences: Sequence[list[int]], begins: Sequence[int],
+    model: Target,
+    store: KVStore,
+    caches: Sequence[SeqCache],
+    sequences: Sequence[list[int]],
+    begins: Sequence[int],
     count: int,
     device: torch.device,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=device)
     positions = torch.tensor([b + j for b in begins for j in range(count)], device=device)
     row_seq = torch.arange(len(caches), device=device).repeat_interleave(count)
@@ -120,10 +124,14 @@ def _rows(
 # ---- 2
 # ----------------------------------------------------------------------------------------------------------------
 def identity(
-    llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None,
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    params: SamplingParams,
+    drafter: str | None,
     k: int | None,
     tree: int = 0,
-) -> ProofResult:  # fmt: skip
+) -> ProofResult:
     """K and drafter as given; both None: as the controller chooses, all prompts in one batch."""
     if drafter is None:
         answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]

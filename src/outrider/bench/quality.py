@@ -74,9 +74,15 @@ def passes(prompt: str, answer: str, test: str, entry_point: str, seconds: int =
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", program], cwd=folder, env={}, timeout=seconds + 5,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-I", "-c", program],
+                cwd=folder,
+                env={},
+                timeout=seconds + 5,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except (subprocess.TimeoutExpired, ValueError):  # ValueError: a null byte in the answer
             return False
     return done.returncode == 0

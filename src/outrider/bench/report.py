@@ -96,13 +96,22 @@ def _row(
     right = [sum(c.stats["accepted_by_position"][j] for c in cells) for j in range(16)]
     digests = {c.group: c.digest for c in cells}
     return Row(
-        name, category, temperature, batch, len(found), 1e3 * seconds / tokens, tokens / seconds, speedup, low, high,
+        name,
+        category,
+        temperature,
+        batch,
+        len(found),
+        1e3 * seconds / tokens,
+        tokens / seconds,
+        speedup,
+        low,
+        high,
         1e3 * median(c.ttft_s for c in cells),
         (accepted + cycles) / cycles if cycles else None,
         accepted / drafted if drafted else None,
         tuple(r / t for r, t in zip(right, tried, strict=True) if t),
         sum(digests[g] == plain[g].digest for g in both) / len(both) if both else None,
-    )  # fmt: skip
+    )
 
 
 def _interval(pairs: Sequence[tuple[_Median, _Median]]) -> tuple[float, float, float]:
@@ -153,10 +162,16 @@ def _texts(row: Row) -> tuple[str, ...]:
     gain, between = ("–", "–") if row.speedup is None else (f"{row.speedup:.2f}x", f"{row.low:.2f}–{row.high:.2f}")
     cycle = "–" if row.tokens_per_cycle is None else f"{row.tokens_per_cycle:.2f}"
     return (
-        row.contestant, f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, between, f"{row.ttft_ms:.0f}",
+        row.contestant,
+        f"{row.ms_per_token:.2f}",
+        f"{row.tokens_per_second:.1f}",
+        gain,
+        between,
+        f"{row.ttft_ms:.0f}",
         cycle,
-        share(row.acceptance), share(row.identical),
-    )  # fmt: skip
+        share(row.acceptance),
+        share(row.identical),
+    )
 
 
 def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:

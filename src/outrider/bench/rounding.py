@@ -96,9 +96,13 @@ bfloat16
 
 
 def measure(
-    model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE, kv_dtype: str = "auto",
-    gpu: bool = False
-) -> Rounding:  # fmt: skip
+    model: str,
+    quantize: str | None = None,
+    threads: int | None = None,
+    text: str = SAMPLE,
+    kv_dtype: str = "auto",
+    gpu: bool = False,
+) -> Rounding:
     """gpu: rounded as there, instead of as the CPU kernels do."""
     held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu", threads)
     exact = ops_module.choose("cpu", "reference")
@@ -113,9 +117,12 @@ def compared(rounded: Tensor, logits: Tensor, ids: Tensor) -> Rounding:
     perplexity = [exp(-float(torch.log_softmax(z, -1).gather(1, targets).double().mean())) for z in (rounded, logits)]
     spread = logits - logits.mean(-1, keepdim=True)
     return Rounding(
-        len(targets), perplexity[0], perplexity[1], float((rounded - logits).norm() / spread.norm()),
+        len(targets),
+        perplexity[0],
+        perplexity[1],
+        float((rounded - logits).norm() / spread.norm()),
         float((rounded.argmax(-1) == logits.argmax(-1)).float().mean()),
-    )  # fmt: skip
+    )
 
 
 def forced(model: str, ops: Backend, quantize: str | None, text: str, kv_dtype: str = "auto") -> tuple[Tensor, Tensor]:
@@ -140,8 +147,12 @@ def predicted(
     for lo in range(0, rows, 64):
         n = min(64, rows - lo)
         view = store.view(
-            torch.tensor([seq.slot]), torch.arange(lo, lo + n), torch.zeros(n, dtype=torch.int64),
-            torch.tensor([0, n], dtype=torch.int32), n, lo + n,
-        )  # fmt: skip
+            torch.tensor([seq.slot]),
+            torch.arange(lo, lo + n),
+            torch.zeros(n, dtype=torch.int64),
+            torch.tensor([0, n], dtype=torch.int32),
+            n,
+            lo + n,
+        )
         out.append(runner.logits(runner.forward(ids[lo : lo + n], view).hidden))
     return torch.cat(out)

@@ -44,9 +44,16 @@ LINKS: Mapping[str, Link] = {
     "pcie3": Link("PCIe 3.0 x16 (or 4.0 x8)", 12, 14.0, 8.0),
 }
 USUAL = {
-    "b200": "nvlink", "h200": "nvlink", "h100": "nvlink", "a100": "nvlink3", "a100-40": "nvlink3", "h100-pcie": "pcie5",
-    "rtx-pro-6000": "pcie5", "rtx5090": "pcie5", "rtx5070ti": "pcie5",
-}  # fmt: skip
+    "b200": "nvlink",
+    "h200": "nvlink",
+    "h100": "nvlink",
+    "a100": "nvlink3",
+    "a100-40": "nvlink3",
+    "h100-pcie": "pcie5",
+    "rtx-pro-6000": "pcie5",
+    "rtx5090": "pcie5",
+    "rtx5070ti": "pcie5",
+}
 
 
 def link(name: str | None, gpu: str) -> Link:

@@ -127,10 +127,19 @@ def bench(
 
     names = _names(guessers, ks, trees) + list(common.parts(against))
     settings = harness.BenchSettings(
-        model, suite, tuple(names), temperatures, batches, repeats, len(prompts),
+        model,
+        suite,
+        tuple(names),
+        temperatures,
+        batches,
+        repeats,
+        len(prompts),
         machine_name(_accelerator(load.device), load.threads),
-        __version__, seed, max_tokens, {name: load.options()[name] for name in LOADED},
-    )  # fmt: skip
+        __version__,
+        seed,
+        max_tokens,
+        {name: load.options()[name] for name in LOADED},
+    )
     store = harness.Store(output, settings, resume)
     if len(store.done) < harness.total(settings, prompts):
         contestants = _contestants(model, guessers, ks, trees, common.parts(against), max(batches), load)
@@ -195,10 +204,14 @@ def _run(contestants: list[Contestant], prompts: list[Prompt], settings: BenchSe
 
 
 def _contestants(
-    model: str, drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...], peers: tuple[str, ...],
+    model: str,
+    drafters: tuple[str, ...],
+    ks: list[int | None],
+    trees: tuple[str, ...],
+    peers: tuple[str, ...],
     batch: int,
     load: LoadSettings,
-) -> list[Contestant]:  # fmt: skip
+) -> list[Contestant]:
     from ..bench import harness
     from ..bench import peers as others
 
@@ -233,8 +246,10 @@ def _ways(label: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tupl
     """Name, K and tree of each way to draft."""
     return [
         (f"{label}/{'auto' if k is None else f'K={k}'}{f' tree={tree}' if len(trees) > 1 else ''}", k, tree)
-        for k in ks if k != 0 for tree in trees
-    ]  # fmt: skip
+        for k in ks
+        if k != 0
+        for tree in trees
+    ]
 
 
 def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[str]:
@@ -278,10 +293,15 @@ def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None
         names = tuple(dict.fromkeys([*(t.drafter for t in chosen), "ngram"]))
         one = found[category] = compare(chosen, controller.cost, controller.fresh(names))
         table.add_row(
-            category, str(len(chosen)), f"{one.speedup:.2f}x", f"{one.of_static:.1%}", f"{one.of_clairvoyant:.1%}",
-            f"{one.best_fixed[0]} K={one.best_fixed[1]}", f"{one.of_best_fixed:.1%}",
+            category,
+            str(len(chosen)),
+            f"{one.speedup:.2f}x",
+            f"{one.of_static:.1%}",
+            f"{one.of_clairvoyant:.1%}",
+            f"{one.best_fixed[0]} K={one.best_fixed[1]}",
+            f"{one.of_best_fixed:.1%}",
             f"{one.worst[1]:.3f}x {one.worst[0]}",
-        )  # fmt: skip
+        )
     if as_json:
         print(json.dumps({name: asdict(one) for name, one in found.items()}))
     else:

@@ -44,10 +44,19 @@ def cluster_head(
     common.check_folder("--out", to)
     where = str(place(load.device))
     result = cluster_drafter(
-        drafter, to, clusters=clusters, top=top, target=target, prompts=prompts, limit=limit, recall=recall,
-        max_new=max_tokens, seed=seed,
-        device=where, say=common.teller(as_json),
-    )  # fmt: skip
+        drafter,
+        to,
+        clusters=clusters,
+        top=top,
+        target=target,
+        prompts=prompts,
+        limit=limit,
+        recall=recall,
+        max_new=max_tokens,
+        seed=seed,
+        device=where,
+        say=common.teller(as_json),
+    )
     if as_json:
         out.print_json(data=result)
     else:

@@ -48,10 +48,19 @@ def eval_drafter(
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     result = evaluate_drafter(
-        model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw,
+        model,
+        drafter,
+        prompts,
+        limit=limit,
+        max_new=max_tokens,
+        temperature=temperature,
+        chat=not raw,
         full_head=full_head,
-        slots=slots, device=where, dtype=getattr(torch, kind), say=common.teller(as_json),
-    )  # fmt: skip
+        slots=slots,
+        device=where,
+        dtype=getattr(torch, kind),
+        say=common.teller(as_json),
+    )
     if as_json:
         out.print_json(data=result)
         return

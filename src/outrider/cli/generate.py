@@ -61,11 +61,19 @@ def generate(
     Example: outrider generate smollm2 "Why is the sky blue?" --compare
     """
     params = common.sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_p=min_p, n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        min_p=min_p,
+        n=n,
         logprobs=logprobs,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         stop=tuple(stop or ()),
-    )  # fmt: skip
+    )
     if (prompt is None) == (prompts is None):
         raise OutriderError("give either a prompt or --prompts FILE.jsonl")
     rows = as_json or prompts is not None

@@ -244,12 +244,18 @@ def show(data: ForeignDict) -> None:
         f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5
     )
     facts.add_row("parameters", f"{amount(data['parameters'])}  ({parts})")
-    facts.add_row("read for a token", f"{amount(data['active_parameters'])} parameters, "
-                                      f"{amount(data['bytes_per_token'], 'B')}"
-                  f" at {data['bits_per_weight']:g} bits")  # fmt: skip
-    facts.add_row("K/V", f"{amount(data['kv_bytes_per_token'], 'B')} a token, "
-                         f"{amount(data['kv_bytes_full_context'], 'B')}"
-                  f" for all {data['max_context']:,} positions")  # fmt: skip
+    facts.add_row(
+        "read for a token",
+        f"{amount(data['active_parameters'])} parameters, "
+        f"{amount(data['bytes_per_token'], 'B')}"
+        f" at {data['bits_per_weight']:g} bits",
+    )
+    facts.add_row(
+        "K/V",
+        f"{amount(data['kv_bytes_per_token'], 'B')} a token, "
+        f"{amount(data['kv_bytes_full_context'], 'B')}"
+        f" for all {data['max_context']:,} positions",
+    )
     each = data["intensity"]
     decode = " · ".join(
         f"{name.removeprefix('decode_')}: {value:.1f}" for name, value in each.items() if name != "prefill"
@@ -268,8 +274,11 @@ def show(data: ForeignDict) -> None:
         )
         head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
         facts.add_row("drafter", Text.assemble(f"{drafter['name']} ", VERDICT[drafter["fits"]], why))
-        facts.add_row("", f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
-                      f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}")  # fmt: skip
+        facts.add_row(
+            "",
+            f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
+            f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}",
+        )
     kinds = {name: nbytes for name, nbytes in data.get("formats", {}).items() if nbytes >= 0.001 * data["bytes"]}
     if len(kinds) > 1 or (kinds and "dense" not in kinds):
         facts.add_row(
@@ -309,9 +318,16 @@ def show(data: ForeignDict) -> None:
         )
         experts = [f"{row['experts_per_token']} of {row['experts']}"] if routed else []
         table.add_row(
-            span, row["type"], f"{row['heads']}/{row['kv_heads']}", str(row["head_dim"]), str(row["window"] or "–"), kv,
-            str(row["intermediate"]), *experts, amount(row["parameters"]),
-        )  # fmt: skip
+            span,
+            row["type"],
+            f"{row['heads']}/{row['kv_heads']}",
+            str(row["head_dim"]),
+            str(row["window"] or "–"),
+            kv,
+            str(row["intermediate"]),
+            *experts,
+            amount(row["parameters"]),
+        )
     out.print(table)
 
 

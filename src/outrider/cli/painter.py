@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from ..engine.text import Tokenizer
 
 KINDS = {  # style and meaning
-    "accepted": ("green", "drafted and right"), "corrected": ("bold red", "corrected by the target"),
+    "accepted": ("green", "drafted and right"),
+    "corrected": ("bold red", "corrected by the target"),
     "bonus": ("cyan", "bonus"),
     "plain": ("", "not drafted"),
-}  # fmt: skip
+}
 
 
 class Painter:

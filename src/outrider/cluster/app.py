@@ -123,8 +123,17 @@ class IngressApp:
 
 
 FRONT_FIELDS = (
-    "model", "name", "host", "port", "max_body", "timeout", "api_key_file", "allowed_origin", "retries", "wait",
-)  # fmt: skip
+    "model",
+    "name",
+    "host",
+    "port",
+    "max_body",
+    "timeout",
+    "api_key_file",
+    "allowed_origin",
+    "retries",
+    "wait",
+)
 
 
 class PlacementGroup(TypedDict, total=False):
@@ -148,10 +157,19 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
     assert config.max_concurrent is not None and config.load.threads is not None, "not placed"
     fields = config.fields()
     bounds = config.replicas
-    scale = {"num_replicas": bounds.low} if bounds.fixed else {"autoscaling_config": AutoscalingConfig(
-        min_replicas=bounds.low, max_replicas=bounds.high, target_ongoing_requests=config.target_queue,
-        upscale_delay_s=config.upscale_delay, downscale_delay_s=config.downscale_delay,
-    )}  # fmt: skip
+    scale = (
+        {"num_replicas": bounds.low}
+        if bounds.fixed
+        else {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=bounds.low,
+                max_replicas=bounds.high,
+                target_ongoing_requests=config.target_queue,
+                upscale_delay_s=config.upscale_delay,
+                downscale_delay_s=config.downscale_delay,
+            )
+        }
+    )
     engine_fields = {
         k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")
     }
@@ -178,10 +196,15 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         **grouped(config),
     ).bind(engine_fields)
     front = serve.deployment(
-        IngressApp, name="Ingress", num_replicas=config.ingresses, ray_actor_options={"num_cpus": 0},
+        IngressApp,
+        name="Ingress",
+        num_replicas=config.ingresses,
+        ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MOST_RELAYED,
-        graceful_shutdown_timeout_s=config.drain, graceful_shutdown_wait_loop_s=0.5, logging_config=QUIET,
-    )  # fmt: skip
+        graceful_shutdown_timeout_s=config.drain,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config=QUIET,
+    )
     return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS}, keys)
 
 

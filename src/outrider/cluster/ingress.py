@@ -37,9 +37,11 @@ log = logging.getLogger("outrider.cluster")
 KEPT_HEADERS = (b"content-type", b"accept", b"x-outrider-stats", b"anthropic-version", b"user-agent")
 OURS = {name for name, _ in SECURITY_HEADERS} | {b"x-request-id"}  # the guard writes them
 WIRES: dict[str, Callable[[], Wire]] = {
-    "messages": AnthropicWire, "responses": ResponsesWire, "ollama_chat": OllamaWire,
+    "messages": AnthropicWire,
+    "responses": ResponsesWire,
+    "ollama_chat": OllamaWire,
     "ollama_generate": lambda: OllamaWire(chat=False),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

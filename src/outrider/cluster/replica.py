@@ -81,13 +81,20 @@ class Replica:
 
 def _scope(request: Forward) -> Scope:
     return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "scheme": "http",
         "root_path": "",
-        "method": request.method, "path": request.path, "raw_path": request.path.encode(),
+        "method": request.method,
+        "path": request.path,
+        "raw_path": request.path.encode(),
         "query_string": request.query,
-        "headers": [(b"host", b"replica"), *request.headers], "client": (request.client, 0), "server": ("replica", 0),
+        "headers": [(b"host", b"replica"), *request.headers],
+        "client": (request.client, 0),
+        "server": ("replica", 0),
         "state": {},
-    }  # fmt: skip
+    }
 
 
 def receiving(body: bytes, gone: asyncio.Event) -> Receive:

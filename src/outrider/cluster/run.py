@@ -61,10 +61,13 @@ def connect(address: str, say: Callable[[str], None]) -> bool:
                 raise OutriderError(f"no Ray cluster at {named}: {_first_line(e)}") from None
     say("no Ray cluster found: starting one on this machine" if named == "auto" else "starting Ray on this machine")
     ray.init(
-        address="local", include_dashboard=False, object_store_memory=OBJECT_STORE, log_to_driver=False,
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE,
+        log_to_driver=False,
         logging_level=logging.ERROR,
         namespace="serve",
-    )  # fmt: skip
+    )
     return True
 
 

@@ -12,27 +12,54 @@ from typing import Any
 from .config import GEMMA4_ROPE, Foreign, ForeignDict
 
 _FAMILY = {
-    "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-6,
-    "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": GEMMA4_ROPE, "pad_token_id": 0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "rope_parameters": GEMMA4_ROPE,
+    "pad_token_id": 0,
     "bos_token_id": 2,
-    "dtype": "bfloat16", "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "enable_moe_block": False,
-}  # fmt: skip
+    "dtype": "bfloat16",
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": False,
+}
 
 
 def _text(
-    model_type: str, *, hidden: int, sliding: int, blocks: int, heads: int, kv: int, global_kv: int | None,
+    model_type: str,
+    *,
+    hidden: int,
+    sliding: int,
+    blocks: int,
+    heads: int,
+    kv: int,
+    global_kv: int | None,
     intermediate: int,
-    window: int, context: int, **rest: object,
-) -> ForeignDict:  # fmt: skip
+    window: int,
+    context: int,
+    **rest: object,
+) -> ForeignDict:
     """What targets and assistants state alike. sliding: how many sliding layers stand before each of the `blocks` full
     ones."""
     return {
-        **_FAMILY, "model_type": model_type, "hidden_size": hidden, "num_hidden_layers": (sliding + 1) * blocks,
-        "layer_types": (["sliding_attention"] * sliding + ["full_attention"]) * blocks, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "num_global_key_value_heads": global_kv, "attention_k_eq_v": global_kv is not None,
-        "intermediate_size": intermediate, "sliding_window": window, "max_position_embeddings": context, **rest,
-    }  # fmt: skip
+        **_FAMILY,
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": (sliding + 1) * blocks,
+        "layer_types": (["sliding_attention"] * sliding + ["full_attention"]) * blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "num_global_key_value_heads": global_kv,
+        "attention_k_eq_v": global_kv is not None,
+        "intermediate_size": intermediate,
+        "sliding_window": window,
+        "max_position_embeddings": context,
+        **rest,
+    }
 
 
 def _target(model_type: str, **text: Any) -> ForeignDict:
@@ -44,12 +71,15 @@ def _target(model_type: str, **text: Any) -> ForeignDict:
 def _assistant(model_type: str, *, backbone: int, clustered: bool, **text: Any) -> ForeignDict:
     own = {"sliding": 3, "blocks": 1, "final_logit_softcapping": None, "num_kv_shared_layers": 4, **text}
     return {
-        "model_type": model_type, "text_config": _text(model_type.replace("assistant", "text"), **own),
+        "model_type": model_type,
+        "text_config": _text(model_type.replace("assistant", "text"), **own),
         "backbone_hidden_size": backbone,
-        "use_ordered_embeddings": clustered, "num_centroids": 2048, "centroid_intermediate_top_k": 32,
+        "use_ordered_embeddings": clustered,
+        "num_centroids": 2048,
+        "centroid_intermediate_top_k": 32,
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
-    }  # fmt: skip
+    }
 
 
 def _w4a16(config: Foreign) -> ForeignDict:

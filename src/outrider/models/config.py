@@ -265,9 +265,15 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
         return RopeSpec(theta, head_dim, head_dim // 2, "linear", float(params["factor"]))
     if kind == "llama3":
         return RopeSpec(
-            theta, head_dim, head_dim // 2, "llama3", float(params["factor"]), float(params["low_freq_factor"]),
-            float(params["high_freq_factor"]), int(params["original_max_position_embeddings"]),
-        )  # fmt: skip
+            theta,
+            head_dim,
+            head_dim // 2,
+            "llama3",
+            float(params["factor"]),
+            float(params["low_freq_factor"]),
+            float(params["high_freq_factor"]),
+            int(params["original_max_position_embeddings"]),
+        )
     if kind == "proportional":
         rotated = int(float(params.get("partial_rotary_factor", 1.0)) * head_dim // 2)
         return RopeSpec(theta, head_dim, rotated)
@@ -278,7 +284,7 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
 
 def _layers(
     raw: Foreign, spec: AttnSpec, kinds: Sequence[str], window: int | None, full: RopeSpec, local: RopeSpec
-) -> tuple[LayerSpec, ...]:  # fmt: skip
+) -> tuple[LayerSpec, ...]:
     """Layers of one shape, each with K/V of its own: those of the kind "sliding_attention" with a window and the rope
     `local`."""
     inter, layers = _field(raw, "intermediate_size", int), []
@@ -368,10 +374,17 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
         elif not drafter and kind not in owner:
             raise OutriderError(f"config.json: layer {i} shares K/V but no {kind} layer before it owns any")
         attn = AttnSpec(
-            heads, kv_heads, head_dim, owner.get(kind, -1), writes,
-            window=window if kind == "sliding_attention" else None, scale=1.0,
-            k_eq_v=k_eq_v and kind == "full_attention", norm_v=True, eps=eps,
-        )  # fmt: skip
+            heads,
+            kv_heads,
+            head_dim,
+            owner.get(kind, -1),
+            writes,
+            window=window if kind == "sliding_attention" else None,
+            scale=1.0,
+            k_eq_v=k_eq_v and kind == "full_attention",
+            norm_v=True,
+            eps=eps,
+        )
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes and not drafter else 1)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or GEMMA4_ROPE[kind], 1e4, head_dim), inter))
     return tuple(layers)
@@ -386,9 +399,15 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
     for one in listed:
         dim, window = _field(one, "head_dim", int), one.get("window")
         attn = AttnSpec(
-            _field(one, "heads", int), _field(one, "kv_heads", int), dim, -1, False,
-            window=int(window) if window else None, scale=float(_field(one, "scale", float)), eps=eps,
-        )  # fmt: skip
+            _field(one, "heads", int),
+            _field(one, "kv_heads", int),
+            dim,
+            -1,
+            False,
+            window=int(window) if window else None,
+            scale=float(_field(one, "scale", float)),
+            eps=eps,
+        )
         layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), _field(one, "intermediate", int)))
     return tuple(layers)
 

@@ -155,9 +155,8 @@ class TextModel:
         return self.all_reduce(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
 
     def mixed(
-        self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor,
-        end: End,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor, end: End
+    ) -> tuple[Tensor, Tensor]:
         """The dense MLP and the experts, and the residual step behind them. h, router_in, expert_in
         [R, H]: norms of the residual stream x that it, router and experts read."""
         ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation

@@ -108,10 +108,18 @@ class MTPNet:
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
-        seed: Tensor, position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        self,
+        last: Tensor,
+        features: Tensor,
+        kv: KVView,
+        steps: int,
+        temperature: Tensor,
+        sampled: Tensor,
+        seed: Tensor,
+        position: Tensor,
+        end: tuple[Tensor, Tensor, Tensor] | None = None,
+        warm: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         raise NotImplementedError("this drafter goes step by step")
 
     def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:

@@ -180,19 +180,30 @@ def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
     attn = layer.attn
     experts = config.moe.experts if config.moe else 0
     return {
-        "index": i, "type": layer.kind, "heads": attn.heads, "kv_heads": attn.kv_heads, "head_dim": attn.head_dim,
-        "window": attn.window, "kv_from": attn.kv_layer, "k_eq_v": attn.k_eq_v and attn.writes,
+        "index": i,
+        "type": layer.kind,
+        "heads": attn.heads,
+        "kv_heads": attn.kv_heads,
+        "head_dim": attn.head_dim,
+        "window": attn.window,
+        "kv_from": attn.kv_layer,
+        "k_eq_v": attn.k_eq_v and attn.writes,
         "intermediate": layer.intermediate,
-        "experts": experts, "experts_per_token": config.moe.top_k if config.moe else 0,
+        "experts": experts,
+        "experts_per_token": config.moe.top_k if config.moe else 0,
         "parameters": size.matrices + size.small + experts * size.expert,
-    }  # fmt: skip
+    }
 
 
 def report(
-    config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0,
+    config: ModelConfig,
+    drafter: DrafterConfig | None = None,
+    weight_bytes: float = 2.0,
+    drafter_bytes: float = 2.0,
     context: int = 1024,
-    total_bytes: float | None = None, kv_item: float = 2.0,
-) -> ForeignDict:  # fmt: skip
+    total_bytes: float | None = None,
+    kv_item: float = 2.0,
+) -> ForeignDict:
     """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared; weight_bytes:
     of a weight that a token reads, on average; total_bytes: of all weights, where it is not the same for each; kv_item:
     bytes of a number of K/V."""

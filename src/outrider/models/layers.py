@@ -78,18 +78,26 @@ def gather_blocks(
         last = i + 1 == len(layers)
         blocks.append(
             Block(
-                spec=layer.attn, rope=rope,
-                attn_norm=as_tensor(own["attn_norm"]), qkv=own["qkv"], qkv_bias=vector(own, "qkv_bias"),
-                q_norm=vector(own, "q_norm"), k_norm=vector(own, "k_norm"),
-                out=own["out"], out_bias=vector(own, "out_bias") if first else None,
+                spec=layer.attn,
+                rope=rope,
+                attn_norm=as_tensor(own["attn_norm"]),
+                qkv=own["qkv"],
+                qkv_bias=vector(own, "qkv_bias"),
+                q_norm=vector(own, "q_norm"),
+                k_norm=vector(own, "k_norm"),
+                out=own["out"],
+                out_bias=vector(own, "out_bias") if first else None,
                 post_attn_norm=vector(own, "post_attn_norm"),
-                mlp_norm=as_tensor(own["mlp_norm"]), gate_up=own["gate_up"], gate_up_bias=vector(own, "gate_up_bias"),
-                down=own["down"], down_bias=vector(own, "down_bias") if first else None,
+                mlp_norm=as_tensor(own["mlp_norm"]),
+                gate_up=own["gate_up"],
+                gate_up_bias=vector(own, "gate_up_bias"),
+                down=own["down"],
+                down_bias=vector(own, "down_bias") if first else None,
                 post_mlp_norm=vector(own, "post_mlp_norm"),
                 scalar=vector(own, "scalar"),
                 next_norm=as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"]),
             )
-        )  # fmt: skip
+        )
     return blocks
 
 

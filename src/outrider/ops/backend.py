@@ -178,9 +178,13 @@ class DraftChain(Protocol):
     alone."""
 
     def run(
-        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling,
-        trust: Sequence[float] | None
-    ) -> list[DraftResult]:  # fmt: skip
+        self,
+        behind: Sequence[DraftRequest],
+        cache: KVPages,
+        k: int,
+        sampling: TemperatureSampling,
+        trust: Sequence[float] | None,
+    ) -> list[DraftResult]:
         """Up to k guesses for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as of
         HostCycle."""
         ...
@@ -228,7 +232,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
     def residual_norms(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor: ...
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor: ...
@@ -255,9 +259,15 @@ class Backend(Protocol):
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes: ...
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree: ...
     def accept_path(
-        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int,
-        limit: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+        self,
+        chosen: Tensor,
+        ids: Tensor,
+        parent_rows: Tensor,
+        seq: Tensor,
+        start: Tensor,
+        deepest: int,
+        limit: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
     def compact_kv(
         self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView
     ) -> None: ...

@@ -301,7 +301,7 @@ class ReferenceOps(TreeOps):
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows in
         cluster order); cluster_bonus [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R,
         top, S] float32."""

@@ -165,9 +165,15 @@ class TreeOps:
         return FixedTree(nodes.tokens.gather(1, kept), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
 
     def accept_path(
-        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int,
-        limit: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        chosen: Tensor,
+        ids: Tensor,
+        parent_rows: Tensor,
+        seq: Tensor,
+        start: Tensor,
+        deepest: int,
+        limit: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """From each root to the child that holds the target's choice, while there is one, at most `limit` [B] steps.
         chosen, ids, parent_rows [R]. How many steps [B]; the tokens chosen on the way [B, deepest + 1] and their rows,
         counted within the sequence; behind the end, the last one's again."""

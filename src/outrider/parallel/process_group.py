@@ -93,10 +93,13 @@ class ProcessGroup:
         self.captured: list[GraphExecutor] = []  # whose graphs hold exchanges: NCCL does not end before they are gone
         self._open = True
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("team", store), rank=tp.rank,
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("team", store),
+            rank=tp.rank,
             world_size=tp.world,
-            timeout=FOREVER, device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+            timeout=FOREVER,
+            device_id=device if device.type == "cuda" else None,
+        )
         self.control_group = (
             dist.new_group(backend="gloo", timeout=FOREVER) if device.type == "cuda" else dist.group.WORLD
         )
@@ -238,11 +241,16 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) 
     ours = str(Path(__file__).resolve().parents[2])
     known = [ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: connect to it
-        STARTED_BY_US: kind, FIRST: str(os.getpid()), "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
-    }  # fmt: skip
+        STARTED_BY_US: kind,
+        FIRST: str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
+    }
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
 

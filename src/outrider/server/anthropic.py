@@ -91,11 +91,17 @@ def parse(raw: bytes) -> ChatRequest:
     for message in body.messages:
         messages += _messages(message)
     out: Json = {
-        "model": body.model, "messages": messages, "max_tokens": body.max_tokens, "temperature": body.temperature,
+        "model": body.model,
+        "messages": messages,
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
         "top_p": body.top_p,
-        "top_k": body.top_k, "stop": body.stop_sequences, "stream": body.stream, "metadata": body.metadata,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "metadata": body.metadata,
         "service_tier": body.service_tier,
-    }  # fmt: skip
+    }
     if body.stream:
         out["stream_options"] = {"continuous_usage_stats": True}  # the first event tells how long the prompt is
     if body.messages[-1].role == "assistant":
@@ -259,6 +265,8 @@ def _usage(answer: Json) -> Json:
     usage = cast(Json, answer["usage"])
     cached = cast(int, cast(Json, usage["prompt_tokens_details"])["cached_tokens"])
     return {
-        "input_tokens": cast(int, usage["prompt_tokens"]) - cached, "output_tokens": usage["completion_tokens"],
-        "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
-    }  # fmt: skip
+        "input_tokens": cast(int, usage["prompt_tokens"]) - cached,
+        "output_tokens": usage["completion_tokens"],
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }

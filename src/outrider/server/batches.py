@@ -73,16 +73,21 @@ class Batch:
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         wrong = {"code": "batch_failed", "message": self.error, "param": None, "line": None}
         return {
-            "id": self.id, "object": "batch", "endpoint": self.request.endpoint, "input_file_id": self.source.id,
-            "completion_window": self.request.completion_window, "status": self.status,
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.request.endpoint,
+            "input_file_id": self.source.id,
+            "completion_window": self.request.completion_window,
+            "status": self.status,
             "created_at": self.times["created"],
-            "expires_at": self.times["created"] + DAY_S, **{f"{name}_at": self.times.get(name) for name in names},
+            "expires_at": self.times["created"] + DAY_S,
+            **{f"{name}_at": self.times.get(name) for name in names},
             "output_file_id": self.results.id if self.results is not None else None,
             "error_file_id": self.refused.id if self.refused is not None else None,
             "errors": {"object": "list", "data": [wrong]} if self.error is not None else None,
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "metadata": self.request.metadata,
-        }  # fmt: skip
+        }
 
 
 class Batches:

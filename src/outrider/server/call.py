@@ -210,10 +210,13 @@ class Call:
         self._metrics.end_to_end.observe(time.monotonic() - self._began)
         log.info(
             "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s",
-            self._route, len(choices), self._job.prompt_tokens, sum(c.new_tokens for c in choices),
+            self._route,
+            len(choices),
+            self._job.prompt_tokens,
+            sum(c.new_tokens for c in choices),
             time.monotonic() - self._began,
             ",".join(c.finish or "abort" for c in choices),
-        )  # fmt: skip
+        )
 
 
 class EventStream(StreamingResponse):

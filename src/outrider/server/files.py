@@ -39,9 +39,15 @@ class StoredFile:
 
     def told(self) -> Json:
         return {
-            "id": self.id, "object": "file", "bytes": self.size, "created_at": self.created, "filename": self.name,
-            "purpose": self.purpose, "status": "processed", "expires_at": None,
-        }  # fmt: skip
+            "id": self.id,
+            "object": "file",
+            "bytes": self.size,
+            "created_at": self.created,
+            "filename": self.name,
+            "purpose": self.purpose,
+            "status": "processed",
+            "expires_at": None,
+        }
 
 
 class FileStore:

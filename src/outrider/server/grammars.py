@@ -151,9 +151,15 @@ class _SandboxProcess:
             "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "outrider.server.grammar_sandbox", env=environment, limit=64 << 20,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "outrider.server.grammar_sandbox",
+            env=environment,
+            limit=64 << 20,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
         made = cls(process)
         limits = {"seconds": SECONDS, "memory": MEMORY, "patience": PATIENCE}
         made._send({"tokenizer": tokenizer.json, "vocab": vocab_size, "eos": sorted(tokenizer.eos_ids), **limits})

@@ -237,12 +237,16 @@ class RequestGuard:
             return []
         wanted = headers.get(b"access-control-request-headers", b"")
         return [
-            (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
-            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"), (b"access-control-max-age", b"600"),
-            (b"access-control-allow-headers", wanted if HEADERS.fullmatch(wanted) else b"authorization, content-type, "
-                                                                                       b"x-api-key"),
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"vary", b"Origin"),
+            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+            (b"access-control-max-age", b"600"),
+            (
+                b"access-control-allow-headers",
+                wanted if HEADERS.fullmatch(wanted) else b"authorization, content-type, x-api-key",
+            ),
             (b"access-control-expose-headers", b"x-request-id, x-outrider-warning, retry-after"),
-        ]  # fmt: skip
+        ]
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
         """Who it is, by key; None where there are no keys or none is needed."""

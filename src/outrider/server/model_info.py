@@ -49,10 +49,16 @@ class ModelInfo:
         except (OutriderError, OSError):  # a configuration without its weights
             digest = ""
         return cls(
-            config.model_type, "safetensors" if files.gguf is None else "gguf",
-            dtype if kind == "dense" else kind.upper(), digest,
-            stored.parameters, int(stored.total), config.max_context, config.hidden, len(config.layers),
-        )  # fmt: skip
+            config.model_type,
+            "safetensors" if files.gguf is None else "gguf",
+            dtype if kind == "dense" else kind.upper(),
+            digest,
+            stored.parameters,
+            int(stored.total),
+            config.max_context,
+            config.hidden,
+            len(config.layers),
+        )
 
     @classmethod
     def named(cls, model: str) -> ModelInfo:
@@ -74,9 +80,13 @@ class ModelInfo:
     def details(self) -> Json:
         families = [self.family] if self.family else []
         return {
-            "parent_model": "", "format": self.format, "family": self.family, "families": families,
-            "parameter_size": self.parameter_size, "quantization_level": self.quantization,
-        }  # fmt: skip
+            "parent_model": "",
+            "format": self.format,
+            "family": self.family,
+            "families": families,
+            "parameter_size": self.parameter_size,
+            "quantization_level": self.quantization,
+        }
 
 
 UNKNOWN = ModelInfo()
@@ -89,18 +99,33 @@ def when(seconds: int) -> str:
 def card(slot: PoolSlot, started: int) -> Json:
     info, context = slot.info, slot.max_context or None
     meta = {
-        "n_ctx_train": info.trained_context, "n_ctx": context, "n_embd": info.hidden, "n_params": info.parameters,
-        "size": info.file_bytes, "family": info.family, "quantization": info.quantization, "digest": info.digest,
-    }  # fmt: skip
+        "n_ctx_train": info.trained_context,
+        "n_ctx": context,
+        "n_embd": info.hidden,
+        "n_params": info.parameters,
+        "size": info.file_bytes,
+        "family": info.family,
+        "quantization": info.quantization,
+        "digest": info.digest,
+    }
     return {
-        "id": slot.name, "object": "model", "created": started, "owned_by": "outrider", "root": slot.name,
+        "id": slot.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "outrider",
+        "root": slot.name,
         "parent": None,
-        "max_model_len": context, "context_length": context, "context_window": context,
-        "type": "model", "display_name": slot.name, "created_at": when(started), "max_input_tokens": context,
+        "max_model_len": context,
+        "context_length": context,
+        "context_window": context,
+        "type": "model",
+        "display_name": slot.name,
+        "created_at": when(started),
+        "max_input_tokens": context,
         "max_tokens": context,
         "meta": {k: v or None for k, v in meta.items()},
         "outrider": {"max_context": context, "drafter": slot.note, "state": slot.state, "bytes": slot.size},
-    }  # fmt: skip
+    }
 
 
 def cards(slots: list[PoolSlot], started: int) -> Json:
@@ -110,9 +135,13 @@ def cards(slots: list[PoolSlot], started: int) -> Json:
 
 def ollama_tag(slot: PoolSlot, started: int) -> Json:
     return {
-        "name": slot.name, "model": slot.name, "modified_at": when(started), "size": slot.info.file_bytes or slot.size,
-        "digest": slot.info.digest, "details": slot.info.details,
-    }  # fmt: skip
+        "name": slot.name,
+        "model": slot.name,
+        "modified_at": when(started),
+        "size": slot.info.file_bytes or slot.size,
+        "digest": slot.info.digest,
+        "details": slot.info.details,
+    }
 
 
 def ollama_loaded(slot: PoolSlot, started: int) -> Json:
@@ -124,10 +153,13 @@ def ollama_loaded(slot: PoolSlot, started: int) -> Json:
 def ollama_show(slot: PoolSlot, started: int) -> Json:
     info, family = slot.info, slot.info.family or "outrider"
     known: Json = {
-        "general.architecture": family, "general.parameter_count": info.parameters, "general.basename": slot.name,
-        f"{family}.context_length": slot.max_context or info.trained_context, f"{family}.embedding_length": info.hidden,
+        "general.architecture": family,
+        "general.parameter_count": info.parameters,
+        "general.basename": slot.name,
+        f"{family}.context_length": slot.max_context or info.trained_context,
+        f"{family}.embedding_length": info.hidden,
         f"{family}.block_count": info.layers,
-    }  # fmt: skip
+    }
     capabilities, template, sampling = ["completion", "tools"], "", ""
     if slot.model is not None:
         prepare = slot.model.prepare
@@ -136,10 +168,15 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
         capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
         sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.sampling(OLLAMA).items())
     return {
-        "modelfile": "", "license": "", "parameters": sampling, "template": template, "details": info.details,
+        "modelfile": "",
+        "license": "",
+        "parameters": sampling,
+        "template": template,
+        "details": info.details,
         "model_info": known,
-        "capabilities": capabilities, "modified_at": when(started),
-    }  # fmt: skip
+        "capabilities": capabilities,
+        "modified_at": when(started),
+    }
 
 
 def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
@@ -152,11 +189,15 @@ def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
         "is_processing": False,
     }
     return {
-        "default_generation_settings": settings, "total_slots": total_slots, "model_alias": slot.name,
+        "default_generation_settings": settings,
+        "total_slots": total_slots,
+        "model_alias": slot.name,
         "model_path": slot.name,
-        "chat_template": files.chat_template, "bos_token": files.specials.get("bos_token"),
+        "chat_template": files.chat_template,
+        "bos_token": files.specials.get("bos_token"),
         "eos_token": files.specials.get("eos_token"),
-        "modalities": {"vision": False, "audio": False}, "build_info": f"outrider-{__version__}",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"outrider-{__version__}",
         "outrider": {
             "sampling_from": "model" if own else "protocol",
             "sampling": {
@@ -164,4 +205,4 @@ def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
                 for name, protocol in (("openai", OPENAI), ("anthropic", OPENAI), ("ollama", OLLAMA))
             },
         },
-    }  # fmt: skip
+    }

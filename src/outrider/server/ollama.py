@@ -23,11 +23,17 @@ SMALL = 1024  # bytes; a body without a prompt is no larger
 # option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama
 # ignores unknown ones
 OPTIONS = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
     "num_predict": "max_tokens",
-    "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "stop": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
-}  # fmt: skip
+}
 
 
 class OllamaToolCall(Lenient):
@@ -215,10 +221,12 @@ class OllamaWire:
         usage = cast(Json, answer["usage"])
         reason = "length" if self._reason == "length" else "stop"
         return {
-            "done": True, "done_reason": reason, "prompt_eval_count": usage["prompt_tokens"],
+            "done": True,
+            "done_reason": reason,
+            "prompt_eval_count": usage["prompt_tokens"],
             "eval_count": usage["completion_tokens"],
             **self._durations(),
-        }  # fmt: skip
+        }
 
     def _durations(self) -> Json:
         """Nanoseconds. What is neither reading the prompt nor writing the answer is waiting: for the model to be

@@ -149,10 +149,14 @@ class Preparer:
         job = self._job(body, encoded, params, PlainText, stats, many=best_of)
         scored = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
         job = replace(
-            job, grammar=self._format(body), best=(keep, best_of), hide_logprobs=body.logprobs is None,
+            job,
+            grammar=self._format(body),
+            best=(keep, best_of),
+            hide_logprobs=body.logprobs is None,
             prompt_logprobs=scored,
-            max_zero=limit == 0, echo_logprobs=bool(body.echo) and body.logprobs is not None,
-        )  # fmt: skip
+            max_zero=limit == 0,
+            echo_logprobs=bool(body.echo) and body.logprobs is not None,
+        )
         if not body.echo:
             return job
         texts = [
@@ -380,9 +384,11 @@ class Preparer:
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         asked = {
             "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
-            "presence_penalty": body.presence_penalty, "frequency_penalty": body.frequency_penalty,
-            "min_tokens": body.min_tokens, "ignore_eos": body.ignore_eos,
-        }  # fmt: skip
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "min_tokens": body.min_tokens,
+            "ignore_eos": body.ignore_eos,
+        }
         chosen = {
             name: default if getattr(body, name) is None else getattr(body, name)
             for name, default in self.sampling(body.defaults).items()
@@ -480,12 +486,18 @@ class Preparer:
         ]
         streamed = body.stream_options or StreamOptions()
         return Job(
-            requests, parser, options, params.seed, bool(body.stream),
-            bool(streamed.include_usage or streamed.continuous_usage_stats), one_call,
-            continuous_usage=bool(streamed.continuous_usage_stats), priority=body.priority or 0,
+            requests,
+            parser,
+            options,
+            params.seed,
+            bool(body.stream),
+            bool(streamed.include_usage or streamed.continuous_usage_stats),
+            one_call,
+            continuous_usage=bool(streamed.continuous_usage_stats),
+            priority=body.priority or 0,
             return_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        )  # fmt: skip
+        )
 
     # ---- grammars
 

@@ -118,14 +118,20 @@ def parse(raw: bytes, earlier: Callable[[str], list[Json]]) -> Parsed:
     )
     functions = offered(body.tools or [])
     out: Json = {
-        "model": body.model, "messages": told_first, "max_tokens": body.max_output_tokens,
+        "model": body.model,
+        "messages": told_first,
+        "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
-        "top_p": body.top_p, "stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls,
+        "top_p": body.top_p,
+        "stream": body.stream,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "outrider": body.outrider,
-        "seed": body.seed, "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
-        "tools": [{"type": "function", "function": f} for f in functions] or None, "tool_choice": body.tool_choice,
+        "seed": body.seed,
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "tools": [{"type": "function", "function": f} for f in functions] or None,
+        "tool_choice": body.tool_choice,
         **{k: given[k] for k in INERT if k in given},
-    }  # fmt: skip
+    }
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
     if body.stream:
@@ -163,14 +169,22 @@ def counter(store: ResponseStore, client: str) -> Callable[[bytes, Preparer], Js
 
 def told(given: Json) -> Json:
     defaults: Json = {
-        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "temperature": None,
         "top_p": None,
-        "max_output_tokens": None, "max_tool_calls": None, "truncation": "disabled",
+        "max_output_tokens": None,
+        "max_tool_calls": None,
+        "truncation": "disabled",
         "text": {"format": {"type": "text"}},
-        "reasoning": {"effort": None, "summary": None}, "user": None, "prompt_cache_key": None,
+        "reasoning": {"effort": None, "summary": None},
+        "user": None,
+        "prompt_cache_key": None,
         "safety_identifier": None,
         "top_logprobs": 0,
-    }  # fmt: skip
+    }
     tools = [t for t in cast(list[Json], given.get("tools") or []) if t.get("type") in ("function", "namespace")]
     again = {k: v if given.get(k) is None else given[k] for k, v in defaults.items()}
     return {
@@ -333,15 +347,18 @@ class ResponsesWire:
         usage = cast(Json, answer["usage"])
         cut = finish == "length"
         return {
-            **self._head(answer), "status": "incomplete" if cut else "completed", "output": items,
+            **self._head(answer),
+            "status": "incomplete" if cut else "completed",
+            "output": items,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cache_write_tokens": 0, **cast(Json, usage["prompt_tokens_details"])},
-                "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
-        }  # fmt: skip
+        }
 
     def _head(self, answer: Json) -> Json:
         id = str(answer["id"]).replace("chatcmpl-", "resp_")

@@ -332,13 +332,18 @@ class Common(Strict):
         any_object = {"type": "object"}
         said: list[tuple[str, Kind, object]] = [
             ("response_format", "json_schema", form.wanted if form is not None and form.type != "text" else None),
-            ("structured_outputs.json", "json_schema", so.json_), ("structured_outputs.regex", "regex", so.regex),
-            ("structured_outputs.choice", "choice", so.choice), ("structured_outputs.grammar", "gbnf", so.grammar),
+            ("structured_outputs.json", "json_schema", so.json_),
+            ("structured_outputs.regex", "regex", so.regex),
+            ("structured_outputs.choice", "choice", so.choice),
+            ("structured_outputs.grammar", "gbnf", so.grammar),
             ("structured_outputs.json_object", "json_schema", any_object if so.json_object else None),
-            ("guided_json", "json_schema", self.guided_json), ("guided_regex", "regex", self.guided_regex),
-            ("guided_choice", "choice", self.guided_choice), ("guided_grammar", "gbnf", self.guided_grammar),
-            ("json_schema", "json_schema", self.json_schema), ("grammar", "gbnf", self.grammar or None),
-        ]  # fmt: skip
+            ("guided_json", "json_schema", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "gbnf", self.guided_grammar),
+            ("json_schema", "json_schema", self.json_schema),
+            ("grammar", "gbnf", self.grammar or None),
+        ]
         return [(field, kind, what) for field, kind, what in said if what is not None]
 
 

@@ -26,10 +26,18 @@ OFF: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 # What says how such a sampler works once it is on: of no effect beside the above.
 BESIDE_OFF = (
-    "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "dry_base",
+    "mirostat_tau",
+    "mirostat_eta",
+    "dynatemp_exponent",
+    "dynatemp_low",
+    "dynatemp_high",
+    "dry_base",
     "dry_allowed_length",
-    "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "smoothing_curve",
-)  # fmt: skip
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "xtc_threshold",
+    "smoothing_curve",
+)
 OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"best_of": (1,), "suffix": ("",)}
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024

@@ -86,6 +86,9 @@ def tokenizer_info(preparer: Preparer) -> Json:
     ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
     named: Json = {name: files.specials.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return {
-        **named, "eos_token": named["eos_token"] or (ends[0] if ends else None), "chat_template": files.chat_template,
-        "model_max_length": preparer.max_context, "tokenizer_class": "outrider",
-    }  # fmt: skip
+        **named,
+        "eos_token": named["eos_token"] or (ends[0] if ends else None),
+        "chat_template": files.chat_template,
+        "model_max_length": preparer.max_context,
+        "tokenizer_class": "outrider",
+    }

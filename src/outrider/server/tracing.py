@@ -52,11 +52,14 @@ class Tracing:
         stats = [c.stats for c in choices if c.stats is not None]
         usage = writer.usage()
         attributes: dict[str, str | int | float | list[str]] = {
-            "gen_ai.operation.name": route, "gen_ai.request.model": model, "gen_ai.provider.name": "outrider",
-            "outrider.request_id": request_id, "gen_ai.response.finish_reasons": [c.finish or "abort" for c in choices],
+            "gen_ai.operation.name": route,
+            "gen_ai.request.model": model,
+            "gen_ai.provider.name": "outrider",
+            "outrider.request_id": request_id,
+            "gen_ai.response.finish_reasons": [c.finish or "abort" for c in choices],
             "gen_ai.usage.input_tokens": int(str(usage["prompt_tokens"])),
             "gen_ai.usage.output_tokens": int(str(usage["completion_tokens"])),
-        }  # fmt: skip
+        }
         if stats:
             attributes |= _measured(stats, end - began)
         context = self._context(headers)
@@ -82,13 +85,14 @@ class Tracing:
 def _measured(stats: list[RequestStats], total: float) -> dict[str, float | int]:
     longest = max(s.ttft_s + s.decode_s for s in stats)
     return {
-        "outrider.queue_s": max(0.0, total - longest), "outrider.prefill_s": max(s.prefill_s for s in stats),
+        "outrider.queue_s": max(0.0, total - longest),
+        "outrider.prefill_s": max(s.prefill_s for s in stats),
         "outrider.time_to_first_token_s": min(s.ttft_s for s in stats),
         "outrider.decode_s": max(s.decode_s for s in stats),
         "outrider.cached_tokens": min(s.cached_tokens for s in stats),
         "outrider.drafted": sum(s.drafted for s in stats),
         "outrider.accepted": sum(s.accepted for s in stats),
-    }  # fmt: skip
+    }
 
 
 def _ns(seconds: float) -> int:

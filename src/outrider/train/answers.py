@@ -132,10 +132,16 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
 # ---- the engine -----------------------------------------------------------------------------------------------------
 @contextmanager
 def answering_engine(
-    name: str, config: ModelConfig, device: str, dtype: torch.dtype, slots: int | None, longest: int,
-    drafter: str = "none", *,
+    name: str,
+    config: ModelConfig,
+    device: str,
+    dtype: torch.dtype,
+    slots: int | None,
+    longest: int,
+    drafter: str = "none",
+    *,
     processes: int = 1,
-) -> Iterator[Engine]:  # fmt: skip
+) -> Iterator[Engine]:
     """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no
     text. On a GPU the weights are dense, as training holds them anyway: hundreds of rows gain nothing from 4 bits, and
     kernels for every format would be compiled first. `processes` that answer at once share its memory and the cores.
@@ -174,10 +180,16 @@ def answering_engine(
 
 
 def answer_tasks(
-    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int,
-    had: dict[tuple[int, int], RecordedAnswer] | None = None, *,
-    report: Report | None = None, deadline: float = float("inf"), stop: Stop | None = None,
-) -> Iterator[RecordedAnswer]:  # fmt: skip
+    engine: Engine,
+    prompts: Sequences,
+    tasks: Sequence[Task],
+    max_new: int,
+    had: dict[tuple[int, int], RecordedAnswer] | None = None,
+    *,
+    report: Report | None = None,
+    deadline: float = float("inf"),
+    stop: Stop | None = None,
+) -> Iterator[RecordedAnswer]:
     """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is asked, the unfinished ones
     too."""
     had = had or {}
@@ -222,9 +234,16 @@ def answer_tasks(
 
 
 def answer_to_file(
-    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int, path: Path, *,
-    report: Report | None = None, deadline: float = float("inf"), stop: Stop | None = None,
-) -> None:  # fmt: skip
+    engine: Engine,
+    prompts: Sequences,
+    tasks: Sequence[Task],
+    max_new: int,
+    path: Path,
+    *,
+    report: Report | None = None,
+    deadline: float = float("inf"),
+    stop: Stop | None = None,
+) -> None:
     """Answers what `path` does not hold yet, and appends it there."""
     mend_end(path)
     had, flushed = read_answers(path), time.perf_counter()

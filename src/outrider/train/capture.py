@@ -178,10 +178,11 @@ class Recorder:
             return torch.cat([F.pad(p, (0, 0, 0, width - p.shape[-2])) for p in parts])
 
         return CapturedStates(
-            joined([r.hidden for r in rows]), {l: joined([r.keys[l] for r in rows]) for l in self.reads},
+            joined([r.hidden for r in rows]),
+            {l: joined([r.keys[l] for r in rows]) for l in self.reads},
             {l: joined([r.values[l] for r in rows]) for l in self.reads},
             tuple(joined([r.taps[n] for r in rows]) for n in range(len(self.taps))),
-        )  # fmt: skip
+        )
 
     def likely(self, batch: TrainBatch, seen: CapturedStates) -> Tensor:
         """The target's likeliest tokens at the batch's judged positions [N, LIKELY]."""

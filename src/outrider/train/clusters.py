@@ -84,7 +84,7 @@ def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
 @torch.no_grad()
 def likely_together(
     g: Tensor, head: Tensor, clusters: int, *, bands: tuple[int, ...] = BANDS, width: int = 256
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by how
     likely they are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped by the
     places where they are likely (√q over the states, projected at random). A context then needs few clusters: at T = 1

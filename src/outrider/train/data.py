@@ -59,9 +59,13 @@ class Sequences:
 
     @staticmethod
     def of(
-        rows: Iterable[np.ndarray], prompts: Iterable[int], index: Iterable[int], greedy: Iterable[bool], vocab: int,
+        rows: Iterable[np.ndarray],
+        prompts: Iterable[int],
+        index: Iterable[int],
+        greedy: Iterable[bool],
+        vocab: int,
         seeds: Iterable[int] | None = None,
-    ) -> Sequences:  # fmt: skip
+    ) -> Sequences:
         listed = list(rows)
         kind = np.uint16 if vocab <= 1 << 16 else np.uint32
         starts = np.zeros(len(listed) + 1, dtype=np.int64)
@@ -92,19 +96,27 @@ class Sequences:
     def join(parts: list[Sequences]) -> Sequences:
         starts = np.concatenate([[0], *(np.diff(p.starts) for p in parts)]).cumsum().astype(np.int64)
         return Sequences(
-            np.concatenate([p.tokens for p in parts]), starts, np.concatenate([p.prompts for p in parts]),
-            np.concatenate([p.index for p in parts]), np.concatenate([p.greedy for p in parts]),
+            np.concatenate([p.tokens for p in parts]),
+            starts,
+            np.concatenate([p.prompts for p in parts]),
+            np.concatenate([p.index for p in parts]),
+            np.concatenate([p.greedy for p in parts]),
             np.concatenate([p.seeds for p in parts]),
-        )  # fmt: skip
+        )
 
     def save(self, path: Path) -> None:
         """Atomic: the file is whole or absent."""
         part = path.with_suffix(".part")
         with open(part, "wb") as file:
             np.savez_compressed(
-                file, tokens=self.tokens, lengths=np.diff(self.starts).astype(np.int32), prompts=self.prompts,
-                index=self.index, greedy=self.greedy, seeds=self.seeds,
-            )  # fmt: skip
+                file,
+                tokens=self.tokens,
+                lengths=np.diff(self.starts).astype(np.int32),
+                prompts=self.prompts,
+                index=self.index,
+                greedy=self.greedy,
+                seeds=self.seeds,
+            )
         part.replace(path)
 
     @staticmethod

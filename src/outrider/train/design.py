@@ -54,10 +54,17 @@ def default_clusters(vocab: int) -> int:
 
 
 def plain(
-    target: ModelConfig, *, reads: tuple[int, ...], hidden: int | None = None, intermediate: int | None = None,
-    taps: tuple[int, ...] = (), clusters: int = 0, cluster_top: int = 0, position_offset: int = 2,
+    target: ModelConfig,
+    *,
+    reads: tuple[int, ...],
+    hidden: int | None = None,
+    intermediate: int | None = None,
+    taps: tuple[int, ...] = (),
+    clusters: int = 0,
+    cluster_top: int = 0,
+    position_offset: int = 2,
     target_hash: str | None = None,
-) -> DrafterConfig:  # fmt: skip
+) -> DrafterConfig:
     width = hidden or target.hidden
     bad = [r for r in reads if r not in target.kv_layers]
     if bad:
@@ -80,10 +87,15 @@ def plain(
 
 
 def gemma(
-    target: ModelConfig, *, hidden: int, intermediate: int | None = None, sliding: int = 3, clusters: int = 0,
+    target: ModelConfig,
+    *,
+    hidden: int,
+    intermediate: int | None = None,
+    sliding: int = 3,
+    clusters: int = 0,
     cluster_top: int = 0,
     target_hash: str | None = None,
-) -> DrafterConfig:  # fmt: skip
+) -> DrafterConfig:
     """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own model_type."""
     layers = []
     for kind in ["sliding"] * sliding + ["full"]:
@@ -97,11 +109,18 @@ def gemma(
         else "outrider_drafter"
     )
     return DrafterConfig(
-        model_type=kind, backbone_hidden=target.hidden, hidden=hidden, vocab_size=target.vocab_size,
-        layers=tuple(layers), reads=None,
-        norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top,
+        model_type=kind,
+        backbone_hidden=target.hidden,
+        hidden=hidden,
+        vocab_size=target.vocab_size,
+        layers=tuple(layers),
+        reads=None,
+        norm_eps=target.norm_eps,
+        activation=target.activation,
+        clusters=clusters,
+        cluster_top=cluster_top,
         target_hash=target_hash,
-    )  # fmt: skip
+    )
 
 
 def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) -> DrafterConfig:

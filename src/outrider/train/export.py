@@ -26,9 +26,10 @@ KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
 
 def config_dict(config: DrafterConfig) -> Json:
     head = {
-        "use_ordered_embeddings": bool(config.clusters), "num_centroids": config.clusters or 2048,
+        "use_ordered_embeddings": bool(config.clusters),
+        "num_centroids": config.clusters or 2048,
         "centroid_intermediate_top_k": config.cluster_top or 32,
-    }  # fmt: skip
+    }
     own: Json = {
         "position_offset": config.position_offset,
         "num_assistant_tokens": config.draft_tokens,
@@ -41,39 +42,61 @@ def config_dict(config: DrafterConfig) -> Json:
     if not config.gemma:
         layers = [
             {
-                "heads": l.attn.heads, "kv_heads": l.attn.kv_heads, "head_dim": l.attn.head_dim,
+                "heads": l.attn.heads,
+                "kv_heads": l.attn.kv_heads,
+                "head_dim": l.attn.head_dim,
                 "window": l.attn.window,
-                "scale": l.attn.scale, "intermediate": l.intermediate, "rope": asdict(l.rope),
+                "scale": l.attn.scale,
+                "intermediate": l.intermediate,
+                "rope": asdict(l.rope),
             }
             for l in config.layers
-        ]  # fmt: skip
+        ]
         return {
-            "model_type": config.model_type, "style": config.style, "backbone_hidden_size": config.backbone_hidden,
-            "hidden_size": config.hidden, "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps,
-            "tied_to_target": config.tied_to_target, "taps": list(config.taps), "layers": layers, "dtype": "bfloat16",
-            "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh", **head, **own,
-        }  # fmt: skip
+            "model_type": config.model_type,
+            "style": config.style,
+            "backbone_hidden_size": config.backbone_hidden,
+            "hidden_size": config.hidden,
+            "vocab_size": config.vocab_size,
+            "rms_norm_eps": config.norm_eps,
+            "tied_to_target": config.tied_to_target,
+            "taps": list(config.taps),
+            "layers": layers,
+            "dtype": "bfloat16",
+            "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh",
+            **head,
+            **own,
+        }
     by_kind = {l.kind: l for l in config.layers}
     some = config.layers[0]
     sliding, full = by_kind.get("sliding", some), by_kind.get("full", some)
     text = {
         "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text",
         "hidden_size": config.hidden,
-        "intermediate_size": some.intermediate, "num_hidden_layers": len(config.layers),
+        "intermediate_size": some.intermediate,
+        "num_hidden_layers": len(config.layers),
         "num_kv_shared_layers": len(config.layers),
-        "layer_types": [KINDS[l.kind] for l in config.layers], "num_attention_heads": some.attn.heads,
+        "layer_types": [KINDS[l.kind] for l in config.layers],
+        "num_attention_heads": some.attn.heads,
         "head_dim": sliding.attn.head_dim,
-        "num_key_value_heads": sliding.attn.kv_heads, "global_head_dim": full.attn.head_dim,
+        "num_key_value_heads": sliding.attn.kv_heads,
+        "global_head_dim": full.attn.head_dim,
         "num_global_key_value_heads": full.attn.kv_heads,
         "attention_k_eq_v": full.attn.k_eq_v or full.attn.kv_heads != sliding.attn.kv_heads,
         "sliding_window": sliding.attn.window or 512,
         "rope_parameters": {KINDS[k]: rope_dict(l.rope) for k, l in (("sliding", sliding), ("full", full))},
-        "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "final_logit_softcapping": None, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
         "enable_moe_block": False,
-        "use_double_wide_mlp": False, "tie_word_embeddings": True, "max_position_embeddings": 131072,
-    }  # fmt: skip
+        "use_double_wide_mlp": False,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+    }
     if "unified" in config.model_type:
         text = {
             k: v

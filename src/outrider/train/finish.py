@@ -57,9 +57,16 @@ def views(net: DrafterModule, target: TrainTarget) -> tuple[dict[str, Tensor], E
 
 
 def judged(
-    target: TrainTarget, net: DrafterModule, data: Sequences, *, most: int, full: bool, temperature: float = 0.0,
-    states: Recorded | None = None, weigh: bool = False,
-) -> Judged:  # fmt: skip
+    target: TrainTarget,
+    net: DrafterModule,
+    data: Sequences,
+    *,
+    most: int,
+    full: bool,
+    temperature: float = 0.0,
+    states: Recorded | None = None,
+    weigh: bool = False,
+) -> Judged:
     """`states` gets the drafter's states and the head's choices of every step that counts."""
     weights, whole, clustered = views(net, target)
     anchors = 16384 if target.model.device.type == "cuda" else CPU_ANCHORS
@@ -85,8 +92,9 @@ def judge(target: TrainTarget, net: DrafterModule, data: Sequences, temperature:
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {
         kind: scored(judged(target, net, mine, most=8, full=kind, temperature=0.0 if kind else temperature), 8)
-        for kind, mine in kinds.items() if len(mine)
-    }  # fmt: skip
+        for kind, mine in kinds.items()
+        if len(mine)
+    }
     result = made.get(True) or made[False]
     if len(made) == 2:
         result = {
@@ -132,10 +140,16 @@ def load_best(
 
 
 def finish(
-    job: TrainConfig, target: TrainTarget, net: DrafterModule, data: Sequences, aside: Sequences, trainer: Trainer, *,
+    job: TrainConfig,
+    target: TrainTarget,
+    net: DrafterModule,
+    data: Sequences,
+    aside: Sequences,
+    trainer: Trainer,
+    *,
     quick: bool = False,
     write: bool = True,
-) -> Row:  # fmt: skip
+) -> Row:
     """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used,
     nothing measured. `write`: this process writes the files; the others of a target that is divided only help to run
     it."""
@@ -199,16 +213,24 @@ def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: 
         commit = ""
     source = json.loads((job.out / "prompts.json").read_text())
     return {
-        "command": job.command or " ".join(sys.argv), "commit": commit or None, "target": job.target,
+        "command": job.command or " ".join(sys.argv),
+        "commit": commit or None,
+        "target": job.target,
         "target_hash": target.hash,
-        "data": source["data"], "data_sha256": source["data_sha256"], "sequences": len(data), "started_from": job.init,
-        "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3),
+        "data": source["data"],
+        "data_sha256": source["data_sha256"],
+        "sequences": len(data),
+        "started_from": job.init,
+        "answer_tokens": data.answer_tokens,
+        "greedy_share": round(float(data.greedy.mean()), 3),
         "temperature": job.temperature,
-        "torch": torch.__version__, "device": torch.cuda.get_device_name() if job.cuda else "cpu",
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "steps": trainer.progress.step,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if job.cuda else "cpu",
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "steps": trainer.progress.step,
         "seconds": round(trainer.progress.seconds, 1),
         "settings": {**job.identity(), **asdict(trainer.sizes)},
-    }  # fmt: skip
+    }
 
 
 def draw_curve(log: Path, to: Path) -> None:

@@ -192,9 +192,15 @@ def row_terms(
 class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor,
-        bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        g: Tensor,
+        head: Tensor,
+        teacher: Teacher,
+        rows: Tensor,
+        weight: Tensor,
+        mix: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         count, vocab = g.shape[0], head.shape[0]
         terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
         back = torch.empty_like(g)

@@ -58,10 +58,12 @@ class Work:
         reads = {n for n in config.reads or ()} or set(target.kv_layers[-2:])
         kv = sum(2 * target.layers[r].attn.kv_heads * target.layers[r].attn.head_dim for r in reads)
         return Work(
-            6.0 * drafter_size(config).body * unroll, (4.0 * unroll + 2.0) * config.head_hidden,
+            6.0 * drafter_size(config).body * unroll,
+            (4.0 * unroll + 2.0) * config.head_hidden,
             2.0 * model_size(target).active,
-            float(item * unroll * (layer + 4 * wide)), float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
-        )  # fmt: skip
+            float(item * unroll * (layer + 4 * wide)),
+            float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
+        )
 
     def anchor(self, scored: int, kept: bool) -> float:
         """Operations an anchor. Of the sequences it has one and a half tokens: prompts are read, not drafted from."""
@@ -73,7 +75,7 @@ class Work:
 
 def choose_sizes(
     work: Work, vocab: int, *, cuda: bool, free: int, rate: float, item: int, tokens: int, anchors: int | None = None
-) -> Sizes:  # fmt: skip
+) -> Sizes:
     """`free` bytes, `rate` operations a second, `tokens` in the data; `anchors`: as asked for, still cut to what
     fits."""
     scored = 0 if cuda or vocab <= 2 * CPU_SCORED else CPU_SCORED

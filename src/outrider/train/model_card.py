@@ -16,13 +16,22 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
     """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
     last = runs[-1]
     lines = [
-        "---", "tags: [speculative-decoding, drafter, outrider]", "---", f"# Drafter for {last['target']}",
-        describe(config), "",
+        "---",
+        "tags: [speculative-decoding, drafter, outrider]",
+        "---",
+        f"# Drafter for {last['target']}",
+        describe(config),
+        "",
         f"It fits only the target it was trained for (hash {last['target_hash']}); other quantisations of the same "
         f"model work with lower",
-        "acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.", "",
-        "```", f"outrider chat {last['target']} --drafter THIS_FOLDER", "```", "", "## Figures",
-    ]  # fmt: skip
+        "acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.",
+        "",
+        "```",
+        f"outrider chat {last['target']} --drafter THIS_FOLDER",
+        "```",
+        "",
+        "## Figures",
+    ]
     lines += (
         figures(result)
         if any(v in result for v in VIEWS)
@@ -37,7 +46,7 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
             f"{run['sequences']} answers of the target ({run['answer_tokens']} tokens, {run['greedy_share']:.0%} of "
             f"them greedy, the "
             f"others at T = {run['temperature']:g}) to the prompts of {run['data']}.{start}"
-        ]  # fmt: skip
+        ]
     lines += ["", "```", *dict.fromkeys(str(run["command"]) for run in runs), "```", ""]
     lines += [
         "Everything else: `provenance.json`, `log.jsonl`. `acceptance.json` is what the controller starts from.",

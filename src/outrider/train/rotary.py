@@ -17,8 +17,8 @@ from torch import Tensor
 
 @triton.jit
 def _rotate(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, heads, period, x_row, x_head, sign, HALF: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    x_ptr, cos_ptr, sin_ptr, out_ptr, heads, period, x_row, x_head, sign, HALF: tl.constexpr, HEADS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF)[None, :]

@@ -350,9 +350,15 @@ class TrainRun:
         work = Work.of(config, target, job.unroll, item)
         speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
         sizes = choose_sizes(
-            work, target.vocab_size, cuda=job.cuda, free=free_bytes(job.device), rate=speed.rate * EFFICIENCY,
-            item=item, tokens=tokens, anchors=job.batch_anchors,
-        )  # fmt: skip
+            work,
+            target.vocab_size,
+            cuda=job.cuda,
+            free=free_bytes(job.device),
+            rate=speed.rate * EFFICIENCY,
+            item=item,
+            tokens=tokens,
+            anchors=job.batch_anchors,
+        )
         return config, work, speed, sizes
 
     # ---- the drafter -----------------------------------------------------------------------------------------------

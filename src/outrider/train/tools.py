@@ -30,9 +30,17 @@ from .trainer import Row
 
 
 def answers(
-    known: Described, prompts: list[Prompt], *, max_new: int, temperature: float, chat: bool, slots: int | None = None,
-    drafter: str = "none", device: str = "cpu", dtype: torch.dtype = torch.float32,
-) -> Sequences:  # fmt: skip
+    known: Described,
+    prompts: list[Prompt],
+    *,
+    max_new: int,
+    temperature: float,
+    chat: bool,
+    slots: int | None = None,
+    drafter: str = "none",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Sequences:
     """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without
     it. Each has its prompt's line as its seed."""
     most = max(1, known.config.max_context - max_new)
@@ -71,19 +79,35 @@ def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> Draft
 
 
 def evaluate_drafter(
-    model: str, drafter: str, prompts: Path, *, limit: int | None = None, max_new: int = 128, temperature: float = 0.0,
+    model: str,
+    drafter: str,
+    prompts: Path,
+    *,
+    limit: int | None = None,
+    max_new: int = 128,
+    temperature: float = 0.0,
     chat: bool = True,
-    full_head: bool = False, slots: int | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32,
+    full_head: bool = False,
+    slots: int | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
     say: Say = print,
-) -> Row:  # fmt: skip
+) -> Row:
     listed = spread(read_prompts(prompts), limit)
     known = describe(model)
     check_fit(drafter, known)
     began = time.perf_counter()
     data = answers(
-        known, listed, max_new=max_new, temperature=temperature, chat=chat, slots=slots, drafter=drafter,
-        device=device, dtype=dtype
-    )  # fmt: skip
+        known,
+        listed,
+        max_new=max_new,
+        temperature=temperature,
+        chat=chat,
+        slots=slots,
+        drafter=drafter,
+        device=device,
+        dtype=dtype,
+    )
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
     target = open_target(known, device, dtype)
     net = load_net(drafter, target)
@@ -102,11 +126,20 @@ def evaluate_drafter(
 
 
 def cluster_drafter(
-    drafter: str, to: Path, *, clusters: int | None = None, top: int | None = None, target: str | None = None,
+    drafter: str,
+    to: Path,
+    *,
+    clusters: int | None = None,
+    top: int | None = None,
+    target: str | None = None,
     prompts: Path | None = None,
-    limit: int | None = 256, recall: float = 0.99, max_new: int = 96, seed: int = 0, device: str = "cpu",
+    limit: int | None = 256,
+    recall: float = 0.99,
+    max_new: int = 96,
+    seed: int = 0,
+    device: str = "cpu",
     say: Say = print,
-) -> Row:  # fmt: skip
+) -> Row:
     """Balanced k-means of the head's rows. Without a target the centroids are the clusters' means; with a target and
     prompts they are tuned on the drafter's own states there, and `top` is the cheapest that finds the full head's
     token."""
@@ -148,7 +181,10 @@ def cluster_drafter(
     save_drafter(to, made, {**weights, "centroids": means.cpu(), "token_ordering": order.cpu()})
     size = config.vocab_size // count
     return {
-        "clusters": count, "top": chosen, "share": chosen * size / config.vocab_size,
+        "clusters": count,
+        "top": chosen,
+        "share": chosen * size / config.vocab_size,
         "head_weights": (chosen * size + count) * config.head_hidden,
-        "full_head_weights": config.vocab_size * config.head_hidden, "recall": [asdict(r) for r in curve],
-    }  # fmt: skip
+        "full_head_weights": config.vocab_size * config.head_hidden,
+        "recall": [asdict(r) for r in curve],
+    }

@@ -17,20 +17,30 @@ from .gguf import GGUF, Value
 from .source import TensorEntry, TensorSource
 
 ARCHITECTURES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
-    "gemma4_assistant": "gemma4_assistant", "gemma4-assistant": "gemma4_assistant",
-}  # fmt: skip
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_assistant": "gemma4_assistant",
+    "gemma4-assistant": "gemma4_assistant",
+}
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")  # chat models stop here too
 
 TOP = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
-    "mtp.pre_projection": "pre_projection", "mtp.post_projection": "post_projection",
+    "mtp.pre_projection": "pre_projection",
+    "mtp.post_projection": "post_projection",
     "mtp.centroids": "masked_embedding.centroids",
-    "nextn.pre_projection": "pre_projection", "nextn.post_projection": "post_projection",
+    "nextn.pre_projection": "pre_projection",
+    "nextn.post_projection": "post_projection",
     "masked_embd_centroids": "masked_embedding.centroids",
-}  # fmt: skip
+}
 ORDERING = "masked_embedding.token_ordering"
 TOP_WHOLE = {"mtp.token_ordering.weight": ORDERING, "masked_embd_ordering": ORDERING}
 LAYER = {
@@ -44,10 +54,12 @@ LAYER = {
     "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
 }  # fmt: skip
 LAYER_WHOLE = {
-    "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
-    "ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj",
-}  # fmt: skip
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+}
 
 
 def hf_name(name: str, arch: str) -> str:
@@ -232,9 +244,12 @@ def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> ForeignDict:
     if not np.allclose(stored, expected, rtol=1e-3):
         raise OutriderError(f"{meta.file.path}: rope_freqs.weight is not Llama 3's scaling, and no other is known")
     return {
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
         "original_max_position_embeddings": original,
-    }  # fmt: skip
+    }
 
 
 def _gemma4(meta: _Meta, layers: int) -> ForeignDict:
@@ -264,14 +279,17 @@ def _gemma4(meta: _Meta, layers: int) -> ForeignDict:
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": meta.number("rope.freq_base_swa", 1e4)},
             "full_attention": {
-                "rope_type": "proportional", "rope_theta": meta.number("rope.freq_base", 1e6),
+                "rope_type": "proportional",
+                "rope_theta": meta.number("rope.freq_base", 1e6),
                 "partial_rotary_factor": 0.25,
             },
         },
-    }  # fmt: skip
+    }
     if experts:
         config |= {
-            "enable_moe_block": True, "num_experts": experts, "top_k_experts": meta.whole("expert_used_count"),
+            "enable_moe_block": True,
+            "num_experts": experts,
+            "top_k_experts": meta.whole("expert_used_count"),
             "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
-        }  # fmt: skip
+        }
     return config

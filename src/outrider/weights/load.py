@@ -49,20 +49,24 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load_target(
-    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    name: str | Path | Files,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     ops: Backend | None = None,
     **how: Unpack[LoadOptions],
-) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:  # fmt: skip
+) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:
     files = resolved(name, "model", how)
     own, weights = load(files, translate(ModelConfig.from_hf, files), device, dtype, ops, **how)
     return own, weights, text_files(files)
 
 
 def load_drafter(
-    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    name: str | Path | Files,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     ops: Backend | None = None,
     **how: Unpack[LoadOptions],
-) -> tuple[DrafterConfig, dict[str, DeviceWeight]]:  # fmt: skip
+) -> tuple[DrafterConfig, dict[str, DeviceWeight]]:
     files = resolved(name, "drafter", how)
     return load(files, translate(DrafterConfig.from_hf, files), device, dtype, ops, **how)
 
@@ -74,11 +78,18 @@ def resolved(name: str | Path | Files, kind: hub.Kind, how: LoadOptions) -> File
 
 
 def load(
-    files: Files, config: C, device: torch.device | str, dtype: torch.dtype, ops: Backend | None, *,
+    files: Files,
+    config: C,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    ops: Backend | None,
+    *,
     quantize: str | None = None,
-    load_format: LoadFormat = "auto", seed: int = 0, tp: TPRank | None = None,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    tp: TPRank | None = None,
     keep: Callable[[str, DeviceWeight], DeviceWeight] | None = None,
-) -> tuple[C, dict[str, DeviceWeight]]:  # fmt: skip
+) -> tuple[C, dict[str, DeviceWeight]]:
     ops = ops or ReferenceOps()
     if quantize is not None and quantize not in ops.capabilities.quantizes:
         can = (

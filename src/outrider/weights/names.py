@@ -37,10 +37,18 @@ class TensorPlan:
 
 # What multimodal checkpoints carry beside the text tower: names after `normalise`.
 SKIPPED_PREFIXES = (
-    "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
-    "model.multi_modal_projector.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "model.vision_tower.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
+    "model.vision_embedder.",
+    "model.multi_modal_projector.",
+    "vision_tower.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
     "multi_modal_projector.",
-)  # fmt: skip
+)
 # Buffers that old exports stored, and a checkpoint's factors for K/V in 8 bits: the cache needs none (fp8) or makes its
 # own (int8).
 SKIPPED_SUFFIXES = (

@@ -38,10 +38,15 @@ class Layout:
 
 
 LAYOUTS = {
-    "Q4_0": Layout(4, 32), "Q4_1": Layout(4, 32, True), "Q5_0": Layout(5, 32), "Q5_1": Layout(5, 32, True),
+    "Q4_0": Layout(4, 32),
+    "Q4_1": Layout(4, 32, True),
+    "Q5_0": Layout(5, 32),
+    "Q5_1": Layout(5, 32, True),
     "Q8_0": Layout(8, 32),
-    "Q4_K": Layout(4, 32, True), "Q5_K": Layout(5, 32, True), "Q6_K": Layout(6, 16),
-}  # fmt: skip
+    "Q4_K": Layout(4, 32, True),
+    "Q5_K": Layout(5, 32, True),
+    "Q6_K": Layout(6, 16),
+}
 
 
 def layout_of(format: Format, experts: bool = False) -> Layout | None:

@@ -33,9 +33,13 @@ class CpuChain:
         self.pages: CPages | None = None
 
     def run(
-        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling,
-        trust: Sequence[float] | None
-    ) -> list[DraftResult]:  # fmt: skip
+        self,
+        behind: Sequence[DraftRequest],
+        cache: KVPages,
+        k: int,
+        sampling: TemperatureSampling,
+        trust: Sequence[float] | None,
+    ) -> list[DraftResult]:
         size, c, batch = len(behind), self.c, self.c.call.batch
         counts = [len(b.tokens) for b in behind]
         rows, wide = sum(counts), max(len(b.pages) for b in behind)

@@ -51,9 +51,16 @@ class Stack:
         self.freqs = (c_void_p * len(inv_freqs))(*[f.data_ptr() for f in inv_freqs])
         self.halves = (c_int32 * len(inv_freqs))(*[f.shape[0] for f in inv_freqs])
         self.c = CStack(
-            layers=len(blocks), hidden=hidden, act=ACTIVATIONS[act], ropes=len(inv_freqs), eps=eps, embed_scale=1.0,
-            layer=self.layers, inv_freq=self.freqs, rope_half=self.halves,
-        )  # fmt: skip
+            layers=len(blocks),
+            hidden=hidden,
+            act=ACTIVATIONS[act],
+            ropes=len(inv_freqs),
+            eps=eps,
+            embed_scale=1.0,
+            layer=self.layers,
+            inv_freq=self.freqs,
+            rope_half=self.halves,
+        )
 
     def hold(self, bias: Tensor | None) -> Tensor | None:
         """Biases come in the load dtype; the library reads float32."""
@@ -63,10 +70,14 @@ class Stack:
         return bias
 
     def run(
-        self, kv: KVView, ids: Tensor | None = None, features: Tensor | None = None, taps: Sequence[int] = (),
+        self,
+        kv: KVView,
+        ids: Tensor | None = None,
+        features: Tensor | None = None,
+        taps: Sequence[int] = (),
         shift: int = 0,
         wanted: OutputRows | None = None,
-    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`;
         of wanted rows."""
         batch = CBatchBuffers(kv, ids)
@@ -167,10 +178,12 @@ class CompiledDrafter:
         self.shift = 2 - config.position_offset
         target = drafter.target
         c = self.c = CDraft(
-            table=self.ops.c_weight(target.table), head=self.ops.c_weight(drafter.head),
-            table_scale=table_scale(target.table, target.config.embed_scale), unit=not config.gemma,
+            table=self.ops.c_weight(target.table),
+            head=self.ops.c_weight(drafter.head),
+            table_scale=table_scale(target.table, target.config.embed_scale),
+            unit=not config.gemma,
             tied=config.tied_to_target,
-        )  # fmt: skip
+        )
         self.cluster_ids: Tensor | None = None
         if config.clusters:
             self.cluster_ids = drafter.cluster_ids.contiguous()
@@ -191,10 +204,18 @@ class CompiledDrafter:
         return (fed_back if self.config.tied_to_target else g), fed_back
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
-        seed: Tensor, position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        last: Tensor,
+        features: Tensor,
+        kv: KVView,
+        steps: int,
+        temperature: Tensor,
+        sampled: Tensor,
+        seed: Tensor,
+        position: Tensor,
+        end: tuple[Tensor, Tensor, Tensor] | None = None,
+        warm: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where sampled, else
         of the logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
         With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is sampled,

@@ -58,11 +58,17 @@ def at(x: Tensor | None) -> int | None:
 class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
-        independent_rows=EVERY_ROW, prompts_independent=True,
-        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True,
+        independent_rows=EVERY_ROW,
+        prompts_independent=True,
+        quantizes=("int8", "int4"),
+        quantizes_tables=True,
+        holds_halves=True,
+        draft_format="int8",
+        trees=True,
         shortlists=True,
-        prefill_with_decodes=16, prefill_idle=64,
-    )  # fmt: skip
+        prefill_with_decodes=16,
+        prefill_idle=64,
+    )
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
         self.isa = isa
@@ -363,7 +369,7 @@ class CpuOps(ReferenceOps):
     # ---- drafting and choosing --------------------------------------------------------------------------------------
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         g, c = floats(g), self.c_weight(rows)
         clusters, size = rows.shape[0], rows.shape[1]
         scores = self.linear(g, centroids)
@@ -399,9 +405,17 @@ class CpuOps(ReferenceOps):
         )
         out = torch.zeros((seed.shape[0], clusters))
         self.lib.or_cluster_lean(
-            self.team, self._hashes[1].data_ptr(), clusters, size, seed.shape[0],
-            temperature.data_ptr(), sampled.data_ptr(), seed.data_ptr(), position.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+            self.team,
+            self._hashes[1].data_ptr(),
+            clusters,
+            size,
+            seed.shape[0],
+            temperature.data_ptr(),
+            sampled.data_ptr(),
+            seed.data_ptr(),
+            position.data_ptr(),
+            out.data_ptr(),
+        )
         return out
 
     def argmax(self, z: Tensor) -> Tensor:
@@ -415,9 +429,16 @@ class CpuOps(ReferenceOps):
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
         self.lib.or_choose(
-            self.team, z.data_ptr(), z.shape[0], z.shape[1],
-            seed.data_ptr(), position.data_ptr(), at(tokens), sampled.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+            self.team,
+            z.data_ptr(),
+            z.shape[0],
+            z.shape[1],
+            seed.data_ptr(),
+            position.data_ptr(),
+            at(tokens),
+            sampled.data_ptr(),
+            out.data_ptr(),
+        )
         return out
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
@@ -456,9 +477,13 @@ def c_moe(
     ops: CpuOps, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int
 ) -> CMoe:
     return CMoe(
-        router=ops.c_weight(router), gate_up=ops.c_weight(gate_up), down=ops.c_weight(down),
-        expert_scale=expert_scale.data_ptr(), experts=gate_up.shape[0], top=top_k,
-    )  # fmt: skip
+        router=ops.c_weight(router),
+        gate_up=ops.c_weight(gate_up),
+        down=ops.c_weight(down),
+        expert_scale=expert_scale.data_ptr(),
+        experts=gate_up.shape[0],
+        top=top_k,
+    )
 
 
 def table_scale(table: DeviceWeight, scale: float) -> float:

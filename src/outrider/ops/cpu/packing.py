@@ -41,9 +41,17 @@ LANES, BLOCK = 16, 32
 COARSE_BITS = 4.75  # a weight; what is no wider is left as it is where others are rounded to four
 SLICE = 16 << 20  # bytes of the file that are packed before their pages are given back
 KINDS = {
-    "Q4_0": W_Q4, "Q4_1": W_Q4M, "Q5_0": W_Q5, "Q5_1": W_Q5M, "Q8_0": W_Q8, "Q4_K": W_Q4K, "Q5_K": W_Q5K, "Q6_K": W_Q6K,
-    "IQ4_NL": W_IQ4, "IQ4_XS": W_IQ4X,
-}  # fmt: skip
+    "Q4_0": W_Q4,
+    "Q4_1": W_Q4M,
+    "Q5_0": W_Q5,
+    "Q5_1": W_Q5M,
+    "Q8_0": W_Q8,
+    "Q4_K": W_Q4K,
+    "Q5_K": W_Q5K,
+    "Q6_K": W_Q6K,
+    "IQ4_NL": W_IQ4,
+    "IQ4_XS": W_IQ4X,
+}
 
 
 @dataclass(frozen=True)

@@ -28,4 +28,4 @@ __all__ = [
     "rounded_to",
     "stack",
     "stays_dense",
-]  # fmt: skip
+]

@@ -38,7 +38,7 @@ INDEX = ["table", "positions", "row_start", "paths"]  # compiled once, however t
 def _range(
     slot, first_at, WINDOW: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
+):
     """The keys of a slot. Under a window slots count from the first split that the sequence's first row can see."""
     if WINDOW > 0:
         begin = (tl.maximum(tl.load(first_at).to(tl.int32) - WINDOW + 1, 0) // FINE + slot) * FINE
@@ -185,7 +185,7 @@ def attend_kernel(
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SINGLE_BLOCK: tl.constexpr, TREE_DEPTH: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """SPLIT: a program walks SPLITS_PER_PROGRAM splits from its slot on, and leaves each for itself (MULTI_SPLIT: there
     may be several). SINGLE_BLOCK: a split is a single block. PARTS: programs that share a tile, each with its columns
     of the values. PREFETCH: keys that are fetched into L2 early. TREE_DEPTH: entries of a row's path in a tree (0:
@@ -334,7 +334,7 @@ def combine_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SB: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """A piece of one head of one row a program: its splits added in order, SB of them (at most MOST) asked for at a
     time."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -399,7 +399,7 @@ def attend(
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near,
         FAR=cut.far,
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
     programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else shape.parts, 0, 1, 1
     if kv.ancestors is not None:
@@ -418,7 +418,7 @@ def attend(
         PARTS=1 if shape.split else shape.parts,
         PREFETCH=cut.fine if shape.split and not walks else 0, TREE_DEPTH=deep, TAIL=tail, EACH=each,
         ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
-    )  # fmt: skip
+    )
     if shape.split:
         combine(partial_out, partial_lse, out, spec, kv, cut, pdl)
     return out
@@ -436,4 +436,4 @@ def combine(
         HEADS=heads, D=dim, BD=piece, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse,
         NEAR=cut.near, FAR=cut.far,
         SB=block, MOST=triton.next_power_of_2(block), PDL=pdl, num_warps=2, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )

@@ -46,7 +46,7 @@ def gumbel(token, seed, position):
 def argmax_kernel(
     z, tokens, seed, position, sampled, best, where, n, chunks,
     NOISE: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
@@ -98,7 +98,7 @@ def _argmax(
     argmax_kernel[(rows, chunks)](
         z, ids, seed, position, sampled, best, where, n, chunks,
         NOISE=noise, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, **launch,
-    )  # fmt: skip
+    )
     argmax_last_kernel[(rows,)](
         best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, **launch
     )
@@ -109,7 +109,7 @@ def _argmax(
 def cluster_bonus_kernel(
     tokens, seed, position, temperature, sampled, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr
-):  # fmt: skip
+):
     """SOME clusters of one row a program: temperature times their tokens' largest noise, which is that of the smallest
     bits."""
     row = tl.program_id(0).to(tl.int64)
@@ -136,7 +136,7 @@ def cluster_bonus(
         tokens, seed, position, temperature, sampled.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space,
         PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -144,7 +144,7 @@ def cluster_bonus(
 def top_clusters_kernel(
     z, cluster_bonus, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr,
     PDL: tl.constexpr
-):  # fmt: skip
+):
     """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id: one row a program. No sort: the
     score that TOP of them reach is found bit by bit, and only those are put in order, by how many beat each."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, SPACE)
@@ -209,7 +209,7 @@ def cluster_scores(
         z, z if cluster_bonus is None else cluster_bonus, best, clusters, LEAN=cluster_bonus is not None, TOP=top,
         SPACE=triton.next_power_of_2(clusters),
         PLACES=triton.next_power_of_2(top), PDL=pdl, num_warps=4, **launch,
-    )  # fmt: skip
+    )
     cluster_scores_kernel[(count, top, triton.cdiv(size, 32))](
         g.contiguous(),
         rows,

@@ -51,7 +51,7 @@ def tanh(x):
 def epilogue(
     acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+):
     """What is done with the sums of a tile [rows, cols] before they are stored; GATED: acc is the gate's, and up's go
     with it. Rounded where the plain twin rounds: after the product, after the activation."""
     kind = out.dtype.element_ty

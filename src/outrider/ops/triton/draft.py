@@ -52,7 +52,7 @@ def layer_run(
     ML: tl.constexpr,
     YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """COUNT layers of one shape over the same K/V. Phases are numbered from 1 + 5 · FIRST_LAYER."""
     WIDE: tl.constexpr = HEADS * D
     COLS: tl.constexpr = 128 if D > 128 else D
@@ -65,28 +65,28 @@ def layer_run(
             spins = q_phase(
                 wl, nl, norms + tl.maximum(layer - 1, 0) * NORMS, s0, layer == 0, batch, tick + phase, spins, counter,
                 H, WIDE, WIDE // WORK_UNITS, X, X0, X1, Y, Q, EPS, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         if (phase + 1 >= first) & (phase + 1 < last):
             spins = attend_phase(
                 keys, values, tables, table_stride, page_stride, positions, nl + 4 * H + 16, s0, batch,
                 tick + phase + 1, spins,
                 counter, SCALE, HEADS, KV_HEADS, D, WINDOW, S, BN, PAGE, A, Q, P, ML, EPS, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         if (phase + 2 >= first) & (phase + 2 < last):
             spins = out_phase(
                 wl + WIDE * H, s0, batch, tick + phase + 2, spins, counter,
                 H, HEADS, D, S, COLS, WORK_UNITS, P, ML, YP, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         if (phase + 3 >= first) & (phase + 3 < last):
             spins = gate_phase(
                 wl + 2 * WIDE * H, nl, s0, batch, tick + phase + 3, spins, counter,
                 H, WIDE // COLS, INTER, INTER // WORK_UNITS, ACTIVATION, X0, X1, YP, ACT, EPS, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         if (phase + 4 >= first) & (phase + 4 < last):
             spins = down_phase(
                 wl + 2 * WIDE * H + 2 * INTER * H, s0, batch, tick + phase + 4, spins, counter,
                 H, INTER, H // WORK_UNITS, ACT, Y, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
     return spins
 
 
@@ -138,7 +138,7 @@ def round_kernel(
     L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, SPINS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Phases first..last-1 of steps from_step..to_step-1: 0 input, five a layer, head, rank, score; at the end the last
     token. turn: what a position must be added to for the rotation."""
     pid = tl.program_id(0)
@@ -171,20 +171,20 @@ def round_kernel(
                 w, table, features, feature_stride, newest, out, scratch, best, step, steps, batch, table_scale, tick,
                 spins, counter,
                 H, HB, HBP, H // WORK_UNITS, X, MG, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         spins = layer_run(
             w + RUN_A, norms + H, keys_a, values_a, tables_a, stride_a, page_stride_a, positions, scratch,
             batch, tick, first, last, spins, counter, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A,
             SCALE_A, S_A,
             BN_A, PAGE, ACTIVATION, WORK_UNITS, X, X0, X1, A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
-        )  # fmt: skip
+        )
         if COUNT_B > 0:
             spins = layer_run(
                 w + RUN_B, norms + H, keys_b, values_b, tables_b, stride_b, page_stride_b, positions, scratch,
                 batch, tick, first, last, spins, counter, COUNT_A, COUNT_B, NORMS, H, INTER, HEADS_B, KV_B, D_B,
                 WINDOW_B, SCALE_B,
                 S_B, BN_B, PAGE, ACTIVATION, WORK_UNITS, X, X0, X1, A + D_A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         if (first <= HEAD) & (last > HEAD):
             R_HEAD: tl.constexpr = CLUSTERS // WORK_UNITS if CLUSTERS > H else H // WORK_UNITS
             spins = head_phase(
@@ -192,18 +192,18 @@ def round_kernel(
                 sampled, seed, position,
                 warm, step, batch, tick + HEAD, spins, counter, H, CLUSTERS, SIZE, R_HEAD, X1, Y, MG, GN, C, EPS,
                 STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         if (first <= HEAD + 1) & (last > HEAD + 1):
             spins = rank_phase(
                 head, scratch, batch, tick + HEAD + 1, spins, counter,
                 H, CLUSTERS, SIZE, TOP, CLUSTERS // WORK_UNITS, C, L, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
         if (first <= HEAD + 2) & (last > HEAD + 2):
             spins = score_phase(
                 head, cluster_ids, table, scratch, best, scores, tokens, temperature, sampled, seed, position, step,
                 batch, tick + HEAD + 2,
                 spins, counter, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, SYNC,
-            )  # fmt: skip
+            )
     if last > END:
         tick = base + (to_step - from_step) * END
         spins = sync(counter, tick, spins, G, SYNC)
@@ -272,7 +272,7 @@ class FusedDrafter:
         self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8,
         splits: tuple[int, int] = (32, 32),
         pdl: bool = False,
-    ):  # fmt: skip
+    ):
         """most: sequences that share a launch (two take longer than step by step); programs: None takes one a SM;
         splits: of the keys of a windowed and of a full layer; pdl: programmatic dependent launch."""
         config, device = drafter.config, drafter.device
@@ -304,7 +304,7 @@ class FusedDrafter:
             YP=max(r.spec.heads * r.spec.head_dim // min(128, r.spec.head_dim) for r in self.runs) * h, ACT=inter, Y=h,
             GN=h,
             C=config.clusters, L=config.cluster_top,
-        )  # fmt: skip
+        )
         at, offsets = 0, {}
         for name, count in sizes.items():
             offsets[name] = at
@@ -328,14 +328,14 @@ class FusedDrafter:
             EPS=config.norm_eps, WORK_UNITS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at,
             G=programs,
             SYNC=self.sync, SPINS=SPINS, PDL=self.pdl, **offsets,
-        )  # fmt: skip
+        )
         for name, run, n in zip("AB", [*self.runs, *self.runs], [*cut, *cut]):
             s = run.spec
             self.constants |= {
                 f"COUNT_{name}": run.count, f"HEADS_{name}": s.heads, f"KV_{name}": s.kv_heads, f"D_{name}": s.head_dim,
                 f"WINDOW_{name}": s.window or 0, f"SCALE_{name}": s.scale * LOG2E, f"S_{name}": n,
                 f"BN_{name}": max(1, min(16, BLOCK_ELEMENTS // s.head_dim)),
-            }  # fmt: skip
+            }
         if len(self.runs) == 1:
             self.constants["COUNT_B"] = 0
         self.phases = 1 + 5 * len(drafter.blocks) + 3
@@ -393,7 +393,7 @@ class FusedDrafter:
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
         seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
-    ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, None, Tensor]:
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = self.size = last.shape[0]
         out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
@@ -416,7 +416,7 @@ class FusedDrafter:
                 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
                 **({"launch_pdl": True} if self.pdl else {}),
-            )  # fmt: skip
+            )
 
         if self.sync:
             launch(0, steps, 0, self.phases + 1)

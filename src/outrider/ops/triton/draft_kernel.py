@@ -164,7 +164,7 @@ def pre_phase(
     w, table, features, feature_stride, last, out, s0, best, step, steps, batch, table_scale, tick, spins, counter,
     H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, R: tl.constexpr, X: tl.constexpr, MG: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """x = pre · [embedding of the newest token; hidden state]. After the first step the second part is ready (MG)."""
     pid = tl.program_id(0)
     UNITS: tl.constexpr = H // R
@@ -197,7 +197,7 @@ def q_phase(
     Y: tl.constexpr,
     Q: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """q = w · norm(x). norms: this layer's; before: those of the layer that x comes from (first: x is the input)."""
     pid = tl.program_id(0)
     UNITS: tl.constexpr = N // R
@@ -248,7 +248,7 @@ def attend_phase(
     BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
     EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come
     before the wait, rows of which a warp keeps to itself until all are done."""
     pid = tl.program_id(0)
@@ -311,7 +311,7 @@ def out_phase(
     H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, S: tl.constexpr, COLS: tl.constexpr, CUTS: tl.constexpr,
     P: tl.constexpr, ML: tl.constexpr, YP: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """COLS columns of the attention's result, joined from the splits, times some rows of the out matrix, a unit."""
     pid = tl.program_id(0)
     GROUPS: tl.constexpr = HEADS * D // COLS
@@ -341,7 +341,7 @@ def gate_phase(
     X0: tl.constexpr,
     X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """x1 = x0 + norm(sum of the out product); act(gate · norm(x1)) * (up · norm(x1))."""
     pid = tl.program_id(0)
     UNITS: tl.constexpr = INTER // R
@@ -370,7 +370,7 @@ def down_phase(
     w, s0, batch, tick, spins, counter,
     H: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     pid = tl.program_id(0)
     UNITS: tl.constexpr = H // R
     row = pid % UNITS * R
@@ -391,7 +391,7 @@ def head_phase(
     MG: tl.constexpr,
     GN: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """g = norm(x); scores of the clusters, with the cluster_bonus of those that sample (reference.cluster_bonus); what
     g adds to the next input (mix [H, H]). warm: whether any of the batch samples."""
     pid = tl.program_id(0)
@@ -429,7 +429,7 @@ def rank_phase(
     H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr,
     C: tl.constexpr, L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """A cluster's place is the number of clusters that beat it; every program counts for SOME of them. Exact ties share
     a place: the one left over keeps a cluster of an earlier step."""
     pid = tl.program_id(0)
@@ -457,7 +457,7 @@ def score_phase(
     H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr,
     L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
-):  # fmt: skip
+):
     """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them, and for trees the two best
     of every step (scores, tokens [B, 16, 2, 256])."""
     pid = tl.program_id(0)

@@ -103,7 +103,7 @@ class SteppedDrafter:
     def __init__(
         self, drafter: Any, narrow: bool = True, cuts: StepTiles | None = None, pdl: bool = False,
         sms: int | None = None
-    ):  # fmt: skip
+    ):
         """pdl: as TritonOps; sms: None asks the device."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
@@ -192,7 +192,7 @@ class SteppedDrafter:
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
         seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
-    ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, None, Tensor]:
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
         state = self.drafter.start(kv, features)
@@ -223,7 +223,7 @@ class SteppedDrafter:
             H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
             PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how,
             **self.launch,
-        )  # fmt: skip
+        )
 
     def _ready(self, stream: tuple[Tensor, ...], to: Tensor, last: bool, **how: int) -> None:
         """stream: what `stream_of` takes, and the norm after it."""
@@ -231,7 +231,7 @@ class SteppedDrafter:
             *stream, self.kept, to, H=self.config.hidden, LAST=last, EPS=self.config.norm_eps, Q8=self.narrow,
             num_warps=4, **how,
             **self.launch,
-        )  # fmt: skip
+        )
 
     def _rows(
         self,
@@ -251,7 +251,7 @@ class SteppedDrafter:
             *weights, self.kept, *stream, to, out, H=self.config.hidden, N=n, BN=rows, GATED=gated,
             ACTIVATION=self.config.activation,
             EPS=self.config.norm_eps, READY=ready, num_warps=warps, **how, **self.how, **self.launch,
-        )  # fmt: skip
+        )
 
     def _wide(self, weights: tuple[Tensor, Tensor], x: Tensor, k: int, cut: tuple[int, int, int]) -> int:
         """out or down, into `y`; in how many parts."""
@@ -277,7 +277,7 @@ class SteppedDrafter:
             keys.stride(0),
             SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps,
             num_warps=self.cuts.attend[1], **same,
-        )  # fmt: skip
+        )
         piece = min(64, spec.head_dim)
         kernels.combine_kernel[(spec.heads, spec.head_dim // piece)](
             self.part, self.ml, kv.positions, self.mixed, BD=piece, Q8=self.narrow, num_warps=4, **same
@@ -295,4 +295,4 @@ class SteppedDrafter:
             *self.head, self.kept, self.best[step], self.ids[step], *noise, step, H=self.config.hidden,
             V=self.config.vocab_size, BN=rows,
             PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
-        )  # fmt: skip
+        )

@@ -143,7 +143,7 @@ def pre_kernel(
     H: tl.constexpr, HB: tl.constexpr, KC: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr,
     PROGRAMS: tl.constexpr, SPACE: tl.constexpr,
     Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in
     `parts` [2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST),
     and the product of `pre`'s second half with `post`, which takes g itself. The newest token is what the head's
@@ -182,7 +182,7 @@ def ready_kernel(
     base, y, post, factor, norm, kept, out, H: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
     SCALED: tl.constexpr,
     LAST: tl.constexpr, EPS: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm
     itself."""
     h = tl.arange(0, H)
@@ -201,7 +201,7 @@ def rows_kernel(
     ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr,
     READY: tl.constexpr,
     Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """w [N, H] (GATED: [2N, H]) times norm(x): `kept` (READY), or with x the stream as `stream_of` makes it and as
     `stream` keeps it."""
     pid = tl.program_id(0)
@@ -243,7 +243,7 @@ def wide_kernel(
     w, ws, x, y, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, Q8: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """w [H, K] times x, the sum over K in PARTS left apart: y [PARTS, H]."""
     KC: tl.constexpr = K // PARTS
     part = tl.program_id(1)
@@ -291,7 +291,7 @@ def attend_kernel(
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     S: tl.constexpr,
     BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The heads of one K/V head over one split of the keys a program; K/V stands since before the round."""
     kv, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -347,7 +347,7 @@ def combine_kernel(
     part, ml, positions, out, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
     S: tl.constexpr,
     BN: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """A piece of one head a program."""
     head, piece = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions).to(tl.int32)
@@ -370,7 +370,7 @@ def head_kernel(
     w, ws, kept, best, ids, temperature, sampled, seed, position, step, H: tl.constexpr, V: tl.constexpr,
     BN: tl.constexpr,
     PROGRAMS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Scores of every PROGRAMS-th tile of tokens a program, and the best of them."""
     pid = tl.program_id(0)
     n = tl.arange(0, BN)

@@ -50,7 +50,7 @@ def linear_kernel(
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     EVEN: tl.constexpr, SPLITS: tl.constexpr, SERIAL_SPLITK: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
-):  # fmt: skip
+):
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
     SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are powers
     of two, batches not)."""
@@ -173,7 +173,7 @@ def gate_and_up(acc, BM: tl.constexpr, BN: tl.constexpr):
 def chain(
     x_row, row_ok, w_row, k_from, k_to,
     BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+):
     """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM, WN].
     SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
     ks = tl.arange(0, BK)
@@ -199,7 +199,7 @@ def chain(
 def _pair(
     x_row, row_ok, y_row, also_ok, w_row, k_from, k_to,
     BM: tl.constexpr, BM2: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+):
     """Two turned chains that share what is read of the weights: [BM, WN] and [BM2, WN]."""
     ks = tl.arange(0, BK)
     x_ptr, y_ptr, w_ptr = x_row[:, None] + ks[None, :], y_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
@@ -225,7 +225,7 @@ def _finish(
     acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
     BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+):
     up = acc
     if GATED:
         acc, up = gate_and_up(acc, BM, BN)
@@ -269,7 +269,7 @@ def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
         act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl,
         tile=None, shape=None,
         shared=shared,
-    )  # fmt: skip
+    )
     launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
 
 
@@ -278,7 +278,7 @@ def dense_gemm(
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
     tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None,
     shared: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a
     program may take, where the device is not to be asked."""
     if ahead is not None:
@@ -293,7 +293,7 @@ def dense_gemm(
         x if x.stride(1) == 1 else x.contiguous(), w, semaphores, bias=bias, mul=mul, act=act, gated=gated,
         softcap=softcap,
         out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape, shared=shared or max_smem(x.device),
-    )  # fmt: skip
+    )
     launch.kernel[launch.grid](*launch.arguments, **launch.options)
     return launch.out
 
@@ -311,7 +311,7 @@ def _call(
     x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool,
     softcap: float | None,
     out_dtype: torch.dtype, pdl: bool, tile: GemmReduction | None, shape: GemmConfig | None, shared: int,
-) -> GemmLaunch:  # fmt: skip
+) -> GemmLaunch:
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     tile = tile or choose_reduction(n, k, gated, w.element_size())
@@ -327,7 +327,7 @@ def _call(
         GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None, SPLITS=splits,
         PDL=pdl,
         num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     use_tma = shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w)
     if use_tma and shape.bm2:
         tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
@@ -345,7 +345,7 @@ def _call(
             bias if bias is not None else out, mul if mul is not None else out, out,
             torch.empty((sums,), dtype=torch.float32, device=x.device) if sums else out, semaphores,
             rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
-        )  # fmt: skip
+        )
         ends |= dict(BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk)
         if splits > 1:
             return GemmLaunch(splitk_kernel, (programs,), given, ends, out)
@@ -361,7 +361,7 @@ def _call(
             bias if bias is not None else out,
             mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span,
             float(softcap or 0.0),
-        )  # fmt: skip
+        )
         ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, GROUP_M=max(1, L2_ROWS // shape.bm))
         return GemmLaunch(tma_kernel, (programs,), fetches, ends, out)
     grid = (triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn), 1 if serial_splitk else splits)
@@ -371,12 +371,12 @@ def _call(
     arguments = (
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, partial_out, semaphores,
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
-    )  # fmt: skip
+    )
     ends |= dict(
         BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SWAP_AB=shape.swap_ab,
         EVEN=k % shape.bk == 0 and span % shape.bk == 0, SERIAL_SPLITK=serial_splitk,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
         PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
         TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
-    )  # fmt: skip
+    )
     return GemmLaunch(linear_kernel, grid, arguments, ends, out)

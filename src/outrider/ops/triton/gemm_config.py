@@ -202,12 +202,14 @@ POINTER_RATES = {
     (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.72,
     (128, 0, 128): 0.79,
     (64, 0, 256): 0.68, (64, 0, 128): 0.6, (64, 0, 64): 0.45,
-}  # fmt: skip
+}
 
 
 TMA_RATES = {  # the same of programs whose tiles TMA fetches: (rows, rows of weights): share of the rate, stages, warps
-    (128, 256): (0.95, 3, 8), (256, 128): (0.93, 3, 8), (128, 128): (0.87, 4, 4),
-}  # fmt: skip
+    (128, 256): (0.95, 3, 8),
+    (256, 128): (0.93, 3, 8),
+    (128, 128): (0.87, 4, 4),
+}
 TMA_SPLIT_RATES = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator needs room
 
 
@@ -231,9 +233,11 @@ def _tma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> 
 # Programs of `dealt`: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may
 # be. A few that leave sms idle have a higher clock.
 STREAMK_RATES = {
-    (128, 32, 64): (0.85, 7, 4, 96), (128, 32, 128): (0.79, 6, 8, 132), (256, 64, 64): (1.05, 4, 4, 96),
+    (128, 32, 64): (0.85, 7, 4, 96),
+    (128, 32, 128): (0.79, 6, 8, 132),
+    (256, 64, 64): (1.05, 4, 4, 96),
     (256, 64, 128): (0.93, 4, 8, 132),
-}  # fmt: skip
+}
 SPLITK_RATES = {
     (128, 32, 128): (0.7, 5, 8),
     (128, 32, 256): (0.72, 3, 8),

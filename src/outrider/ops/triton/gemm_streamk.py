@@ -26,7 +26,7 @@ def streamk_kernel(
     BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """x [M, K] in tiles of BM rows, y the same in tiles of BM2, w [N, K] (GATED: [2N, K], gate rows first), as
     descriptors -> out [M, N]. CUT: the rounds do not come out even; partial_out: room for the sums of a tile for each
     program, semaphores: whether they are there."""
@@ -112,7 +112,7 @@ def splitk_kernel(
     BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The same for weights of several spans, each of which has a program of its own: all leave their sums, and the last
     one adds them in order."""
     pdl_start(PDL)

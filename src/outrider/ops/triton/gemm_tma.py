@@ -21,7 +21,7 @@ def tma_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     MUL: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SEVERAL: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """x [M, K], w [N, K] (GATED: [2, N, K], the gate first; one instruction takes rows of both), both as descriptors ->
     out [M, N]. SEVERAL: a program takes more than one tile, and fetches for the next while it stores this one."""
     pdl_start(PDL)

@@ -31,7 +31,7 @@ def experts_kernel(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile of
     pairs, counted through the experts; programs past the last tile leave at once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
@@ -72,7 +72,7 @@ def mix_epilogue_kernel(
     TOP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr,
     NEXT: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes of x
     and both. PARTS: dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is done."""
     row = tl.program_id(0).to(tl.int64)
@@ -162,7 +162,7 @@ def grouped_gemm(
         EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
         BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", PDL=pdl,
         num_warps=g.warps, num_stages=2 if float32 else g.stages, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def experts(
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](
         pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -235,5 +235,5 @@ def mix(pair_out: Tensor, weight: Tensor, beside: MoeEpilogue, pdl: bool) -> tup
         SCALE=whole and beside.scale is not None, NEXT=whole and next_w is not None, BLOCK=block, PDL=pdl,
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return (x_out, h_out) if whole else residual_norm(x, x_out, beside.out_w, beside.scale, next_w, beside.eps, pdl)[:2]

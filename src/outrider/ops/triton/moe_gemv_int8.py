@@ -37,7 +37,7 @@ WORDS, STAGE, X_BYTES, CHOICES = (
 NUMBERS = (
     "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span",
     "down_splits",
-)  # fmt: skip
+)
 MAX_MOE_GEMV_ROWS = 3  # rows up to which they were: five take 95 us a layer on an H200, in Triton's tiles 89
 
 
@@ -235,7 +235,7 @@ class MoeGemvInt8(NvrtcKernels):
         self, kernels: MoeGemvKernels, plan: MoeGemvPlan, z: Tensor, expert_scale: Tensor, x: Tensor,
         gate_up: QuantExperts, down: QuantExperts,
         h: Tensor, beside: SharedMLP | None, pdl: bool,
-    ) -> MoeGemvBuffers:  # fmt: skip
+    ) -> MoeGemvBuffers:
         """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP
         reads."""
         told = dict(zip(NUMBERS, plan.told, strict=True))
@@ -270,5 +270,5 @@ def flags_of(plan: MoeGemvPlan, act: str) -> Flags:
     flags: dict[str, int | str] = dict(
         MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,
         DOWN_WARPS=plan.down_warps, ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
-    )  # fmt: skip
+    )
     return tuple(flags.items())

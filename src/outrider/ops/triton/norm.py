@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
     rms_norm_kernel[(flat.shape[0],)](
         flat, flat if w is None else w, out, flat.stride(0), width, eps,
         WEIGHT=w is not None, BLOCK=block, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out.view(x.shape)
 
 
@@ -78,7 +78,7 @@ def per_layer_inputs(
     per_layer_kernel[(rows, layers)](
         ids, table, projected, w, out, layers, scale, factor, eps, width, BLOCK=block, PDL=pdl, num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -88,7 +88,7 @@ def residual_norm_kernel(
     POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """MORE: three norms of the sum instead of one. EARLY: weights are fetched while the kernel ahead still runs; where
     there are many rows, more programs at a time are worth more than the registers that this takes."""
     row = tl.program_id(0).to(tl.int64)
@@ -130,7 +130,7 @@ def residual_norm_kernel(
 def residual_norm(
     x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
     more: tuple[Tensor, Tensor] | None = None, early: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum, and its norms by next_w and more (the sum itself in place of those not asked for). early: other than the
     rule's, for measuring."""
     rows, width = x.shape
@@ -147,7 +147,7 @@ def residual_norm(
         POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block,
         EARLY=early,
         PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}), **({} if early else {"maxnreg": 64}),
-    )  # fmt: skip
+    )
     return x_out, h_out, second, third
 
 
@@ -170,7 +170,7 @@ def embed(ids: Tensor, table: Tensor, scale: float, pdl: bool) -> Tensor:
     embed_kernel[(ids.shape[0], triton.cdiv(width, 2048))](
         ids, table, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -192,5 +192,5 @@ def act_mul(x: Tensor, y: Tensor, act: str, pdl: bool) -> Tensor:
     act_mul_kernel[(rows, triton.cdiv(width, 1024))](
         x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out

@@ -30,7 +30,7 @@ class TritonOps(ReferenceOps):
         independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024,
         packed_rows=8192,
         prefill_with_decodes=512, prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
-    )  # fmt: skip
+    )
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
@@ -136,7 +136,7 @@ class TritonOps(ReferenceOps):
     def accept_path(
         self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int,
         limit: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return trees.accept_path(chosen, ids, parent_rows, MAX_DRAFT + 1, start, deepest, limit, self.pdl)
 
     def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
@@ -162,7 +162,7 @@ class TritonOps(ReferenceOps):
         down: DeviceWeight, top_k: int, act: str,
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         dense, join = self.dense_mlp(h, mlp_gate_up, mlp_down, act)
         pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
         pair_out = moe.products(pairs, x, gate_up, down, act, self.pdl)
@@ -197,7 +197,7 @@ class TritonOps(ReferenceOps):
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         return choose.cluster_scores(self.logits(g, centroids, None), cluster_bonus, g, as_tensor(rows), top, self.pdl)
 
     def cluster_bonus(

@@ -84,7 +84,7 @@ def attend(
         BQ=shape.bq, BN=cut.bn,
         PREFETCH=shape.ahead, ASM=q.device.type != "cpu", PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -108,7 +108,7 @@ def prompt_kernel(
     q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles
     first: they see most."""
     tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)

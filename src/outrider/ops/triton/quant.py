@@ -93,7 +93,7 @@ def add_chunk(
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr,
     ZERO_POINT: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+):
     """acc [BN, BM] and the products of one chunk: words [BN, P] with what is above them, their factors and offsets; x
     at x_ptr [BM, P] and on, of which `left` columns are there; live [BM]: tokens that are; sums [BM]: where those of x
     over the chunk's first group lie, those of the next one sums_stride further (of tokens that are not: anything).
@@ -141,7 +141,7 @@ def quant_kernel(
     BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
     PLAIN: tl.constexpr,
     PREC: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, TRIGGER_LATE: tl.constexpr,
-):  # fmt: skip
+):
     """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, zero_point int32 [N / 64,
     chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N]. PER: planes of a group; 0: no factors but those
     of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]. MORE: tokens beside BM, so that a program may take
@@ -198,7 +198,7 @@ def quant_kernel(
             acc, beside, words, above, scales, lifts, x_ptr + chunk * COLUMNS, y_ptr + chunk * COLUMNS, rows < M,
             more < M, at_sums,
             sums_stride, K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, ZERO_POINT, BM, MORE, BN, EVEN, PLAIN, PREC,
-        )  # fmt: skip
+        )
     if FACTOR:
         acc *= tl.load(factor + cols)[:, None]
         if MORE > 0:
@@ -278,7 +278,7 @@ def _added(partial_out, live, SIZE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.c
 def _finish(
     acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+):
     y = tl.trans(acc)  # [BM, BN]
     if GATED:
         y, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
@@ -316,7 +316,7 @@ class Extras:
 def quant_linear(
     x: Tensor, w: QuantWeight, semaphores: Tensor, extras: Extras, pdl: bool,
     tile: QuantTile | None = None, bm: int | None = None, shared: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up."""
     if w.order is not None:
         x = x[:, w.order]
@@ -359,7 +359,7 @@ def quant_linear(
         maxnreg=tile.registers,
         enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `wna16_gemv`
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return out
 
 

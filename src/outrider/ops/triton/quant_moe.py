@@ -75,7 +75,7 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
         part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), zero_point=whole.get("zero_point"),
         factor=whole.get("factor"),
         high=whole.get("high"),
-    )  # fmt: skip
+    )
     return QuantExperts((count, n, k), held)
 
 
@@ -88,7 +88,7 @@ def quant_experts_kernel(
     ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N
     / 2]). Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at
     once."""
@@ -134,7 +134,7 @@ def quant_experts_kernel(
             acc, _ = add_chunk(
                 acc, acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, x_ptr, live, live, at_sums, sums_stride,
                 K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, ZERO_POINT, BM, 0, BN, EVEN, PLAIN, PREC,
-            )  # fmt: skip
+            )
         _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
 
 
@@ -143,7 +143,7 @@ def _finish(
     acc, factor, out, rows, pair, live, pid_n, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
     ACT: tl.constexpr,
     FACTOR: tl.constexpr,
-):  # fmt: skip
+):
     """Round where the plain twin rounds: after the product, after the activation."""
     if FACTOR:
         acc *= tl.load(factor + rows)[:, None]
@@ -203,4 +203,4 @@ def quant_product(
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )

@@ -115,7 +115,7 @@ class QuantTritonOps(TritonOps):
         down: DeviceWeight, top_k: int, act: str,
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         rest = (dense_w, post_w, stream, out_w, scale, next_w, eps)
         if (
             x.shape[0] <= MAX_MOE_GEMV_ROWS

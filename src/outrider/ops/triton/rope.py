@@ -38,7 +38,7 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor,
     angles_kernel[(rows,)](
         positions, inv_freq, cos, sin, half, BLOCK=triton.next_power_of_2(half), PDL=pdl, num_warps=2,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return cos, sin
 
 
@@ -49,7 +49,7 @@ def rope_write_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """SOME heads of one row a program (all of one kind), a warp each: the q heads, then the k heads, then the v
     heads."""
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1) - HEADS // SOME
@@ -131,7 +131,7 @@ def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView,
     pdl: bool,
     some: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """some: other than the rule's heads of a program, for measuring."""
     rows, half = qkv.shape[0], spec.head_dim // 2
     q = torch.empty((rows, spec.heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -148,5 +148,5 @@ def rope_write(
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some,
         PDL=pdl,
         num_warps=some, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return q

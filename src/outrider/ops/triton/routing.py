@@ -21,7 +21,7 @@ from .common import pdl_start
 def route_kernel(
     z, scale, chosen, weight, EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     PDL: tl.constexpr
-):  # fmt: skip
+):
     """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before
     scale."""
     row = tl.program_id(0)

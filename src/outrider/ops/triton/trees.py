@@ -28,7 +28,7 @@ def best_kernel(
     logits, ids, seed, position, temperature, sampled, best, where, mass, n, chunks,
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the very
     best."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -67,7 +67,7 @@ def branch_kernel(
     to_chance, to_line,
     n, chunks, found, first,
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, IDS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The children of the WIDTH rows of a sequence, and the WIDTH likeliest of all of them."""
     b = tl.program_id(0).to(tl.int64)
     w, c, r, i = tl.arange(0, WIDTH), tl.arange(0, SPACE), tl.arange(0, BRANCH), tl.arange(0, WIDTH * BRANCH)
@@ -138,7 +138,7 @@ def branch(
         nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.chain, n, chunks, nodes.tokens.shape[1],
         level * WIDTH * BRANCH,
         SPACE=triton.next_power_of_2(BRANCH * chunks), num_warps=1, **same,
-    )  # fmt: skip
+    )
     return nxt
 
 
@@ -146,7 +146,7 @@ def branch(
 def comb_kernel(
     scores, ids, tokens, parents, chance, chain, parts, of_batch, of_level,
     DEPTH: tl.constexpr, BRANCH: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The best of a step's scores and its rivals, level by level; the best one is what the next level follows."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, SPACE)
@@ -181,7 +181,7 @@ def chain_with_runner_ups(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
         scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.chain, parts, scores.stride(0), scores.stride(1),
         DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return nodes
 
 
@@ -190,7 +190,7 @@ def plant_kernel(
     tokens, parents, chance, chain, to_tokens, to_depth, to_paths, to_above,
     FOUND: tl.constexpr, SPACE: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The COUNT likeliest of FOUND nodes, EACH a level, in their order; and the path of each. The next kernels may not
     pdl_start before this one ends: attention looks at paths before it waits."""
     b = tl.program_id(0).to(tl.int64)
@@ -232,14 +232,14 @@ def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> FixedTr
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty((rows, depth + 1), dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
-    )  # fmt: skip
+    )
     plant_kernel[(batch,)](
         nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors,
         made.parent_rows,
         FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=pdl,
         num_warps=8,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return made
 
 
@@ -247,7 +247,7 @@ def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> FixedTr
 def walk_kernel(
     chosen, ids, above, start_of, limit, to_accepted, to_tokens, to_rows,
     SPACE: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
     pdl_start(PDL)
@@ -291,7 +291,7 @@ def accept_path(
         chosen, ids, above, start_of, start_of if limit is None else limit, accepted, tokens, path,
         SPACE=triton.next_power_of_2(rows), DEPTH=deepest, LIMIT=limit is not None, PDL=pdl, num_warps=1,
         **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    )
     return accepted, tokens, path
 
 
@@ -300,7 +300,7 @@ def keep_path_kernel(
     caches, table, rows, accepted, length, table_stride, page_stride, like,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TREE_DEPTH: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One head of the keys or values of one layer of one sequence a program: all that is moved is read before any of it
     is written."""
     cache, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -343,7 +343,7 @@ class Pointers:
 
 def compact_kv(
     rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView, pointers: Pointers, pdl: bool
-) -> None:  # fmt: skip
+) -> None:
     """One launch for all layers of one shape."""
     kinds: dict[tuple[str, int, int], list[Tensor]] = {}
     for spec in specs:
@@ -356,4 +356,4 @@ def compact_kv(
             pointers.of(caches), table, rows, accepted, length, table.stride(0), caches[0].stride(0), caches[0],
             D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, TREE_DEPTH=rows.shape[1],
             SPACE=triton.next_power_of_2(rows.shape[1]), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
-        )  # fmt: skip
+        )

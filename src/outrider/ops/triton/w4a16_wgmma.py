@@ -112,5 +112,5 @@ def flags_of(w: QuantWeight, extras: Extras, block: WgmmaBlock) -> Flags:
         NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated),
         ACT=ACTS[extras.act],
         OFFSET=8 if w.codes is Codes.INT4 else 0, HALF=int(w.half), PER=w.per, ZERO_POINT=int(w.zero_point is not None),
-    )  # fmt: skip
+    )
     return tuple(flags.items())

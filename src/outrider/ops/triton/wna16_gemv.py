@@ -30,16 +30,16 @@ ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
 NUMBERS = (
     "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts",
     "more_shorts", "rest",
-)  # fmt: skip
+)
 POINTERS = (
     "words", "words_high", "scales", "scales_high", "lifts", "lifts_high", "above", "above_high", "factors",
     "factors_high",
-)  # fmt: skip
+)
 VALUES = {  # of values.cuh, and the columns of a plane that they have there
     Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32),
     Codes.UINT5: ("Unsigned5", 32),
     Codes.INT6: ("Integer6", 16), Codes.INT8: ("Integer8", 32), Codes.FP8: ("Float8", 32), Codes.FP4: ("Float4", 16),
-}  # fmt: skip
+}
 
 
 class GemvProblem(ctypes.Structure):
@@ -164,7 +164,7 @@ class WNA16Gemv(QuantGemmKernels):
         shape = GemvProblem(
             rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), -(-(1 << 32) // units.tiles),
             units.longs // blocks, units.longs % blocks, units.shorts // blocks, units.shorts % blocks, units.rest,
-        )  # fmt: skip
+        )
         addresses = [x.data_ptr(), out.data_ptr(), partial_out.data_ptr(), self.semaphores.data_ptr()]
         kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape], pdl)
         return out
@@ -228,5 +228,5 @@ def flags_of(w: QuantWeight, extras: Extras, rows: int, warps: int) -> Flags:
         TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0],
         HALF=int(w.half), PER=w.per,
         ZERO_POINT=int(w.zero_point is not None), FACTOR=int(w.factor is not None), WARPS=warps,
-    )  # fmt: skip
+    )
     return tuple(flags.items())
