@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
@@ -42,11 +43,14 @@ class Diagnosis:
 def doctor(
     as_json: common.AsJson = False,
     build: Annotated[bool, typer.Option(help="Compile the CPU kernels if that was not done yet.")] = True,
+    kernels: Annotated[bool, typer.Option("--kernels", help="List which GPU kernel serves which operation.")] = False,
 ) -> None:
     """What is installed, which kernels and GPU will be used, and what would make this machine faster.
 
     Exit code 1 when something is missing without which nothing runs well.
     """
+    if kernels:
+        return _kernels(as_json)
     findings = [*_python(), *_extras(), *_cpu(build), *_gpu(), *_storage()]
     if as_json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
@@ -57,6 +61,20 @@ def doctor(
                 out.print(f"     {'':<16} → {f.advice}", style="dim")
     if any(f.state == "bad" for f in findings):
         raise typer.Exit(1)
+
+
+def _kernels(as_json: bool) -> None:
+    with common.needs("doctor --kernels", "gpu"):
+        from ..ops.triton.dispatch import TABLE
+    if as_json:
+        print(json.dumps([row._asdict() for row in TABLE], indent=2))
+        return
+    table = Table(
+        "operation", "when", "kernel", "card", title="GPU kernels, the first that fits; all give the same bits"
+    )
+    for row in TABLE:
+        table.add_row(*row)
+    out.print(table)
 
 
 def _python() -> Iterator[Diagnosis]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,17 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shell_completion() -> None:
     words = {"COMP_WORDS": "outrider do", "COMP_CWORD": "1", "_OUTRIDER_COMPLETE": "complete_bash"}
     assert "doctor" in CliRunner().invoke(app(), [], prog_name="outrider", env=words).stdout
+
+
+def test_the_table_of_kernels_names_what_is_there() -> None:
+    """A kernel that was renamed or taken out; a source that is not shipped."""
+    pytest.importorskip("triton")
+    rows = json.loads(call("doctor", "--kernels", "--json").stdout)
+    assert rows and call("doctor", "--kernels").exit_code == 0
+    root = Path(kernels.__file__).parents[1]
+    for row in rows:
+        for name in re.findall(r"(\w+)\.(cu|\w+_kernel|[A-Z]\w+)", row["kernel"]):
+            if name[1] == "cu":
+                assert (root / "cuda" / f"{name[0]}.cu").is_file(), row
+            else:
+                assert hasattr(importlib.import_module(f"outrider.ops.triton.{name[0]}"), name[1]), row
