@@ -70,7 +70,7 @@ def _kernels(as_json: bool) -> None:
         print(json.dumps([row._asdict() for row in TABLE], indent=2))
         return
     table = Table(
-        "operation", "when", "kernel", "card", title="GPU kernels, the first that fits; all give the same bits"
+        "operation", "when", "kernel", "card", title="GPU kernels: the first that fits, all with the same bits"
     )
     for row in TABLE:
         table.add_row(*row)

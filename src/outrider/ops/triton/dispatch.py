@@ -25,7 +25,7 @@ class KernelRow(NamedTuple):
 
 
 TABLE = (
-    KernelRow("dense GEMM", f"129 to {STREAMK_MAX_ROWS} rows, one reduction span", "gemm_streamk.streamk_kernel", "TMA"),
+    KernelRow("dense GEMM", f"129 to {STREAMK_MAX_ROWS} rows, one span", "gemm_streamk.streamk_kernel", "TMA"),
     KernelRow("dense GEMM", f"129 to {STREAMK_MAX_ROWS} rows, several spans", "gemm_streamk.splitk_kernel", "TMA"),
     KernelRow("dense GEMM", "several hundred rows and more", "gemm_tma.tma_kernel", "TMA"),
     KernelRow("dense GEMM", "any", "gemm.linear_kernel", "any"),
