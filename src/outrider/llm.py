@@ -329,14 +329,12 @@ def _assemble(
     if team is not None:
         say(f"tensor parallel: {team.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
-    card = drafter.card if isinstance(drafter, MTPDrafter) else None
-    prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
-    if isinstance(drafter, DraftModel):  # what small models of a family were seen to do
-        prior, trust = {drafter.name: draft_model.ACCEPTED}, {drafter.name: draft_model.TRUST}
+    profiles = {drafter.name: drafter.profile} if drafter is not None and drafter.profile is not None else {}
+    prior, trust = {n: p.accepted for n, p in profiles.items()}, {n: p.trust for n, p in profiles.items()}
+    counts = {n: p.counts for n, p in profiles.items() if p.weights}  # a family's figures are taken as they are
     captured = (
         ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
     )  # then no draft ends by its confidence
-    counts = {"mtp": card.counts} if card is not None else None
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust, counts=counts)
     engine = Engine(
         runner,
@@ -368,7 +366,7 @@ def _assemble(
         )
     if spec.draft_tokens is not None or not names:
         return engine, note, size, None
-    trained_for = drafter.model.config.target_hash if isinstance(drafter, MTPDrafter) else None
+    trained_for = drafter.trained_for if drafter is not None else None
     divided = "" if team is None else f" over {team.tp.world}"
     key = CostKey(
         machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads),
@@ -484,7 +482,7 @@ def _load_drafter(
     drafter = MTPNet(own, parts, ops, target)
     made = MTPDrafter(ops.compile_drafter(drafter) if tp.world == 1 else drafter, target)
     if load_format == "auto":
-        made.card = cards.read(Path(files.path), fingerprint(files))
+        made.profile = cards.read(Path(files.path), fingerprint(files))
         unlike = other_weights(model.name, where, own.target_hash, fingerprint(model))
         note += f"; {unlike}" if unlike is not None else ""
     return made, ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

@@ -234,8 +234,8 @@ def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
     assert {p.name for p in (out / "drafter").iterdir()} >= {p.name for p in shipped.iterdir()}
     llm = LLM.load(str(target), drafter=str(out / "drafter"), draft_tokens=3, device="cpu", ops="reference")
-    assert llm.drafter is not None and llm.drafter.card is not None  # type: ignore[attr-defined]
-    prior = llm.drafter.card  # type: ignore[attr-defined]
+    assert llm.drafter is not None and llm.drafter.profile is not None  # type: ignore[attr-defined]
+    prior = llm.drafter.profile  # type: ignore[attr-defined]
     first = [r for r in log(out) if "final" in r][-1]["final"]["clustered"]["first_position_all_anchors"]
     assert prior.judged > 100 and abs(prior.accepted[0] - first) < 0.05 and len(prior.trust) == 16
     assert "tokens a cycle" in (out / "drafter" / "README.md").read_text().lower()

@@ -285,7 +285,7 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     own = Sequences.load(tmp_path / "2-second" / "data.npz")
     assert (own.index == Sequences.load(tmp_path / "1-first" / "data.npz").index[0]).sum() >= 2  # carried and new
     llm = LLM.load(str(target), drafter=str(made), draft_tokens=3, device="cpu", ops="reference")
-    assert llm.drafter is not None and llm.drafter.card is not None  # type: ignore[attr-defined]
+    assert llm.drafter is not None and llm.drafter.profile is not None  # type: ignore[attr-defined]
 
 
 def test_progress_is_shown_and_bad_options_are_one_line(

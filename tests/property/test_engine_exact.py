@@ -17,14 +17,14 @@ from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joinin
 from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.step import Request
-from outrider.spec.drafter import DraftBatch
+from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.types import Draft
 
 MODELS = {name: tiny_model(name) for name in VARIANTS}
 GEMMA4 = ("dense", "edge", "moe")
 
 
-class Puppet:
+class Puppet(Drafter):
     """A drafter with a rule instead of a model."""
 
     name = "puppet"

@@ -33,7 +33,7 @@ PROMPTS = [[3 + i, 5, 7 * i % 61, 9] * (1 + i) for i in range(8)]
 HALVES = ("float16", "bfloat16")
 
 
-class Knows:
+class Knows(Drafter):
     """Guesses the rest of the answers it was told, but every third token wrong."""
 
     name = "puppet"

@@ -14,7 +14,7 @@ from tests.unit.engine.test_graphs import Thirds
 from outrider.engine.engine import Engine
 from outrider.engine.tree import Tree
 from outrider.ops.trees import FixedTree
-from outrider.spec.drafter import DraftBatch
+from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import Draft
 
@@ -35,7 +35,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Wood:
+class Wood(Drafter):
     """Random trees; where `truth` is known, the right tokens stand somewhere in them, on branches that are never the
     first."""
 

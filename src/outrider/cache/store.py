@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models.config import ModelConfig
 from ..ops.cpu.memory import Arena, HugePageWarmer
-from ..types import GroupName, KVPages, KVView, OutputRows
+from ..types import AttnSpec, GroupName, KVPages, KVView, OutputRows, OutriderError
 from .pages import PageGroup, SeqPages
 from .prefix import ROOT, PrefixCache
 from .prefix_store import PrefixStore
@@ -88,12 +88,23 @@ class SeqCache:
 
 
 class KVStore:
-    def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: CacheSpec,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        extra: Sequence[AttnSpec] = (),
+    ):
+        """extra: further layers over the same pages, numbered on from the model's (`Drafter.kv_specs`)."""
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         ps = spec.page_size
-        windows: dict[GroupName, int | None] = {}
-        for i in config.kv_layers:
-            windows[config.layers[i].attn.group] = config.layers[i].attn.window
+        specs = {i: config.layers[i].attn for i in config.kv_layers}
+        windows: dict[GroupName, int | None] = {attn.group: attn.window for attn in specs.values()}
+        for attn in extra:
+            if (windows.setdefault(attn.group, attn.window) or 0) < (attn.window or 0):
+                raise OutriderError(f"a drafter's window of {attn.window} positions is wider than the target's")
+            specs[attn.kv_layer] = attn
         self.groups: dict[GroupName, PageGroup] = {}
         for name, window in windows.items():
             pages = -(-spec.tokens // ps)
@@ -110,14 +121,13 @@ class KVStore:
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)
 
-        self.keys: list[Tensor | None] = [None] * len(config.layers)
-        self.values: list[Tensor | None] = [None] * len(config.layers)
-        for i in config.kv_layers:
-            attn = config.layers[i].attn
+        self.keys: list[Tensor | None] = [None] * (len(config.layers) + len(extra))
+        self.values = list(self.keys)
+        for i, attn in specs.items():
             shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, row_width(attn.head_dim, dtype))
             self.keys[i], self.values[i] = zeros(shape, dtype), zeros(shape, dtype)
         self._bytes = self.bytes()
-        self._group_of: dict[int, GroupName] = {i: config.layers[i].attn.group for i in config.kv_layers}
+        self._group_of: dict[int, GroupName] = {i: attn.group for i, attn in specs.items()}
         self._ahead: dict[GroupName, HugePageWarmer] = {}
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
         # One row more than slots: it stays on the scratch page, for rows that fill up a batch.
@@ -132,7 +142,7 @@ class KVStore:
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
         self.swap = Swap(spec.swap, self.device)
-        both = [(self._group_of[i], t) for i in config.kv_layers for t in (self.keys[i], self.values[i])]
+        both = [(self._group_of[i], t) for i in specs for t in (self.keys[i], self.values[i])]
         self._layers = [
             (name, t.view(torch.uint8)) for name, t in both if t is not None
         ]  # swapping moves bytes, whatever they mean

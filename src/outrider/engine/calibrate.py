@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..spec.cost import CostKey, CostTable, agrees, measure
-from ..spec.draft_model import DraftModel
 from ..spec.plan import branching
 from .engine import Engine
 from .graph_dispatch import BATCHES
@@ -48,7 +47,9 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
             key=key,
             whole=whole,
             trees=(branching(name),) if name is not None and fastest.async_results and fastest.trees else (),
-            readers=(name,) if name is not None and isinstance(engine.drafter, DraftModel) else (),
+            readers=(engine.drafter.name,)
+            if engine.drafter is not None and engine.drafter.starts_from == "tokens"
+            else (),
             alone=fastest.async_results,
         )
     finally:

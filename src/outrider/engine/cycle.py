@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ops.backend import Backend
 from ..spec.choose import SamplingBatch, accept
+from ..spec.drafter import Drafter
 from ..spec.protocols import Target
 from ..spec.rejection import randomness
 from ..types import Draft, KVPages, Verdict
@@ -97,7 +98,7 @@ def cycle(
     pages: KVPages,
     draft: Draft | None,
     verify: Callable[[Tensor, Draft, CycleInput], Verdict],
-    taps: tuple[int, ...],
+    drafter: Drafter | None,
     x: CycleInput,
     override: Callable[[Verdict, Draft, Tensor], Verdict] | None = None,
 ) -> CycleOutput:
@@ -110,14 +111,17 @@ def cycle(
     kv = pages.view(x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
     if x.tree is not None:
         kv.kv_slots, kv.ancestors = rows.positions(x.position), x.tree.ancestors
-    out = model.forward(ids, kv, taps)  # K/V written
+    out = model.forward(ids, kv, drafter.taps if drafter is not None else ())  # K/V written
+    own = drafter.kv_specs if drafter is not None else ()
+    if drafter is not None and own:
+        drafter.extend(out.streams, kv)
     features, logits = out.features, model.logits(out.hidden)  # [R, H·(1 + taps)], [R, V]
 
     verdict = verify(logits, draft, x)
     if override is not None:
         verdict = override(verdict, draft, x.position)
     if verdict.rows is not None:
-        specs = [model.config.layers[layer].attn for layer in model.config.kv_layers]
+        specs = [*(model.config.layers[layer].attn for layer in model.config.kv_layers), *own]
         model.ops.compact_kv(verdict.rows, verdict.accepted, x.position, specs, kv)
         features = features[rows.start[:-1] + verdict.rows[:, -1]]
     elif rows.k:

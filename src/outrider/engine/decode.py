@@ -17,8 +17,7 @@ from torch import Tensor
 from ..cache.store import KVStore
 from ..ops.trees import FixedTree
 from ..spec.choose import OFF, SamplingBatch
-from ..spec.drafter import DraftBatch
-from ..spec.mtp import MTPDrafter
+from ..spec.drafter import DraftBatch, Drafter
 from ..spec.protocols import Target
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle, verify_coupled
@@ -148,7 +147,7 @@ def allowed(bits: Tensor, vocab: int) -> Tensor:
 
 
 def decode_step(
-    model: Target, store: KVStore, drafter: MTPDrafter | None, state: State, inputs: Inputs, key: Key, out: Output,
+    model: Target, store: KVStore, drafter: Drafter | None, state: State, inputs: Inputs, key: Key, out: Output,
     override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None,
     advance: bool = True,
     history: SlotSamplingState | None = None, bits: Tensor | None = None,
@@ -160,7 +159,6 @@ def decode_step(
     rows, slots, limit, cap = Rows.of((key.drafted,) * b, device), inputs.slots[:b], inputs.limit[:b], inputs.cap[:b]
     bare = inputs.sampling(b, key.choosing)  # what a drafter guesses by
     each, each_start = torch.arange(b, device=device), torch.arange(b + 1, dtype=torch.int32, device=device)
-    taps = drafter.taps if drafter is not None else ()
     ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
 
     def guess(last: Tensor, length: Tensor, pages: KVPages) -> Draft | FixedTree:
@@ -198,7 +196,7 @@ def decode_step(
         draft = guess(last, length, pages) if k else None
         if isinstance(draft, FixedTree):
             x.tree, draft = Tree(draft.depth, draft.ancestors, draft.parent_rows, limit), Draft(draft.tokens, limit)
-        done = cycle(model, pages, draft, verify_coupled, taps, x, override)
+        done = cycle(model, pages, draft, verify_coupled, drafter, x, override)
         verdict, told = done.verdict, [done.verdict.tokens]
         if x.tree is not None and verdict.rows is not None:
             told += [verdict.rows, x.tree.parent_rows.view(b, -1)]

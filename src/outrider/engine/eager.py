@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..config import Verify
 from ..spec.choose import SamplingBatch
-from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
 from ..spec.plan import READING, VerifiedTree, reading
 from ..spec.rejection import verify_block, verify_rejection
@@ -100,7 +99,7 @@ class EagerExecutor(Executor):
             x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), runner.vocab).to(runner.device)
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
-        out = cycle(runner.model, pages, draft if x.rows.k else None, self.verify, runner.taps, x)
+        out = cycle(runner.model, pages, draft if x.rows.k else None, self.verify, runner.drafter, x)
         runner.features.index_copy_(0, x.slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
@@ -269,19 +268,16 @@ class EagerExecutor(Executor):
                 runner.store.pages_of(slots, x.max_context),
                 draft if k else None,
                 verify_coupled,
-                runner.taps,
+                runner.drafter,
                 x,
             )
             out.verdict.tokens.tolist()  # waits for the device
             return
         drafter, ids = runner.drafter, [f"scratch {i}" for i in range(batch)]
         assert drafter is not None
-        if isinstance(
-            drafter, DraftModel
-        ):  # it keeps K/V of its own: time its steps, not the prompt it never runs again
-            unread = READING if part == reading(drafter.name) else 0
-            for name in ids:
-                drafter.assume(name, [0] * max(0, context - unread))
+        unread = READING if part == reading(drafter.name) else 0
+        for name in ids:  # time its round, not the reading of a text that it has read long before
+            drafter.assume(name, [0] * max(0, context - unread))
         tokens = [[0] * (context + 1)] * batch
         drafter.propose(
             self._draft_batch(ids, tokens, slots, last, length, sampling, context + k + 1), k

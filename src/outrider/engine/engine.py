@@ -16,9 +16,7 @@ import torch
 from ..cache.store import CacheSpec, KVStore
 from ..config import EngineConfig, SpecConfig
 from ..spec.controller import Controller
-from ..spec.draft_model import DraftModel
 from ..spec.drafter import Drafter
-from ..spec.mtp import MTPDrafter
 from ..spec.ngram import NgramIndex
 from ..spec.plan import AUTO_NODES, NO_DRAFT, DraftContext, DraftPlan, VerifiedTree, branching
 from ..spec.protocols import Target
@@ -90,17 +88,18 @@ class Engine:
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv_dtype or model.dtype
         budget, passes = None, max_prefill_rows(model.config, self.can)
+        own = drafter.kv_specs if drafter is not None else ()
         if self.device.type == "cuda":
             rows = min(self.can.graph_rows, self.max_batch * (MAX_DRAFT + 1))
             budget = gpu_budget(config, model.config, self.device, rows, passes)
-        found = plan_kv_memory(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget)
+        found = plan_kv_memory(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget, own)
         self.kv_budget = agree(replace(found, pass_rows=passes))
         ahead = max(self.chunk, MAX_DRAFT + 1)
         layout = CacheSpec(
             self.max_batch, self.kv_budget.max_context, config.page_size, ahead, self.kv_budget.tokens,
             self.kv_budget.window_tokens, swap_bytes(config)
         )  # fmt: skip
-        self.store = KVStore(model.config, layout, dtype, self.device)
+        self.store = KVStore(model.config, layout, dtype, self.device, own)
         self.max_context = min(
             self.kv_budget.max_context, self.kv_budget.tokens - config.page_size
         )  # one sequence must be able to finish alone
@@ -146,13 +145,14 @@ class Engine:
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one takes everything."""
         runner, made = self.runner, list[Executor]()
-        mtp = self.drafter.model if isinstance(self.drafter, MTPDrafter) else None
+        drafter = self.drafter
         if self.spec.verify == "coupled":
-            if self.graphs and (self.drafter is None or mtp is not None):
+            if self.graphs and (drafter is None or drafter.in_graph):
                 widths = (0, USUAL if self.spec.draft_tokens is None else self.spec.draft_tokens)
                 made.append(GraphExecutor(runner, self.can, self.kv_budget.pass_rows, widths))
-            cycle = self.model.ops.host_cycle(self.model, mtp, self.store.pages(), runner.features, runner.taps)
-            if cycle is not None and not made:
+            net = drafter.net if drafter is not None else None
+            cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
+            if cycle is not None and not made and not (drafter is not None and drafter.kv_specs):
                 made.append(HostExecutor(runner, cycle, self.metrics))
         return [*made, EagerExecutor(runner, self.spec.verify, self.metrics)]
 
@@ -371,7 +371,7 @@ class Engine:
         return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
 
     def _unread(self, seq: Seq) -> int:
-        return self.drafter.unread(seq.id, seq.tokens) if isinstance(self.drafter, DraftModel) else 0
+        return self.drafter.unread(seq.id, seq.tokens) if self.drafter is not None else 0
 
     def _asked(self, seq: Seq) -> int | None:
         """The K this request shall have; None: whatever is fastest."""
@@ -380,8 +380,8 @@ class Engine:
         return seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
 
     def _drafts_from_hidden(self, seq: Seq) -> bool:
-        """May a draft of this request start from the target's hidden states? A draft model starts from tokens."""
-        if self.drafter is None or isinstance(self.drafter, DraftModel):
+        """May a draft of this request start from the target's hidden states?"""
+        if self.drafter is None or self.drafter.starts_from == "tokens":
             return False
         return seq.request.drafter in (True, self.drafter.name) and self._asked(seq) != 0
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from ..cache.store import SeqCache, upload
 from ..ops.backend import Capabilities
 from ..spec.choose import SamplingBatch
-from ..spec.mtp import MTPDrafter
 from ..spec.plan import DEEPEST, TIMED, VerifiedTree, branching
 from ..types import GREEDY_EPS, MAX_DRAFT, SamplingParams
 from . import graph_dispatch
@@ -107,7 +106,7 @@ class GraphExecutor(Executor):
         """pass_rows: of the largest pass over prompts that is captured. widths: the K that a server's steps will
         have."""
         drafter = runner.drafter
-        assert drafter is None or isinstance(drafter, MTPDrafter), "only MTP drafters run inside a graph"
+        assert drafter is None or drafter.in_graph, f"{drafter.name} cannot run inside a graph"
         self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
         self.trees = drafter is not None and capabilities.trees
         self.idle = runner.store.spec.slots  # the table row that is all scratch page

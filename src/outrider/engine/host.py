@@ -12,7 +12,7 @@ import torch
 
 from ..ops.backend import CycleRequest, HostCycle
 from ..spec.choose import SamplingBatch
-from ..spec.draft_model import DraftModel
+from ..spec.drafter import HostDraftRequest
 from ..spec.plan import READING, VerifiedTree, reading
 from ..types import SamplingParams
 from .cycle import logprobs
@@ -28,10 +28,8 @@ class HostExecutor(Executor):
     def __init__(self, runner: ModelRunner, cycle: HostCycle, metrics: Metrics):
         self.runner, self.cycle, self.metrics = runner, cycle, metrics
         drafter = runner.drafter
-        self.draft_model = (
-            drafter if isinstance(drafter, DraftModel) and drafter.chain is not None else None
-        )  # drafts ahead of the call
-        own = (drafter.name,) if drafter is not None and (cycle.drafts or self.draft_model is not None) else ()
+        self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
+        own = (drafter.name,) if drafter is not None and (cycle.drafts or drafter.host_rounds) else ()
         self.trees = cycle.drafts
         self.drafters = (None, "ngram", *own)  # whose drafts the call can take
         self._probes: dict[int, SamplingBatch] = {}
@@ -47,7 +45,7 @@ class HostExecutor(Executor):
         if batch.decode:
             runner.store.flush()
             sampling = runner.sampling([item.seq for item in batch.decode])
-            sure = self._guess(batch, sampling) if self.draft_model is not None else {}
+            sure = self._guess(batch, sampling) if self.ahead is not None else {}
             asked = []
             for x in batch.decode:
                 guess = x.guess if x.k else None
@@ -68,20 +66,27 @@ class HostExecutor(Executor):
     def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:
         """Let the draft model guess for its scheduled: the guesses are put into the scheduled, their confidences are
         returned by item."""
-        assert self.draft_model is not None
+        assert self.ahead is not None
         which = [i for i, item in enumerate(batch.decode) if item.k and item.guess is None]
         if not which:
             return {}
         scheduled = [batch.decode[i] for i in which]
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
         try:
-            made = self.draft_model.guess(
-                [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled], max(x.k for x in scheduled), some,
-                batch.trust,
-                [x.stop for x in scheduled], [x.drop for x in scheduled], len(batch.decode) == 1,
-            )  # fmt: skip
+            made = self.ahead.draft_on_host(
+                HostDraftRequest(
+                    [x.seq.id for x in scheduled],
+                    [x.seq.tokens for x in scheduled],
+                    max(x.k for x in scheduled),
+                    some,
+                    batch.trust,
+                    [x.stop for x in scheduled],
+                    [x.drop for x in scheduled],
+                    len(batch.decode) == 1,
+                )
+            )
         except Exception as error:
-            switch_off(self.draft_model.name, scheduled, error, self.metrics)
+            switch_off(self.ahead.name, scheduled, error, self.metrics)
             for item in scheduled:
                 item.k = 0
             return {}
@@ -105,9 +110,7 @@ class HostExecutor(Executor):
 
     def can_probe(self, part: str) -> bool:
         return (
-            part == "verify"
-            or part in self.drafters
-            or (self.draft_model is not None and part == reading(self.draft_model.name))
+            part == "verify" or part in self.drafters or (self.ahead is not None and part == reading(self.ahead.name))
         )
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
@@ -120,7 +123,13 @@ class HostExecutor(Executor):
         guess = [0] * k if part == "verify" else None
         slots = self.runner.scratch_slots(batch, context + k + 1)
         self.runner.store.flush()
-        if self.draft_model is not None and part != "verify":
-            self.draft_model.rehearse(batch, k, context, sampling, 0 if part == self.draft_model.name else READING)
+        if self.ahead is not None and part != "verify":
+            names, text = [f"scratch {i}" for i in range(batch)], [0] * (context + 1)
+            unread = 0 if part == self.ahead.name else READING
+            for name in names:
+                self.ahead.assume(name, text[: max(0, context - unread)])
+            self.ahead.draft_on_host(HostDraftRequest(names, [text] * batch, k, sampling, alone=batch == 1))
+            for name in names:
+                self.ahead.forget(name)
             guess = [0] * k
         self.cycle.run([CycleRequest(slot, 0, context, k, guess) for slot in slots], sampling, None)

@@ -8,6 +8,7 @@ usual length as possible fit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..cache.store import row_width
 from ..config import EngineConfig
 from ..models.config import ModelConfig
 from ..models.inspect import flops, model_size, work_bytes
-from ..types import MAX_DRAFT, OutriderError
+from ..types import MAX_DRAFT, AttnSpec, OutriderError
 
 UNKNOWN = 1 << 62  # bytes, where nobody tells how many are free
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
@@ -97,23 +98,26 @@ def spare_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def plan_kv_memory(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    free: int,
+    batch: int = 8,
+    budget: int | None = None,
+    extra: Sequence[AttnSpec] = (),
 ) -> KVBudget:
     """What the configuration asks for; where it asks for nothing, as much context as the model knows and the memory
-    holds. batch: sequences at once where the configuration does not say; budget: bytes for K/V on a GPU."""
+    holds. batch: sequences at once where the configuration does not say; budget: bytes for K/V on a GPU; extra: a
+    drafter's own K/V layers."""
     batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
-    each = {
-        i: 2 * model.layers[i].attn.kv_heads * row_width(model.layers[i].attn.head_dim, dtype) * size
-        for i in model.kv_layers
-    }
-    full = sum(
-        n for i, n in each.items() if model.layers[i].attn.window is None
-    )  # bytes a position; windows do not grow with the context
+    specs = [*(model.layers[i].attn for i in model.kv_layers), *extra]
+    each = [2 * attn.kv_heads * row_width(attn.head_dim, dtype) * size for attn in specs]  # bytes per position
+    per_token = sum(each)
+    full = sum(n for n, attn in zip(each, specs) if attn.window is None)  # windows do not grow with the context
     asked = min(config.max_context or model.max_context, model.max_context)
     if budget is not None and config.kv_tokens is None:
-        windows = [model.layers[i].attn.window or 0 for i in model.kv_layers]
-        return _divided(config, asked, full, sum(each.values()) - full, max(windows), batch, budget)
-    per_token = sum(each.values())
+        window = max(attn.window or 0 for attn in specs)
+        return _divided(config, asked, full, per_token - full, window, batch, budget)
     if config.max_context is None and budget is None:
         asked = min(model.max_context, max(USUAL, max(KV_BYTES, free // SHARE) // per_token - config.page_size))
     if full * asked > free:

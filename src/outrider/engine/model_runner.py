@@ -18,7 +18,7 @@ from ..cache.store import KVStore, SeqCache, last_rows, ragged, upload
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.protocols import Target
-from ..types import KVView
+from ..types import KVView, OutputRows
 from .step import ScheduledSeq, Seq
 
 
@@ -87,11 +87,20 @@ class ModelRunner:
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         kv = self._view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
         ends = [i for i, item in enumerate(scheduled) if item.wanted]
-        out = self.model.forward(upload(ids, torch.int64, self.device), kv, self.taps, last_rows(kv, ends))
+        last = last_rows(kv, ends)
+        features = self.forward(upload(ids, torch.int64, self.device), kv, last)
         if ends:
-            self.features.index_copy_(
-                0, upload([scheduled[i].slot for i in ends], torch.int64, self.device), out.features
-            )
+            where = upload([scheduled[i].slot for i in ends], torch.int64, self.device)
+            self.features.index_copy_(0, where, features)
+
+    def forward(self, ids: Tensor, kv: KVView, last: OutputRows) -> Tensor:
+        """A pass over prompts: what a draft starts from at the rows `last`. A drafter with K/V of its own reads all
+        rows."""
+        if self.drafter is None or not self.drafter.kv_specs:
+            return self.model.forward(ids, kv, self.taps, last).features
+        out = self.model.forward(ids, kv, self.taps)
+        self.drafter.extend(out.streams, kv)
+        return out.features[last.rows]
 
     @torch.inference_mode()
     def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:

@@ -172,12 +172,11 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
     pages = runner.store.pages_of(slots, key.context)
     kv = pages.view(positions, owner, starts.to(torch.int32), key.rows, key.context)
     if not key.wanted:
-        runner.model.forward(ids, kv, runner.taps, OutputRows(positions[:0], kv))
+        runner.forward(ids, kv, OutputRows(positions[:0], kv))
         return
     last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
     seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
-    out = runner.model.forward(ids, kv, runner.taps, OutputRows(last, seen))
-    runner.features.index_copy_(0, ends, out.features)
+    runner.features.index_copy_(0, ends, runner.forward(ids, kv, OutputRows(last, seen)))
 
 
 def max_prefill_rows(model: ModelConfig, can: Capabilities) -> int:

@@ -22,8 +22,8 @@ from ..cache.store import last_rows, ragged
 from ..models.config import ModelConfig
 from ..ops.backend import DraftRequest, DraftResult
 from ..types import Draft, KVPages, KVView
-from .choose import SamplingBatch
-from .drafter import DraftBatch, Drafter, Score, draft_round
+from .acceptance_profile import AcceptanceProfile
+from .drafter import DraftBatch, Drafter, HostDraftRequest, Score, draft_round
 from .protocols import Target
 
 PAGE = 32
@@ -136,7 +136,8 @@ def shortlist(vocab: int, always: Iterable[int] = (), padded: bool = False) -> T
 
 class DraftModel(Drafter):
     name = "draft_model"
-    taps: tuple[int, ...] = ()
+    starts_from = "tokens"
+    profile = AcceptanceProfile("", ACCEPTED, TRUST, judged=1980)
 
     def __init__(self, model: Target, listed: Tensor | None = None, vocab: int | None = None):
         """listed: see `shortlist`. vocab: the target's vocabulary size, where padding makes it another than the
@@ -151,13 +152,14 @@ class DraftModel(Drafter):
         for token in listed.tolist() if listed is not None else ():
             self.known[token] = 1
         self.chain = ops.draft_chain(model, self.head, listed)
+        self.host_rounds = self.chain is not None
         self.pages = DraftPages(model.config, ops.kv_dtype(model.dtype), model.device)
         self.tracks: dict[str, Track] = {}
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         if self.chain is not None and not batch.own_noise and not batch.sampling.any_filter:
-            return self._told(batch, k)
+            return self._one_call(batch, k)
         self._remember()
         fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(batch.ids[i], tokens, k)]
         tokens = batch.last.new_zeros((len(batch.ids), k))
@@ -180,19 +182,16 @@ class DraftModel(Drafter):
 
     # ---- in one call
     # ----------------------------------------------------------------------------------------------------------
-    def guess(
-        self, ids: Sequence[str], texts: Sequence[Sequence[int]], k: int, sampling: SamplingBatch,
-        trust: Sequence[float] | None = None,
-        stop: Sequence[float] | None = None, drop: Sequence[float] | None = None, alone: bool = False,
-    ) -> list[DraftResult]:  # fmt: skip
-        """Up to k guesses for each sequence, as the target will choose by temperature and seed alone. A sequence whose
-        text is being read still has none: few tokens are read at a time, so that nobody waits long for somebody's
-        prompt. alone: it is the step's only one."""
+    def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
+        """A sequence whose text is still being read has no draft: few tokens are read per round, so that no other
+        sequence waits long for one prompt."""
+        ids, texts, k, sampling = request.ids, request.tokens, request.k, request.sampling
+        stop, drop = request.stop, request.drop
         assert self.chain is not None
         self._remember()
         fit = [i for i, text in enumerate(texts) if self._fits(ids[i], text, k)]
         tracks = [self.tracks.setdefault(ids[i], Track()) for i in fit]
-        self._read(tracks, [texts[i] for i in fit], k, READ if alone else READ_BESIDE)
+        self._read(tracks, [texts[i] for i in fit], k, READ if request.alone else READ_BESIDE)
         ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= NEAR]
         out = [NO_RESULT] * len(ids)
         if not ready:
@@ -203,7 +202,7 @@ class DraftModel(Drafter):
             ends = (stop[i], drop[i]) if stop is not None and drop is not None else (0.0, 0.0)
             behind.append(DraftRequest(texts[i][start:], start, track.pages, track.beside(texts[i], self.known), *ends))
         some = sampling if len(ready) == len(ids) else sampling.select(torch.tensor([i for i, _ in ready]))
-        made = self.chain.run(behind, self.pages.all, k, some, trust)
+        made = self.chain.run(behind, self.pages.all, k, some, request.trust)
         for (i, track), was, brought in zip(ready, behind, made):
             track.held[was.start :] = [*was.tokens, *brought.tokens[:-1]]
             out[i] = brought
@@ -234,10 +233,12 @@ class DraftModel(Drafter):
             torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted=wanted
         ).hidden
 
-    def _told(self, batch: DraftBatch, k: int) -> Draft:
-        """`guess` as tensors."""
-        made = self.guess(
-            batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop, len(batch.ids) == 1
+    def _one_call(self, batch: DraftBatch, k: int) -> Draft:
+        """`draft_on_host` as tensors."""
+        made = self.draft_on_host(
+            HostDraftRequest(
+                batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop, len(batch.ids) == 1
+            )
         )
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
         return Draft(
@@ -352,16 +353,6 @@ class DraftModel(Drafter):
         track = self.tracks.setdefault(request_id, Track())
         self.pages.reserve(track, len(tokens))
         track.held[:], track.sure = tokens, len(tokens)
-
-    def rehearse(self, batch: int, k: int, context: int, sampling: SamplingBatch, unread: int = 0) -> None:
-        """A round in one call after texts of so many tokens, the last `unread` of them to be read first: to be
-        timed."""
-        names, text = [f"scratch {i}" for i in range(batch)], [0] * (context + 1)
-        for name in names:
-            self.assume(name, text[: max(0, context - unread)])
-        self.guess(names, [text] * batch, k, sampling, alone=batch == 1)
-        for name in names:
-            self.forget(name)
 
     def forget(self, request_id: str) -> None:
         self._remember()

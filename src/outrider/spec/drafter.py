@@ -15,14 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend
-from ..types import Draft, KVView
+from ..ops.backend import Backend, DraftResult
+from ..ops.trees import FixedTree
+from ..types import AttnSpec, Draft, KVView
+from .acceptance_profile import AcceptanceProfile
 from .choose import SamplingBatch
+from .protocols import DraftNet
 
 # (j, the token before, cluster_bonus) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary)
 # and float32 logits [B, N]. cluster_bonus [B, C]: what sampling adds to the scores of a clustered head's clusters.
@@ -54,18 +57,76 @@ class DraftBatch:
     prices: Sequence[Sequence[float] | None] | None = None  # [B] of the tree's rows (plan.DraftPlan)
 
 
-class Drafter(Protocol):
+@dataclass
+class HostDraftRequest:
+    """What a round in one host call is given, of the sequences that are to be drafted for."""
+
+    ids: Sequence[str]
+    tokens: Sequence[Sequence[int]]  # all tokens of each sequence
+    k: int
+    sampling: SamplingBatch  # by temperature and seed alone
+    trust: Sequence[float] | None = None  # as in DraftBatch
+    stop: Sequence[float] | None = None
+    drop: Sequence[float] | None = None
+    alone: bool = False  # the step has one sequence: no other waits while a long text is read
+
+
+class Drafter:
+    """A kind of drafter is one file: it subclasses this and overrides what is not the default. The engine asks for
+    these attributes and never for a class.
+
+    A block drafter (DFlash, DSpark, EAGLE-3: K tokens from the target's states of all positions, not of the last alone)
+    sets
+    - `taps`: the target layers whose residual streams it reads; the target's `forward` then returns them row by row;
+    - `kv_specs`: the layers of its own K/V, with `kv_layer` counted on from the target's (`len(config.layers) + i`).
+      They are further layers of the target's `KVStore`, over the same pages and slots, so that a prefix that is shared,
+      swapped or pre-empted has its draft context with it, and a window is released with the target's;
+    - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows. It projects
+      them and writes K/V at `kv`'s positions. A rejected row is overwritten by the next pass: there is no roll-back.
+    `propose` then attends to that context through `DraftBatch.kv` (`kv.keys[spec.kv_layer]`) and returns the K tokens
+    of its one pass; their confidences, if any, go into `Draft.confidence`.
+    """
+
     name: str
-    taps: tuple[int, ...]  # target layers whose residual streams it wants in `features`
+    taps: tuple[int, ...] = ()  # target layers whose residual streams it reads
+    starts_from: Literal["hidden", "tokens"] = "hidden"  # a draft needs the target's states, or only the text
+    kv_specs: tuple[AttnSpec, ...] = ()  # K/V layers of its own in the target's store
+    net: DraftNet | None = None  # a network that a backend may run inside its own decode step
+    in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
+    host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step
+    profile: AcceptanceProfile | None = None  # how often it is right, before anything was observed
+    trained_for: str | None = None  # fingerprint of the target that it was trained for
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.nodes`, spec.tree). All lengths may be
         shorter."""
-        ...
+        raise NotImplementedError
+
+    def extend(self, streams: tuple[Tensor, ...], kv: KVView) -> None:
+        """Write its own K/V of a target pass (`kv_specs`). streams [R, H] each: the tapped layers, in order."""
+        raise NotImplementedError(f"{self.name} keeps no K/V")
+
+    def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
+        """Up to k tokens for each sequence in one call (`host_rounds`)."""
+        raise NotImplementedError(f"{self.name} has no rounds in one call")
+
+    def max_nodes(self, depth: int) -> int:
+        """The most tokens that a tree of this depth can have in a captured step; 0: it builds none there."""
+        return 0
+
+    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
+        """A tree inside a captured step: of `nodes` tokens, `depth` deep."""
+        raise NotImplementedError(f"{self.name} builds no trees in captured steps")
+
+    def unread(self, request_id: str, tokens: Sequence[int]) -> int:
+        """How many tokens of the text it must read itself before it can draft."""
+        return 0
+
+    def assume(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Take `tokens` as read, for timing a round after a long text without running it."""
 
     def forget(self, request_id: str) -> None:
         """The request has ended: drop what was kept for it. Most keep nothing."""
-        return None
 
 
 def guess_next(

@@ -56,7 +56,6 @@ class MedusaHead:
 
 class Medusa(Drafter):
     name = "medusa"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, target: Target, heads: tuple[MedusaHead, ...]):
         self.target, self.heads = target, heads

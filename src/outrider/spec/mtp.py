@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..ops.trees import BRANCH, WIDTH, FixedTree, Frontier, max_nodes
 from ..types import Draft
-from .acceptance_profile import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, Score, draft_round
 from .protocols import DraftNet, Target
 from .tree import Step, build_fixed_tree, build_tree, spread_view, widened
@@ -19,11 +18,11 @@ from .tree import Step, build_fixed_tree, build_tree, spread_view, widened
 
 class MTPDrafter(Drafter):
     name = "mtp"
-    card: AcceptanceProfile | None = None  # how often it is right, as its folder says
+    in_graph = True
 
     def __init__(self, model: DraftNet, target: Target):
-        self.model, self.target = model, target
-        self.taps: tuple[int, ...] = model.config.taps
+        self.model, self.target, self.net = model, target, model
+        self.taps, self.trained_for = model.config.taps, model.config.target_hash
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """One call where the network has whole rounds for so many sequences; else step by step."""

@@ -18,7 +18,7 @@ from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.drafter import DraftBatch
+from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.spec.mtp import MTPDrafter
 from outrider.spec.plan import DraftContext, DraftPlan
 from outrider.train import design
@@ -60,7 +60,7 @@ class Told(Controller):
         self.widths.append(k)
 
 
-class Knows:
+class Knows(Drafter):
     """Right with a chance of 3 in 4, ends where it likes, and says how sure it is."""
 
     name = "knows"

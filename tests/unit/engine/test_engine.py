@@ -196,7 +196,9 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
 
 
 def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
-    scheduler = Scheduler(CountingCache(256, 1 << 20), 256, 1024, 32, 1 << 30, False, pack=8192, beside=512)
+    scheduler = Scheduler(
+        CountingCache(256, 1 << 20), 256, 1024, 32, 1 << 30, False, max_batched_prefill=8192, prefill_with_decodes=512
+    )
     made = [Seq(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
 
     def step(decoding: int, waiting: int) -> list[int]:
@@ -289,11 +291,13 @@ def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
             out.append(scheduler._budget(n))
         return out
 
-    assert budgets((0, 20, 32, 35, 36, 39), pack=2048) == [2048, 2048, 2048, 1024, 640, 640]
-    assert budgets((0, 1, 20, 39), pack=2048, alone=8192) == [8192, 2048, 2048, 640], (
+    assert budgets((0, 20, 32, 35, 36, 39), max_batched_prefill=2048) == [2048, 2048, 2048, 1024, 640, 640]
+    assert budgets((0, 1, 20, 39), max_batched_prefill=2048, prefill_idle=8192) == [8192, 2048, 2048, 640], (
         "larger passes hold up nobody who decodes"
     )
-    assert budgets((2,), paused=38, pack=2048, alone=8192) == [640], "who is paused waits for no prompt"
+    assert budgets((2,), paused=38, max_batched_prefill=2048, prefill_idle=8192) == [640], (
+        "who is paused waits for no prompt"
+    )
     assert budgets((0, 39)) == [640, 640]
 
 
@@ -326,7 +330,7 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
 
 
 def test_beside_streams_prompts_come_in_small_pieces() -> None:
-    scheduler = Scheduler(CountingCache(4, 10_000), 4, 512, 16, 1 << 30, True, beside=16)
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, 512, 16, 1 << 30, True, prefill_with_decodes=16)
     stream, long, short = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10)
     )
@@ -350,7 +354,7 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
 def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     """Six of one client's come together: a step has as many rows of prompts as with one, and all of them are done in
     the end."""
-    scheduler = Scheduler(CountingCache(8, 10_000), 8, 512, 16, 1 << 30, True, beside=16)
+    scheduler = Scheduler(CountingCache(8, 10_000), 8, 512, 16, 1 << 30, True, prefill_with_decodes=16)
     stream, *many = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6)
     )

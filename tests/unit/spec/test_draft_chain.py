@@ -116,7 +116,7 @@ def test_a_cheapened_draft_model_changes_no_answer(verify):
         assert run(engine, made(None)[:2]) == {
             n: want[n] for n in ("0", "1")
         }  # by the controller, in the executor of single calls
-        assert engine.executors[0].name == "host" and engine.executors[0].times("draft_model")
+        assert engine.executors[0].name == "host" and engine.executors[0].can_probe("draft_model")
 
 
 def test_a_draft_model_that_fails_leaves_its_requests_to_plain_decoding(monkeypatch):
@@ -124,7 +124,7 @@ def test_a_draft_model_that_fails_leaves_its_requests_to_plain_decoding(monkeypa
     small = DraftModel(compiled(5, coarse=True), LISTED)
     engine = tiny_engine(drafter=small, model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
     plain = tiny_engine(model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
-    monkeypatch.setattr(small, "guess", lambda *args: 1 / 0)
+    monkeypatch.setattr(small, "draft_on_host", lambda *args: 1 / 0)
     assert run(engine, [request("a", [3, 44, 8], 4)]) == run(plain, [request("a", [3, 44, 8], 0)])
     assert engine.executors[0].name == "host" and engine.metrics.drafter_failures == 1
 

@@ -27,7 +27,7 @@ class Head(MTPNet):
 
     def __init__(self, top: int) -> None:
         r = torch.Generator().manual_seed(3)
-        self.ops, self.config = OPS, SimpleNamespace(cluster_top=top, taps=())  # type: ignore[assignment]
+        self.ops, self.config = OPS, SimpleNamespace(cluster_top=top, taps=(), target_hash=None)  # type: ignore[assignment]
         self.centroids = torch.randn(C, H, generator=r)
         self.head = self.centroids[:, None] + 0.4 * torch.randn(C, S, H, generator=r)
         self.cluster_ids = torch.randperm(C * S, generator=r).view(C, S)
