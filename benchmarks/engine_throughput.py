@@ -6,8 +6,8 @@ docs/gpu-measured.md, "Many sequences".
 CONFIGS is `google` for the configurations that the package knows, or a folder with gemma-4-SIZE-it/config.json and
 gemma-4-SIZE-it-assistant/config.json.
 Prompts are CONTEXT random ids each. Decoding is timed with all prompts computed: the engine's own steps, host included,
-the median of three stretches of TOKENS / 4 steps with their range. Dummy weights accept nothing, so with K > 0 a step is
-a cycle, and tokens per second follow from ACCEPT_LEN (3.88 for K = 4). prompt_and_16_s: all prompts and 16 tokens.
+the median of three stretches of TOKENS / 4 steps with their range. Dummy weights accept nothing, so with K > 0 a step
+is a cycle, and tokens per second follow from ACCEPT_LEN (3.88 for K = 4). prompt_and_16_s: all prompts and 16 tokens.
 """
 
 import json

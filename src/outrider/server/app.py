@@ -35,7 +35,7 @@ from .metrics import ServerMetrics
 from .model_pool import ModelPool, PoolSlot
 from .names import route_of
 from .prepare import Job, Preparer, ServedModel
-from .recorder import Recorder
+from .recorder import PromptRecorder
 from .response_store import ResponseStore
 from .routes import add_routes
 from .runner import EngineError, where
@@ -68,7 +68,7 @@ class Server:
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
-        self.recorder = None if settings.record_prompt is None else Recorder(settings.record_prompt)
+        self.recorder = None if settings.record_prompt is None else PromptRecorder(settings.record_prompt)
         self.started = int(time.time())
         self.responses = ResponseStore()
         self.files = FileStore()

@@ -30,7 +30,7 @@ def beginning(path: str, raw: bytes) -> str | None:
     return text if len(text) >= LONG else None
 
 
-class Recorder:
+class PromptRecorder:
     def __init__(self, file: Path) -> None:
         self._file, self._longest = file, 0
 
