@@ -7,7 +7,6 @@ here and raised as an `ApiError`, so that a request which reaches the engine run
 from __future__ import annotations
 
 import json
-import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +16,11 @@ from typing import TYPE_CHECKING, cast
 from pydantic import JsonValue
 
 from ..engine.chat_template import reserved
-from ..engine.grammar import AllowedTokens, GrammarCompiler
+from ..engine.grammar import GrammarCompiler
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
 from ..types import OutriderError, SamplingParams
-from .defaults import UNCHANGED
 from .dialect import Dialect, spell_out_tools
 from .errors import bad, check_size
 from .grammar_source import GrammarSource, build
@@ -33,6 +31,7 @@ from .output import Parser, ParserChain, PlainText
 from .overflow import ContextOverflow
 from .reasoning import Thoughts
 from .runner import EngineLike
+from .sampling import RequestSampling
 from .schema import (
     ChatRequest,
     Common,
@@ -94,6 +93,7 @@ class Preparer:
             tuple(response) if len(response) == 1 else ()
         )  # Gemma 4 hands over to the tool with this token
         self.infill = Infill.of(self.tokenizer)
+        self._sampling = RequestSampling(backend, self._encode, gemma_tools=self.dialect.tools == "gemma4")
 
     # ---- the two kinds of call
 
@@ -111,7 +111,9 @@ class Preparer:
         if grammar is not None and (body.min_tokens or body.ignore_eos):
             field = "min_tokens" if body.min_tokens else "ignore_eos"
             raise bad(f"{field} can't be combined with {grammar.field}.", field)
-        params = self._params(body, body.limit, (body.top_logprobs or 0) if body.logprobs else None)
+        params = self._sampling.params(
+            body, body.limit, (body.top_logprobs or 0) if body.logprobs else None, self._own_ends(body)
+        )
         tail = prompt.written[-64:]
 
         def parser() -> Parser:
@@ -145,7 +147,7 @@ class Preparer:
         best_of = max(body.best_of or 1, body.n or 1)
         keep = body.n or 1
         asked = 0 if body.logprobs is None and best_of > keep else body.logprobs  # to know which are the best
-        params = self._params(body, limit, asked)
+        params = self._sampling.params(body, limit, asked, self._own_ends(body))
         job = self._job(body, encoded, params, PlainText, stats, many=best_of)
         scored = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
         job = replace(
@@ -377,49 +379,8 @@ class Preparer:
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             raise self._overflow(head // 2, field, at_least=True)
 
-    # ---- parameters
-
-    def _params(self, body: Common, limit: int | None, logprobs: int | None) -> SamplingParams:
-        """As they were asked for; `_fit` makes them fit behind a prompt."""
-        seed = body.seed if body.seed is not None else secrets.randbits(31)
-        asked = {
-            "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "min_tokens": body.min_tokens,
-            "ignore_eos": body.ignore_eos,
-        }
-        chosen = {
-            name: default if getattr(body, name) is None else getattr(body, name)
-            for name, default in self.sampling(body.defaults).items()
-        }
-        bias, never = self._biases(body)
-        params = SamplingParams(
-            temperature=chosen["temperature"],
-            logit_bias=bias,
-            top_k=max(0, int(chosen["top_k"])),
-            top_p=max(chosen["top_p"], 1e-6),  # 0 keeps the most likely token, as the peers have it
-            min_p=chosen["min_p"],
-            bad_words=(*never, *(w for word in body.bad_words or () for w in self._spellings(word))),
-            grammar=self._allowed(body.allowed_token_ids),
-            stop=body.stops,
-            include_stop=bool(body.include_stop_str_in_output),
-            stop_token_ids=(*(body.stop_token_ids or ()), *self._own_ends(body)),
-            max_tokens=max(self._backend.max_context, body.min_tokens or 0) if limit is None else max(1, limit),
-            seed=seed & (2**63 - 1),
-            logprobs=logprobs,
-            keep_special=isinstance(body, ChatRequest)
-            and self.dialect.tools == "gemma4",  # its tags are control tokens
-            **{k: v for k, v in asked.items() if v is not None},  # type: ignore[arg-type]
-        )
-        try:
-            return params.validate(self._backend.vocab_size)
-        except OutriderError as e:
-            raise bad(str(e)) from e
-
     def sampling(self, protocol: Mapping[str, float]) -> dict[str, float]:
-        """What a request that says nothing gets: what the model's maker says, else the protocol's."""
-        return {**UNCHANGED, **(self.tokenizer.files.sampling or protocol)}
+        return self._sampling.defaults(protocol)
 
     def _own_ends(self, body: Common) -> tuple[int, ...]:
         """Tokens that end an answer of this kind besides the model's end tokens."""
@@ -428,35 +389,6 @@ class Preparer:
         return (
             self.infill.ends if isinstance(body, CompletionRequest) and body.suffix and self.infill is not None else ()
         )
-
-    def _biases(self, body: Common) -> tuple[dict[int, float], list[tuple[int, ...]]]:
-        """(biases by token, tokens that may not come). A text's bias is that of each of its tokens."""
-        bias: dict[int, float] = {}
-        never: list[tuple[int, ...]] = []
-        for key, value in (body.logit_bias or {}).items():
-            for token in (key,) if isinstance(key, int) else self._encode(key, bos=False):
-                if value is False:
-                    never.append((token,))
-                else:
-                    bias[token] = float(value)
-        return bias, never
-
-    def _fit(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
-        """Both bounds of an answer's length, as far as the context has room behind this prompt."""
-        most = max(1, min(params.max_tokens, self._backend.max_context - len(ids)))
-        return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-
-    def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """A word as it begins a text and as it follows another."""
-        ways = [self._encode(word, bos=False)] + ([] if word.startswith(" ") else [self._encode(" " + word, bos=False)])
-        return list(dict.fromkeys(tuple(w) for w in ways if w))
-
-    def _allowed(self, ids: Sequence[int] | None) -> AllowedTokens | None:
-        if ids is None:
-            return None
-        if max(ids) >= self._backend.vocab_size:
-            raise bad(f"allowed_token_ids: at most {self._backend.vocab_size - 1} is a token id.", "allowed_token_ids")
-        return AllowedTokens(ids, self._backend.vocab_size)
 
     def _job(
         self,
@@ -481,7 +413,7 @@ class Preparer:
                 draft_tokens=k,
                 drafter=k != 0,
             )
-            for p, (ids, fitting) in enumerate((ids, self._fit(params, ids)) for ids in prompts)
+            for p, (ids, fitting) in enumerate((ids, self._sampling.fit(params, ids)) for ids in prompts)
             for i in range(n)
         ]
         streamed = body.stream_options or StreamOptions()
