@@ -72,7 +72,7 @@ def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
     from tests.engines import request, run_joining, tiny_engine
 
     engine = tiny_engine(prefill_chunk=64, max_context=1024)
-    engine.scheduler.prefill_with_decodes, engine.pace = 4, PrefillBudget(4, range(4, 65, 4))
+    engine.scheduler.prefill_with_decodes, engine.prefill_budget = 4, PrefillBudget(4, range(4, 65, 4))
     now, real = [0.0], engine.runner.run
 
     def prompts(scheduled):  # type: ignore[no-untyped-def]
