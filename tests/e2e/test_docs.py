@@ -216,6 +216,12 @@ def parse(arguments: list[str]) -> None:
         pytest.fail(f"outrider {' '.join(arguments)}: {getattr(error, 'message', error)}")
 
 
+def test_an_option_that_a_command_lacks_is_found() -> None:
+    for command in (["train", "--target", "x", "--data", "y", "--out", "z", "--hold", "0.3"], ["chat", "--nothing"]):
+        with pytest.raises(pytest.fail.Exception, match="No such option"):
+            parse(command)
+
+
 def script(arguments: list[str]) -> None:
     if arguments[0] in ("-m", "-c"):
         return

@@ -310,7 +310,9 @@ def test_progress_is_shown_and_bad_options_are_one_line(
         (("--recipe", "none"), "no such file"),
         (("--thin", "0.5"), "--thin is the key loss_row_share of a recipe now"),
         (("--judge", "x"), "--judge is --eval-data now"),
-        (("--nothing",), "no such option or argument: --nothing"),
+        (("--hold=0.3",), "--hold is the key lr_hold of a recipe now"),
+        (("--nothing",), "No such option: --nothing"),
+        (("a word",), "Got unexpected extra argument(s) (a word)"),
     ):
         monkeypatch.setattr(sys, "argv", [*command, *more])
         with pytest.raises(SystemExit) as stop:

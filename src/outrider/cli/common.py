@@ -159,6 +159,15 @@ def check_aliases(words: Sequence[str]) -> None:
             )
 
 
+def check_moved(words: Sequence[str]) -> None:
+    """An option of `outrider train` that earlier versions had is refused with the place where its value lives now."""
+    from ..train.config import moved
+
+    for word in words:
+        if told := moved(word) if word.startswith("--") else None:
+            raise OutriderError(told)
+
+
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
     """What the user's file says of a command's options, as the parser takes it: [defaults] where a command has such
     an option, then the command's own table."""

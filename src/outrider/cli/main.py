@@ -41,7 +41,7 @@ def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
         plain = name.replace("-", "_")
         module, _, function = FUNCTIONS.get(name, f"{plain}.{plain}").partition(".")
         command = getattr(importlib.import_module(f".{module}", __package__), function)
-        made.command(name, context_settings=getattr(command, "context_settings", None))(command)
+        made.command(name)(command)
     made.callback(invoke_without_command=True)(version)
     return made
 
@@ -97,6 +97,8 @@ def run() -> int:
         if named in MOVED:
             raise OutriderError(f"`outrider {named}` is called `{MOVED[named]}` now")
         common.check_aliases(sys.argv[2:])
+        if named == "train":
+            common.check_moved(sys.argv[2:])
         shell = app((named,) if named in COMMANDS else COMMANDS)
         return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
     except OutriderError as error:

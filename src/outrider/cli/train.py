@@ -53,13 +53,9 @@ def train(
     with StageProgress(quiet=as_json) as progress:
         progress("starting", 0, 1, "")
         from ..ops import place
-        from ..train.config import TrainConfig, moved
+        from ..train.config import TrainConfig
         from ..train.recipes import Recipe, read_recipe, train_recipe
 
-        for word in ctx.args:
-            raise OutriderError(
-                (moved(word) if word.startswith("--") else None) or f"no such option or argument: {word}"
-            )
         if max_new is not None and max_new < 1:
             raise OutriderError(f"--max-new must be a whole number of at least 1, got {max_new}")
         common.check_folder("--out", to)
@@ -98,7 +94,3 @@ def train(
         raise typer.Exit(128 + int(result["stopped"]))
     if "too_few_steps" in result:
         raise typer.Exit(1)
-
-
-# Options of earlier versions reach the command, which says where their values live now.
-train.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]

@@ -183,11 +183,12 @@ def label(name: str) -> str:
 
 
 def moved(option: str) -> str | None:
-    """Of an option that earlier versions had: where its value lives now."""
-    name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+    """Of an option that earlier versions had and this one has not: where its value lives now."""
+    option = option.partition("=")[0]
+    name = option.removeprefix("--").replace("-", "_")
     now = RENAMED.get(name, name)
+    if name in OPTIONS or name in COMMAND_ONLY or now not in {f.name for f in fields(TrainConfig)}:
+        return None
     if now in OPTIONS:
         return f"{option} is {label(now)} now"
-    if now in {f.name for f in fields(TrainConfig)}:
-        return f"{option} is the key {now} of a recipe now: --recipe FILE.toml with a line such as {now} = ..."
-    return None
+    return f"{option} is the key {now} of a recipe now: --recipe FILE.toml with a line such as {now} = ..."
