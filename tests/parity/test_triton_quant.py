@@ -226,7 +226,7 @@ def test_five_bits_take_no_tile_of_8_tokens_and_fit(has_zero_point: bool) -> Non
     shared memory."""
     for rows in (1, 8, 16, 32, 40, 64, 65, 2048):
         bm, tile = fit(QuantTile(64, 1, 4), rows, 256, 32, 4, 226 << 10, has_zero_point, True, above=True)
-        assert bm >= 16 and tile.bm2 == 0 and tile.warps >= 4 and bm * 256 * 2 * tile.stages <= 160 << 10
+        assert bm >= 16 and tile.more == 0 and tile.warps >= 4 and bm * 256 * 2 * tile.stages <= 160 << 10
     assert fit(QuantTile(64, 1, 4), 8, 256, 32, 4, 226 << 10, has_zero_point, True)[0] == 8
 
 
@@ -259,7 +259,7 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
 def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> None:
     """And a row of few tokens those of the same row among many; one span, several, and a last one that is shorter."""
     ops = QuantTritonOps(DEVICE)
-    assert ops.few is not None and ops.bm2 is not None
+    assert ops.few is not None and ops.more is not None
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))
         assert held is not None
@@ -269,7 +269,7 @@ def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> 
         )
         want = quant_linear(x, held, ops.semaphores, extras, True)
         for rows in (9, 16, 17, 25, 40):
-            got = ops.bm2.product(x[:rows], held, extras, True)
+            got = ops.more.product(x[:rows], held, extras, True)
             assert got is not None and torch.equal(got, want[:rows]), (n, k, rows)
         few = ops.few.product(x[:8], held, extras, True)
         assert few is not None and torch.equal(few, want[:8]) and not ops.semaphores.any()
