@@ -40,7 +40,7 @@ def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.Mon
         vocab_size_per_layer_input=128,
         hidden_size_per_layer_input=32,
     )
-    monkeypatch.setattr(hub, "KNOWN", {"google/gemma-4-E2B-it": {**raw, "text_config": small}})
+    monkeypatch.setattr(hub, "BUILTIN_CONFIGS", {"google/gemma-4-E2B-it": {**raw, "text_config": small}})
     llm = LLM.load("google/gemma-4-E2B-it", drafter="none", device="cpu", ops="reference", load_format="dummy")
     done = llm.generate([3, 5, 7], SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(done[0].token_ids) == 4
