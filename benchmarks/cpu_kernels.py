@@ -35,7 +35,7 @@ from outrider.ops.backend import CycleRequest
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.choose import SamplingBatch
-from outrider.types import KVView, SamplingParams
+from outrider.types import DraftPlan, KVView, SamplingParams
 from outrider.weights.load import load_drafter, load_target
 
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
@@ -145,7 +145,11 @@ class Given:
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
     def run(self, rows: int) -> None:
-        self.cycle.run([CycleRequest(self.ours.seq.slot, 5, CONTEXT, rows - 1, [7] * (rows - 1))], self.sampling, None)
+        self.cycle.run(
+            [CycleRequest(self.ours.seq.slot, 5, CONTEXT, DraftPlan(None, rows - 1), [7] * (rows - 1))],
+            self.sampling,
+            None,
+        )
 
 
 class Cycles:
@@ -177,7 +181,7 @@ class Cycles:
         )
 
     def run(self, k: int) -> None:
-        self.cycle.run([CycleRequest(self.ours.seq.slot, 5, CONTEXT, k, None)], self.sampling, None)
+        self.cycle.run([CycleRequest(self.ours.seq.slot, 5, CONTEXT, DraftPlan("mtp", k))], self.sampling, None)
 
 
 def read_speed(threads: int) -> float:

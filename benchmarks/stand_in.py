@@ -47,13 +47,13 @@ class StandIn:
         self._let_go(LAUNCHES)
         self._free_at = max(time.perf_counter(), self._free_at) + rows * self.row + (self.step if batch.decode else 0.0)
         pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], began, rows)
-        pending.payload, pending.inflight_tokens = self._free_at, [item.k + 1 for item in batch.decode]
+        pending.payload, pending.inflight_tokens = self._free_at, [item.plan.k + 1 for item in batch.decode]
         return pending
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         assert isinstance(pending.payload, float)
         time.sleep(max(0.0, pending.payload - time.perf_counter()))
-        return [Emitted(self._tokens(item)) for item in pending.batch.decode]
+        return [Emitted(self._tokens(item), item.plan.k) for item in pending.batch.decode]
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         time.sleep(self.step)
@@ -65,7 +65,7 @@ class StandIn:
         return True
 
     def _tokens(self, item: ScheduledSeq) -> list[int]:
-        return [random.randrange(8, self.vocab) for _ in range(item.k + 1)]
+        return [random.randrange(8, self.vocab) for _ in range(item.plan.k + 1)]
 
     @staticmethod
     def _let_go(times: int) -> None:

@@ -6,9 +6,9 @@ import math
 import random
 from collections.abc import Sequence
 
-from outrider.spec.plan import NO_DRAFT, DraftContext, DraftPlan
+from outrider.spec.plan import DraftContext
 from outrider.spec.simulate import Trace
-from outrider.types import MAX_DRAFT
+from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan
 
 
 def synthetic(

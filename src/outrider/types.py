@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -148,6 +148,30 @@ class Draft:
     q: Tensor | None = None
     confidence: Tensor | None = None  # [B, K] the drafter's own probability of each token
     parents: Tensor | None = None  # int64 [B, K]
+
+
+class DraftPlan(NamedTuple):
+    """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over
+    the tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft;
+    one that brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates
+    confidences. With `nodes` the draft may branch (spec.tree): at most so many tokens, k deep; `stop` and `drop` then
+    hold for every branch, and of the tokens drafted so many of the likeliest are verified that the sum of their
+    chances, less prices[how many], is largest."""
+
+    drafter: str | None
+    k: int
+    stop: float = 0.0
+    drop: float = 0.0
+    nodes: int = 0
+    prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
+
+    @property
+    def max_drafted(self) -> int:
+        """The most tokens that it brings to be verified."""
+        return max(self.k, self.nodes)
+
+
+NO_DRAFT = DraftPlan(None, 0)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import KINDS
 from outrider.ops.formats import BLOCKS, QuantPart
-from outrider.spec.drafter import DraftBatch
+from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.types import Draft
 from outrider.weights.load import dummy_weights
 

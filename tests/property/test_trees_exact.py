@@ -45,7 +45,7 @@ class Wood(Drafter):
         self.rng, self.truth = random.Random(seed), truth or {}
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        nodes = max(batch.nodes) if batch.nodes is not None else k
+        nodes = max(p.max_drafted for p in batch.plans) if batch.branches else k
         rows, above = [], []
         for id, known in zip(batch.ids, batch.tokens):
             truth = self.truth.get(id, [])[len(known) :]
@@ -62,7 +62,7 @@ class Wood(Drafter):
             rows.append(tokens)
             above.append(parents)
         lengths = torch.tensor([self.rng.randrange(nodes // 2, nodes + 1) for _ in rows])
-        return Draft(torch.tensor(rows), lengths, parents=torch.tensor(above) if batch.nodes is not None else None)
+        return Draft(torch.tensor(rows), lengths, parents=torch.tensor(above) if batch.branches else None)
 
     def forget(self, request_id: str) -> None:
         pass

@@ -64,10 +64,9 @@ class EagerExecutor(Executor):
             self.runner.prompts(batch.prompts)
         pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], self.runner.clock())
         if batch.decode:
-            pending.payload = self._run(batch)
-            scheduled = batch.decode
+            pending.payload, scheduled = self._run(batch), batch.decode
             pending.width, pending.context = (
-                sum(item.k for item in scheduled) / len(scheduled),
+                sum(each.drafted for each in pending.payload) / len(scheduled),
                 sum(len(x.seq.tokens) for x in scheduled) // len(scheduled),
             )
         return pending
@@ -80,19 +79,18 @@ class EagerExecutor(Executor):
         runner, scheduled = self.runner, batch.decode
         seqs = [item.seq for item in scheduled]
         x = self._input(scheduled, runner.sampling(seqs))
-        draft: Draft | None = None
+        draft, ks = None, [item.plan.k for item in scheduled]
         if x.rows.k:
             draft = self.propose(scheduled, x, batch.trust)
             # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than
             # were drafted
-            if runner.device.type == "cpu" or draft.parents is not None or any(item.nodes for item in scheduled):
-                for item, k in zip(scheduled, draft.lengths.tolist()):
-                    item.k = k
-                x.rows = Rows.of(tuple(item.k for item in scheduled), runner.device)
+            if runner.device.type == "cpu" or draft.parents is not None or any(item.plan.nodes for item in scheduled):
+                ks = draft.lengths.tolist()
+                x.rows = Rows.of(tuple(ks), runner.device)
                 draft = cut(draft, x.rows.k)
-        parents = [list(range(item.k)) for item in scheduled]  # of lines
+        parents = [list(range(k)) for k in ks]  # of chains
         if draft is not None and draft.parents is not None:
-            parents = [line[: item.k] for line, item in zip(draft.parents.tolist(), scheduled)]
+            parents = [row[:k] for row, k in zip(draft.parents.tolist(), ks)]
             x.tree = Tree.of(parents, runner.device)
         if any(s.answer.matcher for s in seqs):
             matchers = [s.answer.matcher for s in seqs]
@@ -107,7 +105,7 @@ class EagerExecutor(Executor):
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         confidence = [  # a copy of earlier text has none
-            None if sure is None or item.drafter in (None, "ngram") else confidences(sure[i][: item.k + 1])
+            None if sure is None or item.plan.drafter in (None, "ngram") else confidences(sure[i][: ks[i] + 1])
             for i, item in enumerate(scheduled)
         ]
         trees: list[VerifiedTree | None] = [None] * len(scheduled)
@@ -115,10 +113,10 @@ class EagerExecutor(Executor):
             drafted = draft.tokens.tolist()
             paths = out.verdict.rows.tolist()
             trees = [
-                VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafted[i][: scheduled[i].k])
+                VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafted[i][: ks[i]])
                 for i, path in enumerate(paths)
             ]
-        return [Emitted(*each) for each in zip(emitted, top, confidence, trees, strict=True)]
+        return [Emitted(*each) for each in zip(emitted, ks, top, confidence, trees, strict=True)]
 
     def _logprobs(
         self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]
@@ -144,13 +142,13 @@ class EagerExecutor(Executor):
         device = self.runner.device
         as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
         return CycleInput(
-            rows=Rows.of(tuple(item.most for item in scheduled), device),
+            rows=Rows.of(tuple(item.plan.max_drafted for item in scheduled), device),
             slots=as_long([item.slot for item in scheduled]),
             last=as_long([item.seq.tokens[-1] for item in scheduled]),
             position=as_long([item.start for item in scheduled]),
             sampling=sampling,
             ops=self.runner.model.ops,
-            max_context=max(item.start + 1 + item.most for item in scheduled),
+            max_context=max(item.start + 1 + item.plan.max_drafted for item in scheduled),
         )
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors
@@ -158,7 +156,7 @@ class EagerExecutor(Executor):
     def propose(self, scheduled: Sequence[ScheduledSeq], x: CycleInput, trust: Sequence[float] | None) -> Draft:
         """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.DraftPlan)."""
         k, device = x.rows.k, self.runner.device
-        rest = [i for i, item in enumerate(scheduled) if item.k and item.guess is None]
+        rest = [i for i, item in enumerate(scheduled) if item.plan.k and item.guess is None]
         draft: Draft | None = None
         if rest:
             try:
@@ -175,9 +173,9 @@ class EagerExecutor(Executor):
         confidence: Tensor | None = None
         parents: Tensor | None = None
         for i, item in enumerate(scheduled):
-            if item.k and item.guess is not None:
-                tokens[i, : item.k] = torch.tensor(item.guess[: item.k], dtype=torch.int64, device=device)
-                lengths[i] = item.k
+            if item.plan.k and item.guess is not None:
+                tokens[i, : item.plan.k] = torch.tensor(item.guess[: item.plan.k], dtype=torch.int64, device=device)
+                lengths[i] = item.plan.k
         if draft is not None:
             at = torch.tensor(rest, device=device)
             width = draft.tokens.shape[1]
@@ -196,14 +194,14 @@ class EagerExecutor(Executor):
         return Draft(tokens, lengths, q, confidence, parents)
 
     def _checked(self, draft: Draft, scheduled: Sequence[ScheduledSeq]) -> Draft:
-        size, k = len(scheduled), max(item.k for item in scheduled)
+        size, k = len(scheduled), max(item.plan.k for item in scheduled)
         if draft.parents is not None:
             before = torch.arange(draft.parents.shape[1], device=draft.parents.device)
             if draft.parents.shape != draft.tokens.shape or not bool(
                 ((draft.parents >= 0) & (draft.parents <= before)).all()
             ):
                 raise ValueError("a tree whose tokens do not follow one another")
-            k = min(draft.tokens.shape[1], max(item.most for item in scheduled))
+            k = min(draft.tokens.shape[1], max(item.plan.max_drafted for item in scheduled))
         if draft.tokens.shape != (size, k):
             raise ValueError(f"draft of shape {tuple(draft.tokens.shape)}")
         if draft.q is not None and not bool(torch.isfinite(draft.q).all()):
@@ -224,15 +222,9 @@ class EagerExecutor(Executor):
             take(x.last), take(x.position),
             x.sampling if pick is None else x.sampling.select(pick), x.max_context,
         )  # fmt: skip
-        if trust is not None and not self.own_noise:
-            batch.stop, batch.drop, batch.trust = (
-                [scheduled[i].stop for i in which],
-                [scheduled[i].drop for i in which],
-                trust,
-            )
-        if any(scheduled[i].nodes for i in which) and not self.own_noise:
-            batch.nodes, batch.prices = [scheduled[i].most for i in which], [scheduled[i].prices for i in which]
-        return runner.drafter.propose(batch, max(scheduled[i].k for i in which))
+        if not self.own_noise:
+            batch.plans, batch.trust = [scheduled[i].plan for i in which], trust
+        return runner.drafter.propose(batch, max(scheduled[i].plan.k for i in which))
 
     def _draft_batch(
         self, ids: Sequence[str], tokens: Sequence[Sequence[int]], slots: Tensor, last: Tensor, length: Tensor,

@@ -18,9 +18,9 @@ from ..config import EngineConfig, SpecConfig
 from ..spec.controller import Controller
 from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
-from ..spec.plan import AUTO_NODES, NO_DRAFT, DraftContext, DraftPlan, VerifiedTree, branching
+from ..spec.plan import AUTO_NODES, DraftContext, VerifiedTree, branching
 from ..spec.protocols import Target
-from ..types import GREEDY_EPS, MAX_DRAFT, OutriderError, RequestStats
+from ..types import GREEDY_EPS, MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError, RequestStats
 from .eager import EagerExecutor
 from .graphs import GraphExecutor
 from .host import HostExecutor
@@ -252,7 +252,11 @@ class Engine:
         if self.store.disk is not None:
             self.store.disk.drain()
         batch = self.scheduler.plan(self._choose_drafts)
-        if self.drafter is not None and batch.decode and any([item.stop or item.drop for item in batch.decode]):
+        if (
+            self.drafter is not None
+            and batch.decode
+            and any([item.plan.stop or item.plan.drop for item in batch.decode])
+        ):
             batch.trust = self.controller.trust(self.drafter.name)
         planned, self._prompted = clock(), self.runner.prompt_seconds
         spent["plan"] += planned - began
@@ -327,7 +331,7 @@ class Engine:
         if known and not (
             pending.tree and len(scheduled) > 1
         ):  # trees are timed for one sequence: the table has no price for several
-            drafter = next((item.drafter for item in scheduled if item.drafter), None)
+            drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
             drafter = branching(drafter) if pending.tree and drafter is not None else drafter
             self.controller.observe_step(len(scheduled), pending.width, pending.context, seconds, drafter)
 
@@ -454,8 +458,10 @@ class Engine:
         """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
         seq, accepted = item.seq, len(brought.tokens) - 1
         tree = brought.branches
-        whole = accepted == item.k if tree is None else not tree.path or tree.path[-1] not in tree.parents
-        kinds = ["accepted"] * accepted + ["plain" if not item.k else ("bonus" if accepted and whole else "corrected")]
+        whole = accepted == brought.drafted if tree is None else not tree.path or tree.path[-1] not in tree.parents
+        kinds = ["accepted"] * accepted + [
+            "plain" if not brought.drafted else ("bonus" if accepted and whole else "corrected")
+        ]
         taken = seq.answer.take(brought.tokens, min(seq.remaining, self.max_context - len(seq.tokens)))
         n = len(taken.texts)
         tokens = brought.tokens[:n]
@@ -486,13 +492,13 @@ class Engine:
         m.new_tokens += emitted
         tree = brought.branches
         line, branched = (
-            (item.k, 0) if tree is None else (tree.deepest, accepted - tree.chain_accepted)
+            (brought.drafted, 0) if tree is None else (tree.deepest, accepted - tree.chain_accepted)
         )  # by position: how deep it went
         for c in (s, m):
             c.cycles += 1
-            if not item.k:
+            if not brought.drafted:
                 continue
-            c.drafted += item.k
+            c.drafted += brought.drafted
             c.accepted += accepted
             if tree is not None:
                 c.trees += 1
@@ -502,7 +508,9 @@ class Engine:
                 drafted[j] += 1
             for j in range(accepted):
                 right[j] += 1
-        self.controller.observe(seq.id, item.drafter, item.k, accepted, brought.confidence, brought.branches)
+        self.controller.observe(
+            seq.id, item.plan.drafter, brought.drafted, accepted, brought.confidence, brought.branches
+        )
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats

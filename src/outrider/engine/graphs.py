@@ -81,11 +81,11 @@ def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
 def branched(i: int, item: ScheduledSeq, line: list[int], key: Key) -> Emitted:
     """What the i-th sequence of a step with trees brought: `line` as `Output.tokens` has it."""
     tokens, wide, count = line[: line[-1]], key.k + 1, line[-1]
-    if not item.k:
+    if not item.plan.k:
         return Emitted(tokens)
-    item.k, path = key.nodes, line[wide + 1 : wide + count]
-    parents = [above - i * (key.nodes + 1) for above in line[2 * wide + 1 : -1]]
-    return Emitted(tokens, branches=VerifiedTree.of(parents, path))
+    path, first = line[wide + 1 : wide + count], i * (key.nodes + 1)
+    parents = [row - first for row in line[2 * wide + 1 : -1]]
+    return Emitted(tokens, key.nodes, branches=VerifiedTree.of(parents, path))
 
 
 def bound_of(positions: int) -> int:
@@ -180,7 +180,7 @@ class GraphExecutor(Executor):
         if self.broken is not None or len(scheduled) > self.can.graph_batches[-1]:
             return None
         choosing, asks = self._asked([item.seq for item in scheduled])
-        k = next(w for w in self.can.graph_widths if w >= max(item.k for item in scheduled))
+        k = next(w for w in self.can.graph_widths if w >= max(item.plan.k for item in scheduled))
         source: DraftSource | None = None
         if k and asks.grammar:
             source = "drafted"
@@ -199,7 +199,7 @@ class GraphExecutor(Executor):
         would be too deep or too wide. Steps with penalties, masks, logprobs or guesses of the host have lines as well:
         what is drafted changes no answer."""
         asked = min(
-            item.nodes for item in scheduled if item.k
+            item.plan.nodes for item in scheduled if item.plan.k
         )  # pages are reserved for so many rows of each; who drafts none keeps its root
         if (
             self.drafter is None
@@ -221,7 +221,7 @@ class GraphExecutor(Executor):
 
     @staticmethod
     def _source(scheduled: Sequence[ScheduledSeq]) -> DraftSource:
-        sources: set[DraftSource] = {"drafter" if item.guess is None else "host" for item in scheduled if item.k}
+        sources: set[DraftSource] = {"drafter" if item.guess is None else "host" for item in scheduled if item.plan.k}
         return "both" if len(sources) == 2 else sources.pop()
 
     def ready(self, key: Key) -> bool:
@@ -304,7 +304,7 @@ class GraphExecutor(Executor):
             self._mask(batch.decode, key)
         pending.payload = self._replay(self._graphs[key])
         pending.width, pending.context, pending.tree = key.k, context, key.nodes > 0
-        pending.inflight_tokens = [item.k + 1 for item in batch.decode]
+        pending.inflight_tokens = [item.plan.k + 1 for item in batch.decode]
         return pending
 
     def _replay(self, captured: CapturedGraph) -> Copied:
@@ -330,11 +330,12 @@ class GraphExecutor(Executor):
         if copied.key.nodes:
             return [branched(i, item, line, copied.key) for i, (item, line) in enumerate(zip(scheduled, lines))]
         if copied.host.logprobs is None:
-            return [Emitted(line[: line[-1]]) for line in lines]
+            return [Emitted(line[: line[-1]], item.plan.k) for item, line in zip(scheduled, lines)]
         out, width, rows = [], len(lines[0]) - 1, copied.host.logprobs.tolist()
         for i, (item, line) in enumerate(zip(scheduled, lines)):
             tokens, top = line[: line[-1]], item.seq.request.params.logprobs
-            out.append(Emitted(tokens, None if top is None else logprobs(rows[i * width :], tokens, top)))
+            likely = None if top is None else logprobs(rows[i * width :], tokens, top)
+            out.append(Emitted(tokens, item.plan.k, likely))
         return out
 
     def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key) -> None:
@@ -343,7 +344,7 @@ class GraphExecutor(Executor):
         emitted."""
         drafts = [list(item.guess or ()) for item in scheduled]
         if key.k:
-            source = self._source(scheduled) if any(item.k for item in scheduled) else "host"
+            source = self._source(scheduled) if any(item.plan.k for item in scheduled) else "host"
             draft = replace(key, source=source, part="draft", asks=NO_FEATURES)
             assert self.ready(draft), "a draft must be captured before masks can be made"
             self._upload(scheduled, draft)  # capturing may have used the buffers
@@ -359,7 +360,7 @@ class GraphExecutor(Executor):
         for i, item in enumerate(scheduled):
             matcher = item.seq.answer.matcher
             if matcher is not None:
-                rows = torch.from_numpy(matcher.bits(drafts[i][: item.k]))
+                rows = torch.from_numpy(matcher.bits(drafts[i][: item.plan.k]))
                 rows = rows.pin_memory() if self.device.type == "cuda" else rows
                 self.bits[i * width : i * width + len(rows)].copy_(rows, non_blocking=True)
 
@@ -385,7 +386,7 @@ class GraphExecutor(Executor):
         fill = key.batch - len(scheduled)
         self._put("slots", self.inputs.slots, [*[item.slot for item in scheduled], *[self.idle] * fill])
         self._put("cap", self.inputs.cap, [*[self._furthest] * len(scheduled), *[1] * fill])
-        self._put("limit", self.inputs.limit, [*[item.k for item in scheduled], *[0] * fill])
+        self._put("limit", self.inputs.limit, [*[item.plan.k for item in scheduled], *[0] * fill])
         if key.source in ("host", "both"):
             self._put(
                 "by_host", self.inputs.by_host, [*[item.guess is not None for item in scheduled], *[False] * fill]

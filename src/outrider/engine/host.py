@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from ..ops.backend import CycleRequest, HostCycle
+from ..ops.backend import CycleRequest, DraftResult, HostCycle
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import HostDraftRequest
 from ..spec.plan import READING, VerifiedTree, reading
-from ..types import SamplingParams
+from ..types import DraftPlan, SamplingParams
 from .cycle import logprobs
 from .eager import switch_off
 from .metrics import Metrics
@@ -35,7 +35,7 @@ class HostExecutor(Executor):
         self._probes: dict[int, SamplingBatch] = {}
 
     def takes(self, batch: StepBatch) -> bool:
-        return all([item.seq.temperature_only and item.drafter in self.drafters for item in batch.decode])
+        return all([item.seq.temperature_only and item.plan.drafter in self.drafters for item in batch.decode])
 
     def launch(self, batch: StepBatch) -> PendingStep:
         runner = self.runner
@@ -45,65 +45,53 @@ class HostExecutor(Executor):
         if batch.decode:
             runner.store.flush()
             sampling = runner.sampling([item.seq for item in batch.decode])
-            sure = self._guess(batch, sampling) if self.ahead is not None else {}
-            asked = []
-            for x in batch.decode:
-                guess = x.guess if x.k else None
-                likely = x.seq.request.params.logprobs
-                asked.append(
-                    CycleRequest(
-                        x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely
-                    )
-                )
-            told = self.cycle.run(asked, sampling, batch.trust)
-            pending.payload = (
-                [line._replace(confidence=sure[i]) if i in sure else line for i, line in enumerate(told)]
-                if sure
-                else told
-            )
+            ahead = self._draft_ahead(batch, sampling) if self.ahead is not None else {}
+            requests = []
+            for i, x in enumerate(batch.decode):
+                plan, guess, drafted = x.plan, x.guess if x.plan.k else None, ahead.get(i)
+                if drafted is not None:
+                    plan = plan._replace(k=min(plan.k, drafted.length))
+                    guess = drafted.tokens[: plan.k] if plan.k else None
+                top = x.seq.request.params.logprobs
+                requests.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, plan, guess, top))
+            made = self.cycle.run(requests, sampling, batch.trust)
+            for i, drafted in ahead.items():
+                if drafted.confidence:
+                    made[i] = made[i]._replace(confidence=drafted.confidence[: requests[i].plan.k + 1])
+            pending.payload = made
         return pending
 
-    def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:
-        """Let the draft model guess for its scheduled: the guesses are put into the scheduled, their confidences are
-        returned by item."""
+    def _draft_ahead(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
+        """The drafts of a drafter whose rounds are a call of their own, by number of the sequence."""
         assert self.ahead is not None
-        which = [i for i, item in enumerate(batch.decode) if item.k and item.guess is None]
+        which = [i for i, item in enumerate(batch.decode) if item.plan.k and item.guess is None]
         if not which:
             return {}
         scheduled = [batch.decode[i] for i in which]
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
+        request = HostDraftRequest(
+            [x.seq.id for x in scheduled],
+            [x.seq.tokens for x in scheduled],
+            max(x.plan.k for x in scheduled),
+            some,
+            batch.trust,
+            [x.plan for x in scheduled],
+            len(batch.decode) == 1,
+        )
         try:
-            made = self.ahead.draft_on_host(
-                HostDraftRequest(
-                    [x.seq.id for x in scheduled],
-                    [x.seq.tokens for x in scheduled],
-                    max(x.k for x in scheduled),
-                    some,
-                    batch.trust,
-                    [x.stop for x in scheduled],
-                    [x.drop for x in scheduled],
-                    len(batch.decode) == 1,
-                )
-            )
+            return dict(zip(which, self.ahead.draft_on_host(request)))
         except Exception as error:
             switch_off(self.ahead.name, scheduled, error, self.metrics)
-            for item in scheduled:
-                item.k = 0
-            return {}
-        for item, brought in zip(scheduled, made):
-            item.k = min(item.k, brought.length)
-            item.guess = brought.tokens[: item.k]
-        return {i: brought.confidence[: batch.decode[i].k + 1] for i, brought in zip(which, made) if brought.confidence}
+            return dict.fromkeys(which, DraftResult([], [], 0))
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         scheduled, out = pending.batch.decode, []
         for item, (k, tokens, confidence, tree, rows) in zip(scheduled, pending.payload or ()):  # type: ignore[call-overload]
-            item.k = k
             top = logprobs(rows, tokens, item.seq.request.params.logprobs or 0) if rows is not None else None
-            out.append(Emitted(tokens, top, confidence, VerifiedTree.of(*tree) if tree is not None else None))
+            out.append(Emitted(tokens, k, top, confidence, VerifiedTree.of(*tree) if tree is not None else None))
         if scheduled:
             pending.width, pending.context = (
-                sum(item.k for item in scheduled) / len(scheduled),
+                sum(each.drafted for each in out) / len(scheduled),
                 sum(len(x.seq.tokens) for x in scheduled) // len(scheduled),
             )
         return out
@@ -132,4 +120,5 @@ class HostExecutor(Executor):
             for name in names:
                 self.ahead.forget(name)
             guess = [0] * k
-        self.cycle.run([CycleRequest(slot, 0, context, k, guess) for slot in slots], sampling, None)
+        plan = DraftPlan(part, k)
+        self.cycle.run([CycleRequest(slot, 0, context, plan, guess) for slot in slots], sampling, None)

@@ -13,10 +13,10 @@ it had computed is kept on the host where there is room (`--swap`), and computed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..spec.plan import DraftPlan
+from ..types import NO_DRAFT, DraftPlan
 from .step import ScheduledSeq, Seq, StepBatch
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class Scheduler:
             for s in self.running
             if s.computed == len(s.tokens) - 1 and not s.paused and not (s.num_inflight_tokens and self._may_be_over(s))
         ]
-        for seq, choice in zip(ready, choose(ready) if ready else []):
+        for seq, plan in zip(ready, choose(ready) if ready else []):
             if seq.cache is not None:  # else an older one has pre-empted it in this very step
-                self._decode(batch, seq, choice)
+                self._decode(batch, seq, plan)
         if len(ready) < len(self.running):
             self._prompts(batch, len(ready))
         if self.preemptions != before:
@@ -85,24 +85,17 @@ class Scheduler:
             batch.decode = [item for item in batch.decode if id(item.seq) in live]
         return batch
 
-    def _decode(self, batch: StepBatch, seq: Seq, choice: DraftPlan) -> None:
-        """The sequence's decoding item, if there is room for it. The choice may come from a plan that was made some
-        steps ago."""
-        drafter, k, stop, drop, nodes, prices = choice
-        nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0
-        if not self._reserve(seq, len(seq.tokens) + seq.num_inflight_tokens + max(k, nodes)):
+    def _decode(self, batch: StepBatch, seq: Seq, plan: DraftPlan) -> None:
+        """Schedule a decoding sequence if pages can be reserved. The plan may have been made some steps ago."""
+        if len(seq.tokens) + plan.nodes > self.max_context:
+            plan = plan._replace(nodes=0)
+        if not self._reserve(seq, len(seq.tokens) + seq.num_inflight_tokens + plan.max_drafted):
             return
-        guess = (
-            seq.ngram.propose(k + seq.num_inflight_tokens)[0] if drafter == "ngram" and seq.ngram is not None else None
-        )
-        k = k if guess is None or guess else 0  # the match has ended since
-        nodes = nodes if guess is None and k else 0
-        item = ScheduledSeq(
-            seq, seq.held.slot, len(seq.tokens) - 1, k=k, drafter=drafter if k else None, guess=guess, stop=stop,
-            drop=drop,
-            nodes=nodes, prices=prices,
-        )  # fmt: skip
-        batch.decode.append(item)
+        guess: Sequence[int] | None = None
+        if plan.drafter == "ngram" and seq.ngram is not None:
+            guess = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
+            plan = plan._replace(nodes=0) if guess else NO_DRAFT  # else the match has ended since
+        batch.decode.append(ScheduledSeq(seq, seq.held.slot, len(seq.tokens) - 1, plan=plan, guess=guess))
 
     def _prompts(self, batch: StepBatch, decoding: int) -> None:
         """Prompt chunks, up to the step's budget beside so many decoding sequences."""

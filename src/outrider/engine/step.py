@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..spec.plan import VerifiedTree
-from ..types import RequestStats, SamplingParams
+from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
@@ -96,11 +96,11 @@ class Seq:
         return self.max_total_tokens - len(self.tokens)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScheduledSeq:
     """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on, which write K/V.
-    A decoding item has the newest token at `start` (one later for every token that a step in flight may add), then k
-    drafted ones."""
+    A decoding item has the newest token at `start` (one later for every token that a step in flight may add), then the
+    drafted ones of its plan."""
 
     seq: Seq
     slot: int
@@ -109,20 +109,9 @@ class ScheduledSeq:
     # Somebody reads what comes out: of every row of a decoding item, and of the last row of a chunk that a draft starts
     # from. Rows that nobody reads go no further than their K/V (types.OutputRows).
     wanted: bool = True
-    k: int = 0  # tokens to draft, one after another; once the step was read: how many were verified
-    drafter: str | None = None  # who drafts them
-    guess: Sequence[int] | None = (
-        None  # drafts that the host knows: k of them, and as many more as a step in flight may add
-    )
-    stop: float = 0.0  # where the draft may end itself: see spec.plan.DraftPlan
-    drop: float = 0.0
-    nodes: int = 0  # most tokens of a tree of drafts k deep; 0: a line
-    prices: Sequence[float] | None = None  # what the tree's rows cost: see spec.plan.DraftPlan
-
-    @property
-    def most(self) -> int:
-        """Most tokens it may bring to be verified."""
-        return max(self.k, self.nodes)
+    plan: DraftPlan = NO_DRAFT  # of a decoding item
+    # The drafted tokens where the host knows them: plan.k, and as many more as a step in flight may add.
+    guess: Sequence[int] | None = None
 
 
 @dataclass(slots=True)
@@ -139,6 +128,7 @@ class Emitted(NamedTuple):
     """What a decoding item brought: accepted drafts and the target's next token."""
 
     tokens: list[int]
+    drafted: int = 0  # tokens that were drafted and verified
     logprobs: list[dict[int, float]] | None = None  # per token {id: logprob}, the chosen one first
     confidence: list[float] | None = None  # of the drafter's tokens, where it knows
     branches: VerifiedTree | None = None  # of a tree

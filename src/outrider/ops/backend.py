@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..types import AttnSpec, KVPages, KVView
+from ..types import AttnSpec, DraftPlan, KVPages, KVView
 from .formats import DeviceWeight, Weight
 from .trees import FixedTree, Frontier, Nodes, Noise
 
@@ -114,12 +114,8 @@ class CycleRequest(NamedTuple):
     slot: int
     last: int  # the newest token
     position: int  # its position
-    k: int  # most tokens to draft
-    guess: Sequence[int] | None  # k tokens that were guessed elsewhere; None: the drafter's
-    stop: float = 0.0  # where the draft may end itself: spec.plan.DraftPlan
-    drop: float = 0.0
-    nodes: int = 0  # most tokens of a tree k deep; 0: a line
-    prices: Sequence[float] | None = None  # [17] of a tree's rows, in tokens
+    plan: DraftPlan
+    guess: Sequence[int] | None = None  # plan.k tokens that were drafted elsewhere; None: the drafter's
     likely: int | None = None  # logprobs: of the chosen tokens and of so many likeliest ones; None: none are wanted
 
 

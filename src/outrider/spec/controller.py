@@ -20,11 +20,11 @@ from functools import partial
 
 import numpy as np
 
-from ..types import MAX_DRAFT, OutriderError
+from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import BINS, KEEP_CYCLES, CycleStats, DrafterStats, PositionStats
 from .batch_k import choose_k
 from .cost import CostTable
-from .plan import DEEPEST, NO_DRAFT, TIMED, DraftContext, DraftPlan, SeqState, VerifiedTree, branching
+from .plan import DEEPEST, TIMED, DraftContext, SeqState, VerifiedTree, branching
 
 DEFAULT_PRIOR = (
     0.65,

@@ -186,7 +186,7 @@ class DraftModel(Drafter):
         """A sequence whose text is still being read has no draft: few tokens are read per round, so that no other
         sequence waits long for one prompt."""
         ids, texts, k, sampling = request.ids, request.tokens, request.k, request.sampling
-        stop, drop = request.stop, request.drop
+        plans = request.plans
         assert self.chain is not None
         self._remember()
         fit = [i for i, text in enumerate(texts) if self._fits(ids[i], text, k)]
@@ -199,7 +199,7 @@ class DraftModel(Drafter):
         behind = []
         for i, track in ready:
             start = min(track.sure, len(texts[i]) - 1)
-            ends = (stop[i], drop[i]) if stop is not None and drop is not None else (0.0, 0.0)
+            ends = (plans[i].stop, plans[i].drop) if plans is not None else (0.0, 0.0)
             behind.append(DraftRequest(texts[i][start:], start, track.pages, track.beside(texts[i], self.known), *ends))
         some = sampling if len(ready) == len(ids) else sampling.select(torch.tensor([i for i, _ in ready]))
         made = self.chain.run(behind, self.pages.all, k, some, request.trust)
@@ -236,9 +236,7 @@ class DraftModel(Drafter):
     def _one_call(self, batch: DraftBatch, k: int) -> Draft:
         """`draft_on_host` as tensors."""
         made = self.draft_on_host(
-            HostDraftRequest(
-                batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop, len(batch.ids) == 1
-            )
+            HostDraftRequest(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.plans, len(batch.ids) == 1)
         )
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
         return Draft(
@@ -303,13 +301,13 @@ class DraftModel(Drafter):
         def enough(j: int, token: Tensor, logits: Tensor) -> bool:
             place = token if names is None else (names == token[:, None]).int().argmax(1)
             confidence[:, j] = sure = batch.sampling.likely(logits, place)
-            if batch.trust is None or batch.stop is None or batch.drop is None:
+            if batch.trust is None or batch.plans is None:
                 return False
             for b, p in enumerate(sure.tolist()):
                 if live[b]:
                     path[b] *= batch.trust[min(len(batch.trust) - 1, int(p * len(batch.trust)))]
-                    live[b] = path[b] >= max(batch.stop[fit[b]], batch.drop[fit[b]])
-                    lengths[b] = k if live[b] else j if path[b] < batch.drop[fit[b]] else j + 1
+                    live[b] = path[b] >= max(batch.plans[fit[b]].stop, batch.plans[fit[b]].drop)
+                    lengths[b] = k if live[b] else j if path[b] < batch.plans[fit[b]].drop else j + 1
             return not any(live)
 
         made = draft_round(batch, k, score, enough=enough).tokens

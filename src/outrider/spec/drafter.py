@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..ops.backend import Backend, DraftResult
 from ..ops.trees import FixedTree
-from ..types import AttnSpec, Draft, KVView
+from ..types import AttnSpec, Draft, DraftPlan, KVView
 from .acceptance_profile import AcceptanceProfile
 from .choose import SamplingBatch
 from .protocols import DraftNet
@@ -47,14 +47,15 @@ class DraftBatch:
     own_noise: bool
     ops: Backend
     vocab: int
-    # where a draft may end itself (plan.DraftPlan); a drafter that does not know its confidence ignores them
-    stop: Sequence[float] | None = None  # [B]
-    drop: Sequence[float] | None = None  # [B]
+    # [B] where a draft may end itself and how it may branch; None: k tokens each, as a chain. A drafter that does not
+    # know its confidence ignores the thresholds, one that knows no trees the nodes.
+    plans: Sequence[DraftPlan] | None = None
     trust: Sequence[float] | None = None  # [16] acceptance by confidence; None: drafts go on to the end
-    nodes: Sequence[int] | None = (
-        None  # [B] most tokens of a tree; None: a line. A drafter that knows no trees ignores it
-    )
-    prices: Sequence[Sequence[float] | None] | None = None  # [B] of the tree's rows (plan.DraftPlan)
+
+    @property
+    def branches(self) -> bool:
+        """Some sequence's draft may be a tree."""
+        return self.plans is not None and any(plan.nodes for plan in self.plans)
 
 
 @dataclass
@@ -66,8 +67,7 @@ class HostDraftRequest:
     k: int
     sampling: SamplingBatch  # by temperature and seed alone
     trust: Sequence[float] | None = None  # as in DraftBatch
-    stop: Sequence[float] | None = None
-    drop: Sequence[float] | None = None
+    plans: Sequence[DraftPlan] | None = None
     alone: bool = False  # the step has one sequence: no other waits while a long text is read
 
 
@@ -98,7 +98,7 @@ class Drafter:
     trained_for: str | None = None  # fingerprint of the target that it was trained for
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.nodes`, spec.tree). All lengths may be
+        """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.plans`, spec.tree). All lengths may be
         shorter."""
         raise NotImplementedError
 

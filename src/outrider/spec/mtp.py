@@ -27,13 +27,14 @@ class MTPDrafter(Drafter):
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """One call where the network has whole rounds for so many sequences; else step by step."""
         sampling = batch.sampling
-        if batch.nodes is not None:
+        if batch.branches:
             return build_tree(batch, k, self.branching(batch))
         if batch.last.shape[0] > self.model.most or batch.own_noise or sampling.any_filter:
             return draft_round(batch, k, self.score(batch), self.model.cluster_ids)
         end = None
-        if batch.stop is not None and batch.drop is not None and batch.trust is not None:
-            stop, drop, trust = (torch.tensor(t, dtype=torch.float64) for t in (batch.stop, batch.drop, batch.trust))
+        if batch.plans is not None and batch.trust is not None:
+            ends = ([p.stop for p in batch.plans], [p.drop for p in batch.plans], batch.trust)
+            stop, drop, trust = (torch.tensor(t, dtype=torch.float64) for t in ends)
             end = (stop, drop, trust)
         tokens, confidence, lengths = self.model.draft(
             batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.sampled, sampling.seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..types import MAX_DRAFT
+from ..types import MAX_DRAFT, NO_DRAFT
 from .acceptance import CycleStats, PositionStats
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
@@ -31,25 +31,6 @@ class DraftContext(NamedTuple):
     fixed: bool = False
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
     unread: int = 0  # tokens of its text that a draft model would have to read first
-
-
-class DraftPlan(NamedTuple):
-    """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over
-    the tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft;
-    one that brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates
-    confidences. With `nodes` the draft may branch (spec.tree): at most so many tokens, k deep; `stop` and `drop` then
-    hold for every branch, and of the tokens drafted so many of the likeliest are verified that the sum of their
-    chances, less prices[how many], is largest."""
-
-    drafter: str | None
-    k: int
-    stop: float = 0.0
-    drop: float = 0.0
-    nodes: int = 0
-    prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
-
-
-NO_DRAFT = DraftPlan(None, 0)
 
 
 def branching(drafter: str) -> str:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..types import MAX_DRAFT, OutriderError
+from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .controller import Controller
 from .cost import CostTable
-from .plan import NO_DRAFT, DraftContext, DraftPlan
+from .plan import DraftContext
 
 
 @dataclass(frozen=True)

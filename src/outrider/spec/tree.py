@@ -67,10 +67,9 @@ def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = No
 
 
 def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
-    """A tree for every sequence: at most batch.nodes[b] tokens, `depth` deep."""
-    assert batch.nodes is not None
-    size, device = len(batch.nodes), batch.last.device
-    stop, drop = batch.stop or [0.0] * size, batch.drop or [0.0] * size
+    """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep."""
+    assert batch.plans is not None
+    plans, size, device = batch.plans, len(batch.plans), batch.last.device
     trees: list[list[Node]] = [[] for _ in range(size)]
     front = [(b, -1, 1.0) for b in range(size)]  # sequence, node, chance
     tokens, rows = batch.last, torch.arange(size, device=device)
@@ -86,10 +85,10 @@ def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
         for row, (b, parent, chance) in enumerate(front):
             for rank, (token, confidence) in enumerate(zip(named[row], sure[row])):
                 trust = confidence if batch.trust is None else batch.trust[min(BINS - 1, int(confidence * BINS))]
-                if chance * trust < drop[b] or not confidence > 0.0:
+                if chance * trust < plans[b].drop or not confidence > 0.0:
                     continue
                 trees[b].append(Node(parent, token, confidence, chance * trust, rank))
-                if chance * trust >= stop[b]:
+                if chance * trust >= plans[b].stop:
                     following.append((chance * trust, b, len(trees[b]) - 1, row, token))
         following.sort(key=lambda x: (x[1], -x[0], x[2]))
         chosen = [
@@ -100,8 +99,7 @@ def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
         front = [(b, node, chance) for chance, b, node, _, _ in chosen]
         tokens = torch.tensor([token for *_, token in chosen], device=device)
         rows = torch.tensor([row for _, _, _, row, _ in chosen], device=device)
-    prices = batch.prices or [None] * size
-    picked = [select(nodes, most, price) for nodes, most, price in zip(trees, batch.nodes, prices)]
+    picked = [select(nodes, plan.max_drafted, plan.prices) for nodes, plan in zip(trees, plans)]
     width = max(1, max(len(p) for p in picked))
     grid = torch.zeros((size, width), dtype=torch.int64)
     parents, confidence = torch.zeros((size, width), dtype=torch.int64), torch.zeros((size, width))

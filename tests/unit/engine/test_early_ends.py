@@ -20,9 +20,9 @@ from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.spec.mtp import MTPDrafter
-from outrider.spec.plan import DraftContext, DraftPlan
+from outrider.spec.plan import DraftContext
 from outrider.train import design
-from outrider.types import Draft
+from outrider.types import Draft, DraftPlan
 from outrider.weights.load import dummy_weights
 
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40]
@@ -71,7 +71,7 @@ class Knows(Drafter):
         self.lengths: list[list[int]] = []
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        assert batch.trust is not None and len(batch.trust) == 16 and len(batch.stop or ()) == len(batch.ids)
+        assert batch.trust is not None and len(batch.trust) == 16 and len(batch.plans or ()) == len(batch.ids)
         tokens = torch.zeros((len(batch.ids), k), dtype=torch.int64)
         for b, (id, seen) in enumerate(zip(batch.ids, batch.tokens)):
             for j, token in enumerate(self.answers[id][len(seen) - len(PROMPT) :][:k]):

@@ -22,8 +22,7 @@ from outrider.ops.backend import Capabilities
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import NO_DRAFT, DraftPlan
-from outrider.types import OutriderError, SamplingParams
+from outrider.types import NO_DRAFT, DraftPlan, OutriderError, SamplingParams
 from outrider.weights.load import dummy_weights
 
 MODEL = tiny_model("llama")

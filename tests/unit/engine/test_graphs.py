@@ -23,7 +23,7 @@ from outrider.engine.graphs import GraphExecutor, choosing_of
 from outrider.engine.slot_sampling import NO_FEATURES, SamplingFeatures
 from outrider.engine.step import Request, ScheduledSeq
 from outrider.ops.backend import Capabilities
-from outrider.types import MAX_DRAFT, SamplingParams
+from outrider.types import MAX_DRAFT, DraftPlan, SamplingParams
 
 MODELS = {name: tiny_model(name) for name in ("dense", "edge", "moe", "llama")}
 PARAMS = [{}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.02}]
@@ -62,7 +62,7 @@ def test_a_step_never_grows_beyond_the_rows_that_are_independent() -> None:
     rows: list[int] = []
     eager = engine.executors[-1]
     launch = eager.launch
-    eager.launch = lambda batch: (rows.append(sum(item.k + 1 for item in batch.decode)), launch(batch))[1]  # type: ignore[method-assign]
+    eager.launch = lambda batch: (rows.append(sum(item.plan.k + 1 for item in batch.decode)), launch(batch))[1]  # type: ignore[method-assign]
     jobs = [request(str(i), [4, 5, 6, 7] * 4 + [i], k=8, max_tokens=20) for i in range(16)]
     got = run(engine, jobs)
     assert 16 < max(rows) <= 48
@@ -343,7 +343,7 @@ def test_a_captured_tree_has_no_more_rows_than_each_sequence_has_pages_for(asked
     """Rows beyond what was reserved would lie on the scratch page, which neighbours write too."""
     executor = object.__new__(GraphExecutor)
     executor.drafter, executor.trees = SimpleNamespace(max_nodes=lambda depth: 99), True  # type: ignore[assignment]
-    scheduled = [ScheduledSeq(None, i, 10, k=3, nodes=n) for i, n in enumerate(asked)]  # type: ignore[arg-type]
+    scheduled = [ScheduledSeq(None, i, 10, plan=DraftPlan("mtp", 3, nodes=n)) for i, n in enumerate(asked)]  # type: ignore[arg-type]
     assert executor._nodes(scheduled, 3, 20) == nodes
     plain = ScheduledSeq(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
     assert executor._nodes([*scheduled, plain], 3, 20) == nodes

@@ -6,8 +6,8 @@ import pytest
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import NO_DRAFT, DraftContext, VerifiedTree, branching
-from outrider.types import OutriderError
+from outrider.spec.plan import DraftContext, VerifiedTree, branching
+from outrider.types import NO_DRAFT, OutriderError
 
 CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing
 DEAR = CostTable.linear(5.5e-3, 1e-3, {"mtp": 4.5e-4})  # two CPU cores

@@ -99,7 +99,8 @@ class CpuCycle:
         """`sampling`: the batch's temperature, sampled and seed (spec.choose.SamplingBatch). `trust`: acceptance by
         confidence, where drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
-        for i, (slot, last, length, k, guess, stop, drop, nodes, prices, likely) in enumerate(asked):
+        for i, (slot, last, length, plan, guess, likely) in enumerate(asked):
+            _, k, stop, drop, nodes, prices = plan
             top = -1 if likely is None else likely
             most_likely = max(most_likely, top)
             ASKED.pack_into(
@@ -133,7 +134,8 @@ class CpuCycle:
         if self.ops.lib.or_decode_step(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
-        for i, (_, _, _, most, guess, _, _, nodes, _, likely) in enumerate(asked):
+        for i, (_, _, _, plan, guess, likely) in enumerate(asked):
+            most, nodes = plan.k, plan.nodes
             _, _, _, _, steps, _, k, _, right, _, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
             sure, tree, at = None, None, i * MAX_DRAFT
             if nodes:
