@@ -218,9 +218,9 @@ def overflow_in_the_words_of_each_protocol(api: Api) -> None:
     assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
     matches(r"prompt is too long: \d+ tokens > 1535 maximum", told["error"]["message"])
     with pytest.raises(openai.BadRequestError) as raised:
-        openai.OpenAI(base_url=f"{api.http.base_url}/v1", api_key="x", max_retries=0).chat.completions.create(
-            model="fake", messages=long
-        )
+        openai.OpenAI(
+            base_url=f"{api.http.base_url}/v1", api_key="x", max_retries=0, timeout=60
+        ).chat.completions.create(model="fake", messages=long)
     assert raised.value.code == "context_length_exceeded"
     assert "maximum context length is 1536 tokens" in api.post("/api/chat", {"messages": long}, 400)["error"]
 

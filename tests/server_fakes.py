@@ -275,7 +275,7 @@ class Served:
             ServerSettings(**{"model_name": "fake", "port": 0, **settings}),
         )
         self.state = self.server.app.state.server
-        self.model = self.state.shelf.loaded[0]
+        self.model = self.state.pool.loaded[0]
         self._until = ExitStack()
 
     def __enter__(self) -> Served:

@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
         deadline = time.monotonic() + self._settings.shutdown_grace
         while state.admission.in_flight and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.02)
-        await state.shelf.stop()
+        await state.pool.stop()
         await super().shutdown(sockets)
 
     @contextmanager
@@ -151,5 +151,5 @@ def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: s
     # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
     gc.freeze()
     for model in server.app.state.server.pool.loaded:
-        model.clerk.start()
+        model.tokenizer_process.start()
     server.run(sockets=[listener])
