@@ -80,13 +80,15 @@ class EagerExecutor(Executor):
         seqs = [item.seq for item in scheduled]
         x = self._input(scheduled, runner.sampling(seqs))
         draft, ks = None, [item.plan.k for item in scheduled]
+        widths = tuple(item.plan.max_drafted for item in scheduled)
         if x.rows.k:
             draft = self.propose(scheduled, x, batch.trust)
             # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than
             # were drafted
             if runner.device.type == "cpu" or draft.parents is not None or any(item.plan.nodes for item in scheduled):
                 ks = draft.lengths.tolist()
-                x.rows = Rows.of(tuple(ks), runner.device)
+                widths = tuple(ks)
+                x.rows = Rows.of(widths, runner.device)
                 draft = cut(draft, x.rows.k)
         parents = [list(range(k)) for k in ks]  # of chains
         if draft is not None and draft.parents is not None:
@@ -97,7 +99,8 @@ class EagerExecutor(Executor):
             x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), runner.vocab).to(runner.device)
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
-        out = cycle(runner.model, pages, draft if x.rows.k else None, self.verify, runner.drafter, x)
+        model = runner.model_for([s.adapter for s in seqs], [k + 1 for k in widths])
+        out = cycle(model, pages, draft if x.rows.k else None, self.verify, runner.drafter, x)
         runner.features.index_copy_(0, x.slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle

@@ -15,6 +15,7 @@ import torch
 
 from ..cache.store import CacheSpec, KVStore
 from ..config import EngineConfig, SpecConfig
+from ..ops.lowrank import Adapter
 from ..spec.controller import Controller
 from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
@@ -193,7 +194,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         self.validate(request)
         params = request.params
-        seq = Seq(request, self.clock(), list(request.prompt))
+        seq = Seq(request, self.clock(), list(request.prompt), adapter=self._adapter(request.adapter))
         seq.drafts_from_hidden = self._drafts_from_hidden(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         seq.answer = OutputProcessor(
@@ -206,6 +207,13 @@ class Engine:
         self.scheduler.add(seq)
         self.metrics.requests += 1
         self.metrics.prompt_tokens += seq.prompt_len
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if self.runner.adapters is None:
+            raise OutriderError(f"there is no adapter {name[:60]!r}: this engine was loaded without adapters")
+        return self.runner.adapters.get(name)
 
     def abort(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
@@ -286,7 +294,7 @@ class Engine:
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.held, end)
             if self.config.prefix_cache and (self.share_answers or end <= seq.prompt_len - 1):
-                self.store.share(seq.held, seq.tokens, end - end % self.granularity, seq.request.namespace)
+                self.store.share(seq.held, seq.tokens, end - end % self.granularity, seq.prefix_root)
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
 
@@ -328,6 +336,7 @@ class Engine:
                 if rows := sum(item.count for item in pending.batch.prompts):
                     self.prefill_budget.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
                 self.scheduler.prefill_with_decodes = self.prefill_budget.rows
+        known = known and not pending.batch.adapted  # the cost table holds the base model's steps
         if known and not (
             pending.tree and len(scheduled) > 1
         ):  # trees are timed for one sequence: the table has no price for several
@@ -415,7 +424,7 @@ class Engine:
             return 0
         if asked is None:
             pays = not params.processed if self.graphs else seq.temperature_only and params.temperature >= GREEDY_EPS
-            asked = AUTO_NODES if self.executors[0].trees and pays else 0
+            asked = AUTO_NODES if self.executors[0].trees and pays and seq.adapter is None else 0
         return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
@@ -515,8 +524,8 @@ class Engine:
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.share_answers:
-            end = seq.computed - seq.computed % self.config.page_size
-            self.store.share(seq.cache, seq.tokens, end, seq.request.namespace)
+            whole = seq.computed - seq.computed % self.config.page_size
+            self.store.share(seq.cache, seq.tokens, whole, seq.prefix_root)
         self.scheduler.remove(seq)
         if self.drafter is not None:
             self.drafter.forget(seq.id)

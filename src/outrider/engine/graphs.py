@@ -143,6 +143,8 @@ class GraphExecutor(Executor):
     # ---- what it takes
     # ------------------------------------------------------------------------------------------------
     def takes(self, batch: StepBatch) -> bool:
+        if batch.adapted or any(item.seq.adapter is not None for item in batch.prompts):
+            return False
         if not batch.decode:
             return self.broken is None
         wanted = self.key(batch.decode)

@@ -35,7 +35,8 @@ class HostExecutor(Executor):
         self._probes: dict[int, SamplingBatch] = {}
 
     def takes(self, batch: StepBatch) -> bool:
-        return all([item.seq.temperature_only and item.plan.drafter in self.drafters for item in batch.decode])
+        fits = all([item.seq.temperature_only and item.plan.drafter in self.drafters for item in batch.decode])
+        return fits and not batch.adapted
 
     def launch(self, batch: StepBatch) -> PendingStep:
         runner = self.runner

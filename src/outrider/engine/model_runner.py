@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore, SeqCache, last_rows, ragged, upload
+from ..ops.lowrank import Adapter
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.protocols import Target
 from ..types import KVView, OutputRows
+from .adapters import AdapterPool
 from .step import ScheduledSeq, Seq
 
 
@@ -35,6 +37,7 @@ class ModelRunner:
     prompt_seconds: float = 0.0  # spent on prompts so far
     divided: bool = False  # other processes run the same steps: where one of them fails none may go its own way
     scratch: list[SeqCache] = field(default_factory=list)  # sequences that nobody asked for: what steps are timed on
+    adapters: AdapterPool | None = None  # None: this engine takes none
     scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # is told before a text is scored
     _sampled: list[Seq] = field(default_factory=list)  # whose parameters `_sampling` holds
     _sampling: SamplingBatch | None = None
@@ -88,28 +91,39 @@ class ModelRunner:
         kv = self._view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
         ends = [i for i, item in enumerate(scheduled) if item.wanted]
         last = last_rows(kv, ends)
-        features = self.forward(upload(ids, torch.int64, self.device), kv, last)
+        model = self.model_for([item.seq.adapter for item in scheduled], [item.count for item in scheduled])
+        features = self.forward(upload(ids, torch.int64, self.device), kv, last, model)
         if ends:
             where = upload([scheduled[i].slot for i in ends], torch.int64, self.device)
             self.features.index_copy_(0, where, features)
 
-    def forward(self, ids: Tensor, kv: KVView, last: OutputRows) -> Tensor:
+    def forward(self, ids: Tensor, kv: KVView, last: OutputRows, model: Target | None = None) -> Tensor:
         """A pass over prompts: what a draft starts from at the rows `last`. A drafter with K/V of its own reads all
-        rows."""
+        rows. model: with the adapters of the rows."""
+        model = model or self.model
         if self.drafter is None or not self.drafter.kv_specs:
-            return self.model.forward(ids, kv, self.taps, last).features
-        out = self.model.forward(ids, kv, self.taps)
+            return model.forward(ids, kv, self.taps, last).features
+        out = model.forward(ids, kv, self.taps)
         self.drafter.extend(out.streams, kv)
         return out.features[last.rows]
 
+    def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> Target:
+        """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
+        if self.adapters is None or all([adapter is None for adapter in adapters]):
+            return self.model
+        return self.adapters.model_for(adapters, counts)
+
     @torch.inference_mode()
-    def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:
+    def score(
+        self, cache: SeqCache, tokens: list[int], begin: int, logits: bool, adapter: Adapter | None = None
+    ) -> Tensor:
         """Hidden states [R, H] (or logits [R, V]) of the tokens of one sequence from position `begin` on; their K/V is
         written."""
         if self.scored is not None:
             self.scored(cache, tokens, begin, logits)
         view = self._view([cache.slot], [(begin, len(tokens))])
-        hidden = self.model.forward(upload(tokens, torch.int64, self.device), view).hidden
+        model = self.model_for([adapter], [len(tokens)])
+        hidden = model.forward(upload(tokens, torch.int64, self.device), view).hidden
         return self.model.logits(hidden) if logits else hidden
 
     def _view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:

@@ -159,7 +159,7 @@ class Scheduler:
                 seq.swapped_kv = None
                 self.running.append(self.waiting.popleft())
                 continue
-            root = seq.request.namespace
+            root = seq.prefix_root
             if seq.restoring is None:
                 seq.restoring = self.cache.restoring(seq.tokens[:-1], self.granularity, root)
             if self.prefix_cache and next(seq.restoring, DONE) is not DONE:

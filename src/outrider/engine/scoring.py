@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache.store import SeqCache
+from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .engine import Engine
 
@@ -22,6 +23,7 @@ ROWS = 64  # positions at once
 
 class ScoringJob(ABC):
     logits = False  # it asks for the logits of each position, not for its hidden state
+    adapter: Adapter | None = None
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
         """Reads the first `count` of the tokens."""
@@ -47,7 +49,7 @@ class ScoringJob(ABC):
                 )
         begin, end = self._at, min(self._at + ROWS, self._count)
         if begin < end:
-            self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits), begin)
+            self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
             self._at = end
         if self._at < self._count:
             return True

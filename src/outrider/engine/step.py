@@ -19,6 +19,7 @@ from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
     from ..cache.swap import SwappedKV
+    from ..ops.lowrank import Adapter
     from ..spec.ngram import NgramIndex
     from .output_processor import OutputProcessor
 
@@ -33,6 +34,7 @@ class Request:
     hint: tuple[int, ...] = ()  # what the answer may look like: copied from for drafts, never for answers
     tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are lines; None: as the engine is set
     namespace: bytes = b""  # prefixes are shared within a namespace only
+    adapter: str | None = None  # the name of a loaded adapter; None: the base model
 
 
 class Progress(NamedTuple):
@@ -57,6 +59,7 @@ class Seq:
     tokens: list[int]
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
+    adapter: Adapter | None = None  # what its rows use next to the weights; held until it ends
     swapped_kv: SwappedKV | None = None  # what the host keeps of its K/V, while it waits to run again
     # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
     has_features: bool = False
@@ -91,6 +94,12 @@ class Seq:
         return self.cache
 
     @property
+    def prefix_root(self) -> bytes:
+        """K/V is shared within a namespace only, and among sequences whose adapter has the same content."""
+        mine = self.request.namespace
+        return mine if self.adapter is None else mine + b" adapter " + self.adapter.digest
+
+    @property
     def remaining(self) -> int:
         """Tokens that the answer may still have by max_tokens."""
         return self.max_total_tokens - len(self.tokens)
@@ -122,6 +131,11 @@ class StepBatch:
 
     def __bool__(self) -> bool:
         return bool(self.prompts or self.decode)
+
+    @property
+    def adapted(self) -> bool:
+        """Some sequence decodes with an adapter: only `eager` runs such a step."""
+        return any([item.seq.adapter is not None for item in self.decode])
 
 
 class Emitted(NamedTuple):

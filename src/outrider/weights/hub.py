@@ -146,9 +146,13 @@ def _beside(path: Path) -> Path | None:
 
 
 def _snapshot(name: str, weights: bool) -> Path:
+    return snapshot(name, ["*.json", "*.jinja"] + (["*.safetensors"] if weights else []))
+
+
+def snapshot(name: str, patterns: list[str]) -> Path:
+    """The folder in Hugging Face's cache that holds these files of a repository."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if weights else [])
     with repos.hub_errors(name, _known(name)):
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"]))
 

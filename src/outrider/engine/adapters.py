@@ -1,0 +1,87 @@
+"""The adapters of one engine: names and paths, the loaded ones within a limit, and the model that applies them.
+
+At most `max_adapters` are loaded. One more makes the least recently used leave; its name and path stay, and it is read
+again when a request asks for it. A request holds its adapter until it ends, so an adapter that leaves, or is replaced
+by another under the same name, never changes a request on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+
+from ..models.adapted import AdaptedModel, weight_names
+from ..models.decoder import TextModel
+from ..ops.lowrank import Adapter, row_groups
+from ..types import OutriderError
+
+log = logging.getLogger("outrider")
+NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}")
+
+
+class AdapterPool:
+    """May be used from several threads: a server loads an adapter while its engine runs."""
+
+    def __init__(self, model: TextModel, load: Callable[[str, str], Adapter], max_adapters: int = 8):
+        """load(name, path): reads an adapter for this model."""
+        self.model, self.load, self.max_adapters = model, load, max_adapters
+        self.paths: dict[str, str] = {}
+        self._loaded: dict[str, Adapter] = {}  # least recently used first
+        self._names = weight_names(model)
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(adapter.nbytes for adapter in list(self._loaded.values()))
+
+    def add(self, name: str, path: str) -> Adapter:
+        """Load an adapter under a new name."""
+        if not NAME.fullmatch(name):
+            raise OutriderError(f"adapter name {name[:60]!r}: letters, digits, '.', '_' and '-' only")
+        if name in self.paths:
+            raise OutriderError(f"adapter {name!r} is loaded already: unload it first")
+        adapter = self.load(name, path)
+        with self._lock:
+            if name in self.paths:
+                raise OutriderError(f"adapter {name!r} is loaded already: unload it first")
+            self.paths[name] = path
+            self._keep(name, adapter)
+        log.info("adapter %s: %.1f MiB, %d weights", name, adapter.nbytes / 2**20, len(adapter.parts))
+        return adapter
+
+    def remove(self, name: str) -> None:
+        """Requests on their way keep it until they end."""
+        with self._lock:
+            if self.paths.pop(name, None) is None:
+                raise OutriderError(self._unknown(name))
+            self._loaded.pop(name, None)
+
+    def get(self, name: str) -> Adapter:
+        with self._lock:
+            path, adapter = self.paths.get(name), self._loaded.get(name)
+        if path is None:
+            raise OutriderError(self._unknown(name))
+        if adapter is None:
+            adapter = self.load(name, path)
+        with self._lock:
+            if self.paths.get(name) == path:
+                self._keep(name, adapter)
+        return adapter
+
+    def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> AdaptedModel:
+        """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
+        return AdaptedModel(self.model, self._names, row_groups(adapters, counts, self.model.device))
+
+    def _keep(self, name: str, adapter: Adapter) -> None:
+        self._loaded.pop(name, None)
+        self._loaded[name] = adapter
+        while len(self._loaded) > self.max_adapters:
+            oldest = next(iter(self._loaded))
+            del self._loaded[oldest]
+            log.info("adapter %s leaves memory: more than %d are in use", oldest, self.max_adapters)
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(self.paths) or "none"
+        return f"there is no adapter {name[:60]!r}; loaded: {known}"

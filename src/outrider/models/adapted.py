@@ -1,0 +1,42 @@
+"""A target model during one pass in which some rows use low-rank adapters.
+
+`AdaptedModel` is a `TextModel` over the same weights: only its operations differ (ops.lowrank). It is made per pass
+and costs a dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from ..ops.backend import Backend, Pass
+from ..ops.lowrank import AdaptedOps, RowGroup
+from ..types import KVView, OutputRows
+from .decoder import TextModel
+
+ADAPTED = ("qkv", "out", "gate_up", "down")  # fields of a `Block`, and the suffixes of their canonical names
+
+
+def weight_names(model: TextModel) -> dict[int, str]:
+    """The canonical names of the weights that an adapter may change, by the `id` of what the model holds."""
+    names = {id(getattr(block, f)): f"layers.{i}.{f}" for i, block in enumerate(model.blocks) for f in ADAPTED}
+    for i, side in enumerate(model.ple_blocks):
+        names |= {id(side.gate): f"layers.{i}.ple_gate", id(side.out): f"layers.{i}.ple_out"}
+    if model.ple_input is not None:
+        names[id(model.ple_input.proj)] = "ple_proj"
+    return names
+
+
+class AdaptedModel(TextModel):
+    def __init__(self, model: TextModel, names: dict[int, str], groups: Sequence[RowGroup]):
+        self.__dict__.update(model.__dict__)
+        self.ops = cast(Backend, AdaptedOps(model.ops, names, groups))
+
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
+        """All rows go through all layers, so that a row's group holds from the first layer to the last."""
+        out = super().forward(ids, kv, taps)
+        if wanted is None:
+            return out
+        return Pass(out.hidden[wanted.rows], tuple(stream[wanted.rows] for stream in out.streams))

@@ -1,0 +1,150 @@
+"""Low-rank adapters (LoRA) next to a model's weights: y = W x + scale · B (A x), for the rows that ask for it.
+
+`AdaptedOps` stands in for a backend during one pass whose rows use adapters. A row's bits do not depend on the other
+rows: the base product is the backend's own, the two small products run through the same `linear`, whose order of sums
+is fixed by the weight's shape, and the addition is elementwise. A row without an adapter takes no addition at all and
+runs through the same operations as in a pass without adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .formats import DeviceWeight
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The change of one weight. Where a weight is fused of several matrices (q, k and v; gate and up) A holds their
+    rows one below the other and B is block-structured."""
+
+    a: DeviceWeight  # [r, in]
+    b: DeviceWeight  # [out, r]
+    scale: Tensor  # float32 [out]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """All changes of one adapter by canonical weight name. K/V depends on them: `digest` is part of prefix keys."""
+
+    name: str
+    digest: bytes
+    parts: Mapping[str, LowRank]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """The rows of a pass that use one adapter."""
+
+    adapter: Adapter
+    rows: Tensor | None  # int64; None: all rows of the pass
+
+
+def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device: torch.device) -> list[RowGroup]:
+    """The groups of a pass in which sequence i has `counts[i]` rows, one sequence after the other."""
+    rows: dict[Adapter, list[int]] = {}
+    start = 0
+    for adapter, count in zip(adapters, counts, strict=True):
+        if adapter is not None and count:
+            rows.setdefault(adapter, []).extend(range(start, start + count))
+        start += count
+    return [
+        RowGroup(adapter, None if len(which) == start else torch.tensor(which, dtype=torch.int64, device=device))
+        for adapter, which in rows.items()
+    ]
+
+
+class AdaptedOps:
+    """The backend `base` with the changes of `groups` in every product that they change; all else is the backend's.
+    names: the canonical name of a weight by its `id`."""
+
+    def __init__(self, base: Backend, names: Mapping[int, str], groups: Sequence[RowGroup]):
+        self.base, self.names, self.groups = base, names, groups
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.base, name)
+
+    def changes(self, w: DeviceWeight) -> list[tuple[Tensor | None, LowRank]]:
+        name = self.names.get(id(w), "")
+        return [(g.rows, g.adapter.parts[name]) for g in self.groups if name in g.adapter.parts]
+
+    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
+        y = self.base.linear(x, w, bias)
+        for rows, part in self.changes(w):
+            own = x if rows is None else x[rows]
+            delta = self.base.linear(self.base.linear(own, part.a), part.b).float() * part.scale
+            if rows is None:
+                return (y.float() + delta).to(y.dtype)
+            y[rows] = (y[rows].float() + delta).to(y.dtype)
+        return y
+
+    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
+        rows = self.touched(x, w)
+        if rows is None:
+            return self.base.gated_linear(x, w, act)
+        gate, up = self.linear(x, w).chunk(2, dim=-1)
+        if rows.shape[0] == x.shape[0]:
+            return self.base.act_mul(gate, up, act)
+        out = self.base.gated_linear(x, w, act)  # a row that is not changed keeps the fused product's bits
+        out[rows] = self.base.act_mul(gate[rows], up[rows], act)
+        return out
+
+    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
+        rows = self.touched(x, w)
+        if rows is None:
+            return self.base.linear_act_mul(x, w, y, act)
+        made = self.linear(x, w)
+        if rows.shape[0] == x.shape[0]:
+            return self.base.act_mul(made, y, act)
+        out = self.base.linear_act_mul(x, w, y, act)
+        out[rows] = self.base.act_mul(made[rows], y[rows], act)
+        return out
+
+    def moe_with_shared_mlp(
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
+        down: DeviceWeight, top_k: int, act: str,
+        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The backend's operation for rows whose dense MLP is not changed, and its parts one by one for the others."""
+        base, rows = self.base, self.touched(h, mlp_gate_up, mlp_down)
+        experts = (router, expert_scale, gate_up, down, top_k, act)
+        ends = (out_w, scale, next_w, eps)
+        norms = (dense_w, post_w)
+        if rows is None:
+            return base.moe_with_shared_mlp(router_in, x, *experts, h, mlp_gate_up, mlp_down, *norms, stream, *ends)
+        dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
+        routed = base.moe(router_in, x, *experts)
+        y = base.residual_norm(base.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
+        out = base.residual_norm(stream, y, *ends)
+        if rows.shape[0] < x.shape[0]:
+            kept = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+            kept[rows] = False
+            few = base.moe_with_shared_mlp(
+                router_in[kept], x[kept], *experts, h[kept], mlp_gate_up, mlp_down, *norms, stream[kept], *ends
+            )
+            for whole, part in zip(out, few):
+                whole[kept] = part
+        return out
+
+    def touched(self, x: Tensor, *weights: DeviceWeight) -> Tensor | None:
+        """The rows of x for which one of the weights is changed; None: there are none."""
+        found = [rows for w in weights for rows, _ in self.changes(w)]
+        if not found:
+            return None
+        if any(rows is None for rows in found):
+            return torch.arange(x.shape[0], device=x.device)
+        return torch.cat([rows for rows in found if rows is not None]).unique()

@@ -1,0 +1,310 @@
+"""LoRA adapters: PEFT folders (adapter_config.json, adapter_model.safetensors) and GGUF adapters.
+
+`read_adapter` gives the two matrices and the scale of every module that an adapter changes, by the name of the tensor
+in the base checkpoint; `fuse` lays them out as the model holds its weights. An adapter that asks for something else
+than W + scale · B A, or that does not fit the base model, is refused in one line that names the tensor or the setting.
+The rules of ranks, scales and patterns are those of PEFT 0.21 (huggingface.co/docs/peft).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..models.config import ForeignDict, ModelConfig
+from ..ops.backend import Backend
+from ..ops.lowrank import Adapter, LowRank
+from ..types import OutriderError
+from . import gguf, hub
+from .gguf_config import ARCHITECTURES, hf_name, unpermute
+from .names import TensorPlan, ignored, normalise, tensor_plan
+from .safetensors import read_header, read_json
+from .source import TensorEntry
+from .source_tensor import FLOATS, tensor
+
+log = logging.getLogger("outrider")
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+ADAPTABLE = re.compile(r"(layers\.\d+\.(qkv|out|gate_up|down|ple_gate|ple_out))|ple_proj")
+MAX_RANK = 4096
+# Settings of PEFT that change what an adapter computes, and the name of what they ask for.
+REFUSED = {
+    "use_dora": "DoRA", "lora_bias": "LoRA with biases", "fan_in_fan_out": "transposed weights (Conv1D)",
+    "modules_to_save": "modules that are saved whole (modules_to_save)",
+    "target_parameters": "adapters of parameters, such as experts (target_parameters)",
+    "layer_replication": "replicated layers", "alora_invocation_tokens": "activated LoRA", "use_qalora": "QALoRA",
+    "trainable_token_indices": "trainable tokens", "use_bdlora": "block-diagonal LoRA", "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
+}  # fmt: skip
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base weights
+
+
+@dataclass(frozen=True)
+class Update:
+    """The change of one tensor of the base checkpoint: scale · B A."""
+
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    scale: float
+
+    def delta(self) -> Tensor:
+        return self.scale * (self.b.float() @ self.a.float())
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    where: str
+    updates: Mapping[str, Update]  # by the base checkpoint's tensor (names.tensor_plan's sources)
+
+    def digest(self) -> bytes:
+        """Of the content: K/V that was computed with other values must never be taken for this adapter's."""
+        made = hashlib.blake2b(digest_size=16)
+        for name in sorted(self.updates):
+            one = self.updates[name]
+            made.update(f"{name} {one.scale!r} {one.a.dtype} {tuple(one.a.shape)} {tuple(one.b.shape)}\n".encode())
+            for matrix in (one.a, one.b):
+                made.update(matrix.contiguous().view(torch.uint8).numpy())
+        return made.digest()
+
+
+def load_adapter(
+    name: str, path: str | Path, config: ModelConfig, ops: Backend, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """An adapter as the backend multiplies it, on its device."""
+    file = read_adapter(path, config)
+    return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device))
+
+
+def fuse(
+    file: LoraFile, config: ModelConfig, ops: Backend, dtype: torch.dtype, device: torch.device
+) -> dict[str, LowRank]:
+    """Updates by canonical weight. Backends that multiply 16-bit weights next to float32 activations keep the stored
+    dtype; the others get the model's."""
+    halves = ops.capabilities.holds_halves and dtype == torch.float32
+    out: dict[str, LowRank] = {}
+    for canonical, plan in tensor_plan(config).items():
+        found = [file.updates.get(source) for source in plan.sources]
+        if not any(found):
+            continue
+        rank, kinds = 0, {u.a.dtype for u in found if u is not None}
+        kept = kinds.pop() if halves and len(kinds) == 1 else dtype
+        a = torch.cat([u.a.to(kept) for u in found if u is not None])
+        b = torch.zeros((plan.shape[0], a.shape[0]), dtype=kept)
+        scale, row = torch.zeros(plan.shape[0]), 0
+        for update, (rows, _) in zip(found, plan.source_shapes):
+            if update is not None:
+                width = update.a.shape[0]
+                b[row : row + rows, rank : rank + width] = update.b.to(kept)
+                scale[row : row + rows] = update.scale
+                rank += width
+            row += rows
+        out[canonical] = LowRank(ops.prepare(a.to(device)), ops.prepare(b.to(device)), scale.to(device))
+    return out
+
+
+def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
+    """name: a PEFT folder, a .gguf file or a Hugging Face id."""
+    path = Path(str(name)).expanduser()
+    if not path.exists():
+        if not hub.HF_ID.fullmatch(str(name)) or str(name).endswith(".gguf"):
+            raise OutriderError(f"adapter {str(name)!r} does not exist: give a PEFT folder, a .gguf file or a hub id")
+        path = hub.snapshot(str(name), ["adapter_*.json", "adapter_*.safetensors"])
+    try:
+        file = _read_gguf(path, config) if path.is_file() else _read_peft(path, config)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # foreign settings
+        raise OutriderError(f"{path}: its settings make no sense ({str(error)[:80]})") from None
+    if not file.updates:
+        raise OutriderError(f"{path} changes nothing: it holds no LoRA matrices of the text model")
+    return file
+
+
+# ---- PEFT -----------------------------------------------------------------------------------------------------------
+def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
+    if not (folder / CONFIG).is_file():
+        raise OutriderError(f"{folder} has no {CONFIG}: is it a PEFT adapter?")
+    settings = read_json(folder / CONFIG)
+    _check_settings(folder, settings)
+    if not (folder / TENSORS).is_file():
+        pickled = " (adapter_model.bin can run code when it is read: save the adapter as safetensors)"
+        raise OutriderError(f"{folder} has no {TENSORS}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
+    pairs: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
+    for key, entry in read_header(folder / TENSORS).items():
+        found = KEY.fullmatch(key)
+        if found is None:
+            raise OutriderError(f"{folder}: tensor {key[:120]} is {_kind(key)}, which is not supported")
+        pairs.setdefault(found[1], {})[found[2]] = (key, entry)
+    updates: dict[str, Update] = {}
+    sources, skipped = _sources(config), 0
+    for module, pair in pairs.items():
+        where = f"{folder}: tensor {next(iter(pair.values()))[0]}"
+        source = normalise(module + ".weight")
+        if ignored(source, config) and not source.startswith("lm_head."):
+            skipped += 1
+            continue
+        shape = _shape(where, source, sources)
+        rank = _pattern(folder, settings, "rank_pattern", module, settings.get("r", 8))
+        alpha = _pattern(folder, settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
+        if "A" not in pair or "B" not in pair:
+            raise OutriderError(f"{where} has no partner lora_{'A' if 'B' in pair else 'B'}: fetch the adapter again")
+        a, b = (_matrix(folder, *pair[part]) for part in "AB")
+        _check_shapes(folder, pair["A"][0], pair["B"][0], a, b, shape)
+        if a.shape[0] != rank:
+            raise OutriderError(f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
+        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        updates[source] = Update(a, b, scale)
+    if skipped:
+        log.info("%s: %d modules outside the text model are not used", folder.name, skipped)
+    _check_complete(folder, settings, updates, sources)
+    return LoraFile(str(folder), updates)
+
+
+def _check_settings(folder: Path, settings: ForeignDict) -> None:
+    where = folder / CONFIG
+    if settings.get("peft_type") != "LORA":
+        raise OutriderError(f"{where}: peft_type {str(settings.get('peft_type'))[:40]!r} is not supported, LORA is")
+    for key, what in REFUSED.items():
+        if settings.get(key):
+            raise OutriderError(f"{where}: {key} asks for {what}, which is not supported")
+    if settings.get("bias", "none") != "none":
+        raise OutriderError(
+            f"{where}: bias {str(settings['bias'])[:40]!r}: adapters that train biases are not supported"
+        )
+    start = str(settings.get("init_lora_weights", True)).lower()
+    if start.startswith(CHANGED_BASE):
+        raise OutriderError(
+            f"{where}: init_lora_weights {start[:40]!r} changed the base weights too: convert it with PEFT"
+        )
+
+
+def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default: object) -> float:
+    """The value of the first pattern that matches the module's name or its end at a dot."""
+    table, value = settings.get(key) or {}, default
+    if not isinstance(table, dict):
+        raise OutriderError(f"{folder / CONFIG}: {key} should be an object, got {str(table)[:40]}")
+    for pattern, special in table.items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                value = special
+                break
+        except re.error:
+            raise OutriderError(f"{folder / CONFIG}: {key} {pattern[:60]!r} is not a regular expression") from None
+    what = "r" if key == "rank_pattern" else "lora_alpha"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < abs(value) < 1e6:
+        raise OutriderError(f"{folder / CONFIG}: {what} should be a positive number, got {str(value)[:40]}")
+    if what == "r" and (value != int(value) or not 1 <= value <= MAX_RANK):
+        raise OutriderError(f"{folder / CONFIG}: rank {value} is outside 1..{MAX_RANK}")
+    return value
+
+
+def _check_complete(
+    folder: Path, settings: ForeignDict, updates: Mapping[str, Update], sources: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Modules that the settings name are there in every layer of the base; otherwise the base is another one, or the
+    file is cut."""
+    listed = settings.get("target_modules")
+    limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    if not isinstance(listed, list) or any(settings.get(key) is not None for key in limits):
+        return
+    for name in listed:
+        ends = f".{name}.weight"
+        wanted = [s for s in sources if s.endswith(ends)]
+        missing = next((s for s in wanted if s not in updates), None)
+        if missing is not None:
+            raise OutriderError(
+                f"{folder}: it adapts {str(name)[:60]!r} but holds nothing for {missing}: cut, or made for another base"
+            )
+
+
+def _kind(key: str) -> str:
+    if "lora_magnitude_vector" in key:
+        return "part of DoRA"
+    if "lora_embedding_" in key:
+        return "an adapter of an embedding"
+    if key.endswith(".bias"):
+        return "a bias"
+    return "no LoRA matrix (modules_to_save?)"
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------------------------
+def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
+    if path.suffix != ".gguf":
+        raise OutriderError(f"{path} is neither a PEFT folder nor a .gguf file")
+    file = gguf.read(path)
+    if (file.meta.get("general.type"), file.meta.get("adapter.type")) != ("adapter", "lora"):
+        raise OutriderError(f"{path} is not a LoRA adapter (general.type adapter, adapter.type lora)")
+    if file.arch != (config.model_type if config.model_type in ARCHITECTURES else config.family):
+        raise OutriderError(f"{path} was made for a {file.arch[:40]} model, the base is {config.model_type}")
+    alpha = file.meta.get("adapter.lora.alpha")
+    if not isinstance(alpha, int | float) or not 0 < abs(alpha) < 1e6:
+        raise OutriderError(f"{path}: adapter.lora.alpha should be a positive number, got {str(alpha)[:40]}")
+    sources, updates = _sources(config), dict[str, Update]()
+    for key, entry in file.tensors.items():
+        if not key.endswith((".lora_a", ".lora_b")):
+            raise OutriderError(f"{path}: tensor {key} is no LoRA matrix, which is not supported")
+        if key.endswith(".lora_b"):
+            if f"{key[:-1]}a" not in file.tensors:
+                raise OutriderError(f"{path}: tensor {key} has no partner lora_a: fetch the adapter again")
+            continue
+        other = f"{key[:-1]}b"
+        source = normalise(hf_name(key[:-7], file.arch))
+        shape = _shape(f"{path}: tensor {key}", source, sources)
+        if other not in file.tensors:
+            raise OutriderError(f"{path}: tensor {key} has no partner lora_b: fetch the adapter again")
+        a, b = _matrix(path, key, entry), _matrix(path, other, file.tensors[other])
+        _check_shapes(path, key, other, a, b, shape)
+        projection = source.split(".")[-2]
+        if file.arch == "llama" and projection in ("q_proj", "k_proj"):  # rows are permuted there, as the base's are
+            attn = config.layers[int(source.split(".")[2])].attn
+            b = b[torch.from_numpy(unpermute(attn.heads if projection == "q_proj" else attn.kv_heads, b.shape[0]))]
+        updates[source] = Update(a, b, alpha / a.shape[0])
+    return LoraFile(str(path), updates)
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+def _sources(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{tensor of the base: its shape}, () where adapters of it are not supported."""
+
+    def pieces(canonical: str, plan: TensorPlan) -> dict[str, tuple[int, ...]]:
+        fits = ADAPTABLE.fullmatch(canonical) is not None
+        return {s: shape if fits else () for s, shape in zip(plan.sources, plan.source_shapes)}
+
+    return {s: shape for name, plan in tensor_plan(config).items() for s, shape in pieces(name, plan).items()}
+
+
+def _shape(where: str, source: str, sources: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    module = source.removesuffix(".weight")
+    shape = sources.get(source, sources.get(module))
+    if ".experts" in source or source.startswith(("lm_head.", "model.embed_tokens.")):
+        shape = ()
+    if shape is None:
+        raise OutriderError(f"{where[:200]}: the base model has no module {module[:120]}: is it made for another base?")
+    if not shape:
+        raise OutriderError(f"{where[:200]}: adapters of {module[:120]} are not supported")
+    return shape
+
+
+def _matrix(where: Path, key: str, entry: TensorEntry) -> Tensor:
+    if entry.kind not in FLOATS:
+        raise OutriderError(f"{where}: tensor {key} is stored as {entry.kind}: adapters hold F32, F16 or BF16")
+    matrix = tensor(entry)
+    if matrix.dtype == torch.float64:
+        matrix = matrix.float()
+    if not bool(torch.isfinite(matrix.float()).all()):
+        raise OutriderError(f"{where}: tensor {key} holds values that are not finite: fetch the adapter again")
+    return matrix.clone()
+
+
+def _check_shapes(where: Path, key_a: str, key_b: str, a: Tensor, b: Tensor, shape: tuple[int, ...]) -> None:
+    rank = a.shape[0] if a.dim() == 2 else 0
+    for key, matrix, want in ((key_a, a, (rank, shape[1])), (key_b, b, (shape[0], rank))):
+        if not rank or tuple(matrix.shape) != want:
+            fits = f"the base asks for [{shape[0]}, {shape[1]}] = B A"
+            raise OutriderError(f"{where}: tensor {key} has shape {list(matrix.shape)}: {fits}")
