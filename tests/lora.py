@@ -49,9 +49,16 @@ def write_adapter(config: ModelConfig, folder: Path, seed: int = 0, rank: int = 
             tensors[module + ".lora_B.weight"] = size * torch.randn((rows, rank), generator=rng)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "use_rslora": False, "bias": "none",
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "use_rslora": False,
+        "bias": "none",
         "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "use_dora": False,
-    }  # fmt: skip
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+        "use_dora": False,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder

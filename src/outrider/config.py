@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral
 from os import PathLike
@@ -135,6 +135,8 @@ class LoadSettings:
     ] = 1
     load_format: Annotated[LoadFormat, "auto | dummy (seeded random weights from the config alone)."] = "auto"
     seed: int = 0  # of dummy weights
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: {name: a folder, .gguf file or id}
+    max_adapters: Annotated[int, "LoRA adapters in memory at once; the least recently used leaves."] = 8
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
@@ -159,6 +161,12 @@ class LoadSettings:
         known("load_format", self.load_format, LoadFormat)
         if whole("tensor_parallel", self.tensor_parallel) < 1:
             raise OutriderError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
+        if whole("max_adapters", self.max_adapters) < 1:
+            raise OutriderError(f"max_adapters must be at least 1, got {self.max_adapters}")
+        if not isinstance(self.adapters, Mapping) or not all(isinstance(name, str) for name in self.adapters):
+            raise OutriderError(f"adapters are {{name: path}}, got {str(self.adapters)[:60]}")
+        if self.tensor_parallel > 1 and self.adapters:
+            raise OutriderError("adapters are for a model in one process: leave them out next to tensor_parallel")
         if self.tensor_parallel > 1 and self.engine.swap:
             raise OutriderError("swap is for a model in one process: leave it out beside tensor_parallel")
         if self.tensor_parallel > 1 and self.engine.prefix_store is not None:

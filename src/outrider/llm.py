@@ -26,6 +26,7 @@ from . import __version__
 from . import ops as ops_module
 from .cache.prefix_store import PrefixStore
 from .config import LoadFormat, LoadSettings, parse_draft_tokens, parse_tree
+from .engine.adapters import AdapterPool
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
 from .engine.memory import KVBudget
@@ -48,6 +49,7 @@ from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams
 from .weights import check_shares, hub, load_drafter, load_target
+from .weights.adapter import load_adapter
 from .weights.files import Files, check_draft_model, fingerprint, text_files
 
 log = logging.getLogger("outrider")
@@ -78,6 +80,8 @@ class LLM:
         )
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
+        self.adapters = engine.runner.adapters  # None: the model is divided over several processes
+        self.adapter: str | None = None  # used by requests that name none
         self._ids, self._shared = itertools.count(), SharedEngine(engine)
 
     @classmethod
@@ -127,7 +131,7 @@ class LLM:
     @property
     def nbytes(self) -> int:
         """What the target's weights and the K/V of all sequences take (of a divided model: in this process)."""
-        return self._weight_bytes + self.engine.store.bytes()
+        return self._weight_bytes + self.engine.store.bytes() + (self.adapters.nbytes if self.adapters else 0)
 
     def close(self) -> None:
         """End the other processes of a model that is divided over several; of others there is nothing to end."""
@@ -149,6 +153,7 @@ class LLM:
         draft_tokens: int | str | None = None,
         drafter: bool | str = True,
         tree: int | str | None = None,
+        adapter: str | None = None,
     ) -> list[Request]:
         """One request for each of `params.n` answers; answer i has seed + i."""
         if not isinstance(params, SamplingParams):
@@ -160,7 +165,8 @@ class LLM:
         draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
         answers = [replace(params, seed=params.seed + i, n=1) for i in range(params.n)]
         return [
-            Request(f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree) for i, answer in enumerate(answers)
+            Request(f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
+            for i, answer in enumerate(answers)
         ]
 
     def generate(
@@ -170,13 +176,14 @@ class LLM:
         draft_tokens: int | str | None = None,
         drafter: bool | str = True,
         tree: int | str | None = None,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """All answers, in order (n of them for each prompt). `draft_tokens`, `tree`: None leaves them as they were
-        loaded."""
+        loaded. `adapter`: the name of a loaded LoRA adapter."""
         requests = [
             r
             for p in each_prompt(prompts)
-            for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree)
+            for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree, adapter)
         ]
         done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}
         with closing(self._shared.run(requests)) as events:
@@ -190,10 +197,11 @@ class LLM:
         params: SamplingParams | None = None,
         draft_tokens: int | str | None = None,
         drafter: bool | str = True,
+        adapter: str | None = None,
     ) -> Generator[Event, None, None]:
         """One answer as it comes (the first of `params.n`). Closing the iterator aborts the request and frees its
         pages."""
-        (request, *_) = self.requests(prompt, params or SamplingParams(), draft_tokens, drafter)
+        (request, *_) = self.requests(prompt, params or SamplingParams(), draft_tokens, drafter, adapter=adapter)
         yield from self._shared.run([request])
 
     def chat(
@@ -202,8 +210,9 @@ class LLM:
         params: SamplingParams | None = None,
         draft_tokens: int | str | None = None,
         drafter: bool | str = True,
+        adapter: str | None = None,
     ) -> Completion:
-        return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter)[0]
+        return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter, adapter=adapter)[0]
 
     def chat_prompt(self, messages: Iterable[Mapping[str, Json]], tools: Json = None) -> list[int]:
         listed = list(messages)
@@ -328,6 +337,7 @@ def _assemble(
     size = sum(w.nbytes for w in weights.values())
     if team is not None:
         say(f"tensor parallel: {team.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
+    adapters = load_adapters(target, settings, say) if team is None else None
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
     profiles = {drafter.name: drafter.profile} if drafter is not None and drafter.profile is not None else {}
     prior, trust = {n: p.accepted for n, p in profiles.items()}, {n: p.trust for n, p in profiles.items()}
@@ -346,6 +356,7 @@ def _assemble(
         ops.kv_dtype(dtype, engine_config.kv_dtype),
         agree=agree,
     )
+    engine.runner.adapters = adapters
     if engine_config.prefix_store is not None:
         content = fingerprint(files) if load_format == "auto" else f"dummy {files.name} {seed}"
         kernels = f"{ops.name} {ops.version}"
@@ -375,6 +386,18 @@ def _assemble(
         f"{__version__} {FORMAT} {ops.version}",
     )
     return engine, note, size, key
+
+
+def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str], None]) -> AdapterPool:
+    """The settings' adapters, before K/V takes the rest of a GPU's memory."""
+    to = (target.config, target.ops, target.dtype, target.device)
+    pool = AdapterPool(target, lambda name, path: load_adapter(name, path, *to), settings.max_adapters)
+    for name, path in settings.adapters.items():
+        pool.add(name, str(path))
+    if settings.adapters:
+        size = f"{pool.nbytes / 2**20:.1f} MiB"
+        say(f"adapters: {', '.join(settings.adapters)} ({size}); steps that use one run in the eager executor")
+    return pool
 
 
 def worker(device: str | None = None) -> NoReturn:

@@ -28,10 +28,16 @@ from outrider.weights.names import tensor_plan
 LENGTHS = (19, 11)
 IDS = [torch.randint(6, 262, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 CASES: dict[str, dict[str, Any]] = {
-    "llama": {}, "qwen2": {"use_rslora": True}, "qwen3": {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6}},
-    "gemma3": {"alpha_pattern": {"down_proj": 3, "self_attn.o_proj": 16}}, "gemma3_4b": {}, "gemma4_31b": {},
-    "gemma4_e2b": {}, "gemma4_moe": {"use_rslora": True, "alpha_pattern": {"k_proj": 5}}, "gemma4_12b": {},
-}  # fmt: skip
+    "llama": {},
+    "qwen2": {"use_rslora": True},
+    "qwen3": {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6}},
+    "gemma3": {"alpha_pattern": {"down_proj": 3, "self_attn.o_proj": 16}},
+    "gemma3_4b": {},
+    "gemma4_31b": {},
+    "gemma4_e2b": {},
+    "gemma4_moe": {"use_rslora": True, "alpha_pattern": {"k_proj": 5}},
+    "gemma4_12b": {},
+}
 
 
 def tolerance(name: str) -> float:

@@ -29,6 +29,7 @@ COMMANDS = {
     "/stats": "  of all turns",
     "/drafter": "[auto|none|NAME]",
     "/draft": "K|auto",
+    "/adapter": "[none|NAME]",
     "/seed": "N",
     "/clear": "  forget the conversation",
     "/quit": "",
@@ -52,6 +53,7 @@ def chat(
     ] = None,
     seed: common.Seed = 0,
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
+    adapter: common.Adapters = None,
     *,
     load: LoadSettings,
 ) -> None:
@@ -65,7 +67,9 @@ def chat(
     common.sampling(
         **{"max_tokens": max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": seed, **given}
     )  # refused before the model is loaded
+    load = common.with_adapters(load, adapter)
     llm = common.load_llm(model, load)
+    llm.adapter = next(iter(load.adapters), None)
     params = llm.sampling(max_tokens=max_tokens, seed=seed, **given)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
@@ -142,6 +146,8 @@ class Conversation:
                 self.messages.insert(0, {"role": "system", "content": self.system})
         elif name == "/drafter":
             self.choose_drafter(argument.strip())
+        elif name == "/adapter":
+            self.choose_adapter(argument.strip())
         elif name == "/retry":
             self.retry()
         elif name == "/save":
@@ -157,6 +163,15 @@ class Conversation:
             note(f"{len(self.messages)} messages")
         else:
             note(HELP)
+
+    def choose_adapter(self, name: str) -> None:
+        """Without a name: says which one is used."""
+        known = self.llm.adapters.paths if self.llm.adapters is not None else {}
+        if name and name != "none" and name not in known:
+            raise OutriderError(f"/adapter takes none{''.join(f', {one}' for one in known)}, got {name!r}")
+        if name:
+            self.llm.adapter = None if name == "none" else name
+        note(f"adapter: {self.llm.adapter or 'none'}")
 
     def choose_drafter(self, name: str) -> None:
         """Without a name: says which one drafts."""

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -51,6 +52,10 @@ TopP = Annotated[
 ]
 TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
 Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives the same result.")]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=PATH", help="A LoRA adapter: PEFT folder, .gguf file or id (repeatable)."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 PROMPTS = (  # where a command was given none
@@ -206,6 +211,19 @@ def sampling(**given: object) -> SamplingParams:
             f"model has it)"
         )
     return params
+
+
+def with_adapters(load: LoadSettings, given: list[str] | None) -> LoadSettings:
+    """The settings with the adapters of `--adapter NAME=PATH`; a path alone is named by its last part."""
+    adapters: dict[str, str] = {}
+    for text in given or ():
+        name, sign, path = text.partition("=")
+        if not sign or Path(text).exists():
+            name, path = Path(text).name.removesuffix(".gguf"), text
+        if name in adapters:
+            raise OutriderError(f"--adapter: two adapters would be called {name!r}: write NAME=PATH")
+        adapters[name] = path
+    return replace(load, adapters=adapters)
 
 
 def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:

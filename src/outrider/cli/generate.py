@@ -53,6 +53,7 @@ def generate(
     ] = False,
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
     as_json: common.AsJson = False,
+    adapter: common.Adapters = None,
     *,
     load: LoadSettings,
 ) -> None:
@@ -90,7 +91,11 @@ def generate(
     if prompt is not None and not prompt.strip():
         raise OutriderError("the prompt is empty")
     listed = read_prompts(prompts) if prompts is not None else []
+    load = common.with_adapters(load, adapter)
+    if len(load.adapters) > 1:
+        raise OutriderError("generate uses one adapter: leave out the others (serve and chat take several)")
     llm = common.load_llm(model, load, as_json)
+    llm.adapter = next(iter(load.adapters), None)
     if prompts is not None:
         for one in listed:
             kept = {k: v for k, v in one.row.items() if k not in ("prompt", "text", "turns")}

@@ -18,8 +18,19 @@ from ..types import OutriderError
 from . import common
 
 COMMANDS = (
-    *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "prove"),
-    *("bench", "bench-server", "predict", "train", "eval-drafter", "cluster-head", "make-dummy", "demo", "doctor"),
+    *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "merge"),
+    *(
+        "prove",
+        "bench",
+        "bench-server",
+        "predict",
+        "train",
+        "eval-drafter",
+        "cluster-head",
+        "make-dummy",
+        "demo",
+        "doctor",
+    ),
 )
 FUNCTIONS = {"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"}
 MOVED = {  # commands that were renamed

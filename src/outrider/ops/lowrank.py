@@ -114,11 +114,26 @@ class AdaptedOps:
         return out
 
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
-        down: DeviceWeight, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        router: DeviceWeight,
+        expert_scale: Tensor,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
+        top_k: int,
+        act: str,
+        h: Tensor,
+        mlp_gate_up: DeviceWeight,
+        mlp_down: DeviceWeight,
+        dense_w: Tensor,
+        post_w: Tensor,
+        stream: Tensor,
+        out_w: Tensor | None,
+        scale: Tensor | None,
+        next_w: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
         """The backend's operation for rows whose dense MLP is not changed, and its parts one by one for the others."""
         base, rows = self.base, self.touched(h, mlp_gate_up, mlp_down)
         experts = (router, expert_scale, gate_up, down, top_k, act)

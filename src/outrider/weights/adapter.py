@@ -23,7 +23,7 @@ from ..models.config import ForeignDict, ModelConfig
 from ..ops.backend import Backend
 from ..ops.lowrank import Adapter, LowRank
 from ..types import OutriderError
-from . import gguf, hub
+from . import gguf, hub, repos
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
 from .names import TensorPlan, ignored, normalise, tensor_plan
 from .safetensors import read_header, read_json
@@ -37,13 +37,21 @@ ADAPTABLE = re.compile(r"(layers\.\d+\.(qkv|out|gate_up|down|ple_gate|ple_out))|
 MAX_RANK = 4096
 # Settings of PEFT that change what an adapter computes, and the name of what they ask for.
 REFUSED = {
-    "use_dora": "DoRA", "lora_bias": "LoRA with biases", "fan_in_fan_out": "transposed weights (Conv1D)",
+    "use_dora": "DoRA",
+    "lora_bias": "LoRA with biases",
+    "fan_in_fan_out": "transposed weights (Conv1D)",
     "modules_to_save": "modules that are saved whole (modules_to_save)",
     "target_parameters": "adapters of parameters, such as experts (target_parameters)",
-    "layer_replication": "replicated layers", "alora_invocation_tokens": "activated LoRA", "use_qalora": "QALoRA",
-    "trainable_token_indices": "trainable tokens", "use_bdlora": "block-diagonal LoRA", "arrow_config": "Arrow routing",
-    "kasa_config": "KaSA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
-}  # fmt: skip
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_qalora": "QALoRA",
+    "trainable_token_indices": "trainable tokens",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base weights
 
 
@@ -114,9 +122,10 @@ def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
     """name: a PEFT folder, a .gguf file or a Hugging Face id."""
     path = Path(str(name)).expanduser()
     if not path.exists():
-        if not hub.HF_ID.fullmatch(str(name)) or str(name).endswith(".gguf"):
+        named = repos.parse(str(name))
+        if named is None or named[1] is not None:
             raise OutriderError(f"adapter {str(name)!r} does not exist: give a PEFT folder, a .gguf file or a hub id")
-        path = hub.snapshot(str(name), ["adapter_*.json", "adapter_*.safetensors"])
+        path = hub.snapshot(named[0], ["adapter_*.json", "adapter_*.safetensors"])
     try:
         file = _read_gguf(path, config) if path.is_file() else _read_peft(path, config)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # foreign settings
