@@ -36,7 +36,14 @@ Models = Annotated[
 
 @common.offering("server", options(ServerSettings), lambda given: partial(ServerSettings, **given))  # type: ignore[arg-type]
 @common.loading(
-    *common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "prefix_store", "prefix_store_size", "load_format"
+    *common.DRAFTING,
+    *common.MACHINE,
+    *common.ROOM,
+    "swap",
+    "prefix_store",
+    "prefix_store_size",
+    "load_format",
+    "max_adapters",
 )
 def serve(
     models: Models,
@@ -65,6 +72,7 @@ def serve(
     trusted_host: Annotated[
         list[str] | None, typer.Option(help="A host name we may be called by on loopback (behind a proxy).")
     ] = None,
+    adapter: common.Adapters = None,
     *,
     server: Callable[..., ServerSettings],
     load: LoadSettings,
@@ -89,7 +97,7 @@ def serve(
         from ..server.turn_queue import SPARE
     from ..ops import place
 
-    listed = catalogue.read(models)
+    listed, load = catalogue.read(models), common.with_adapters(load, adapter)
     if len(listed) > 1:
         several(listed, name, load, memory)
     elif memory is not None:
@@ -153,6 +161,8 @@ def several(listed: Sequence[CatalogueEntry], name: str | None, load: LoadSettin
         raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")
     if load.drafter not in ("auto", "none", "ngram"):
         raise OutriderError(f"--drafter {load.drafter} can't fit {len(listed)} models: use auto, ngram or none")
+    if load.adapters:
+        raise OutriderError(f"--adapter is for one model: leave it out, or serve {listed[0].name} alone")
     if memory is not None and memory <= 0:
         raise OutriderError(f"--memory must be more than 0 GiB, got {memory:g}")
     if load.tensor_parallel > 1:

@@ -517,6 +517,9 @@ class Engine:
                 drafted[j] += 1
             for j in range(accepted):
                 right[j] += 1
+        if seq.adapter is not None and brought.drafted:
+            for counts, count in ((m.drafted_by_adapter, brought.drafted), (m.accepted_by_adapter, accepted)):
+                counts[seq.adapter.name] = counts.get(seq.adapter.name, 0) + count
         self.controller.observe(
             seq.id, item.plan.drafter, brought.drafted, accepted, brought.confidence, brought.branches
         )

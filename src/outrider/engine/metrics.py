@@ -11,6 +11,8 @@ from ..types import Counts
 class Metrics(Counts):
     requests: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    drafted_by_adapter: dict[str, int] = field(default_factory=dict)  # only of requests with an adapter
+    accepted_by_adapter: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     drafter_failures: int = 0
     preemptions: int = 0

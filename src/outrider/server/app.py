@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
+from .adapters import adapter_named
 from .batches import Batches
 from .call import Call, EventStream, Feeder, timed_out, unless_gone, whole
 from .errors import ApiError, read, shutting_down
@@ -199,6 +200,9 @@ class Server:
             await self.executor.run(client, partial(self.recorder.take, request.state.path, raw), long)
         for r in () if self.settings.share_prefixes else job.requests:
             r.namespace = self.keys.namespace(client)
+        adapter = adapter_named(slot, body.model)
+        for r in job.requests:
+            r.adapter = adapter
         if job.grammar is not None:
             job = job.under(await model.grammars.get(job.grammar, client))
         if self.settings.log_prompts:
@@ -206,7 +210,8 @@ class Server:
                 log.info("prompt %s: %r", r.id, model.backend.tokenizer.decode(r.prompt))
 
         feeder = Feeder(model.runner, model.turns, client, job)
-        writer = Writer(job, model.backend.tokenizer, model.name, isinstance(body, ChatRequest), self.fingerprint)
+        named = model.name if adapter is None else f"{model.name}:{adapter}"
+        writer = Writer(job, model.backend.tokenizer, named, isinstance(body, ChatRequest), self.fingerprint)
         route, deadline = route_of(request.state.path), began + self.settings.timeout
         call = Call(
             job,

@@ -20,13 +20,15 @@ from pydantic import Field
 
 from ..engine.scoring import Embedder
 from ..engine.text import LONG
+from ..ops.lowrank import Adapter
+from .adapters import adapter_named
 from .call import timed_out, unless_gone
 from .errors import bad, read
 from .loaded_model import LoadedModel
 from .ollama import untagged
 from .prepare import Preparer
 from .schema import Lenient, Strict
-from .scoring import run_scoring
+from .scoring import adapter_of, run_scoring
 from .spellings import split_prompts
 
 if TYPE_CHECKING:
@@ -119,21 +121,25 @@ async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -
                 if not server.pool.ready(slot):
                     room.close()  # as in app.py
                 model = await unless_gone(request, server.acquire(slot, client, stack))
+                adapter = adapter_of(model, adapter_named(slot, untagged(body.model)))
                 stack.enter_context(server.admission.enter(1, client))
                 ids = await server.executor.run(
                     client, lambda: tokens(model.prepare, body.input, body.truncate_prompt_tokens), long
                 )
                 room.close()
-                vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions))
+                vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions, adapter))
     except TimeoutError:
         raise timed_out(server.settings.timeout) from None
     return body, vectors, sum(map(len, ids)), model.name
 
 
-async def _vectors(model: LoadedModel, ids: list[list[int]], client: str, dimensions: int | None) -> list[list[float]]:
+async def _vectors(
+    model: LoadedModel, ids: list[list[int]], client: str, dimensions: int | None, adapter: Adapter | None
+) -> list[list[float]]:
     out: list[list[float]] = []
     for one in ids:
         work = Embedder(one)
+        work.adapter = adapter
         await run_scoring(model, work, client)
         vector = work.vector(dimensions)
         if dimensions is not None and len(vector) < dimensions:

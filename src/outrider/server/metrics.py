@@ -102,6 +102,12 @@ class _EngineCollector:
         }
         for name, (value, text) in totals.items():
             yield CounterMetricFamily(f"outrider_{name}", text, value=value)
+        for name, by_adapter in (("drafted", m.drafted_by_adapter), ("accepted", m.accepted_by_adapter)):
+            text = f"Tokens {name} for requests with a LoRA adapter."
+            family = CounterMetricFamily(f"outrider_adapter_{name}", text, labels=["adapter"])
+            for adapter, count in list(by_adapter.items()):
+                family.add_metric([adapter], count)
+            yield family
         for name, counts in (("drafted_at", m.drafted_by_position), ("accepted_at", m.accepted_by_position)):
             text = f"Tokens {name.split('_')[0]} at a position of the draft."
             family = CounterMetricFamily(f"outrider_{name}", text, labels=["position"])

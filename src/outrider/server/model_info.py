@@ -14,6 +14,7 @@ from ..types import OutriderError
 from ..weights import hub
 from ..weights.files import Files, fingerprint
 from ..weights.sizes import StoredSize, stored_size
+from .adapters import with_adapters
 from .defaults import OLLAMA, OPENAI
 from .wire import Json
 
@@ -129,7 +130,7 @@ def card(slot: PoolSlot, started: int) -> Json:
 
 
 def cards(slots: list[PoolSlot], started: int) -> Json:
-    data = [card(slot, started) for slot in slots]
+    data = with_adapters([card(slot, started) for slot in slots], slots)
     return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 

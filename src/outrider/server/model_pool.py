@@ -20,8 +20,10 @@ from typing import Literal
 
 import torch
 
+from ..engine.adapters import AdapterPool
 from ..engine.metrics import Metrics
 from ..types import OutriderError
+from .adapters import adapter_named
 from .errors import ApiError, shutting_down
 from .loaded_model import LoadedModel
 from .model_info import UNKNOWN, ModelInfo
@@ -54,6 +56,10 @@ class PoolSlot:
     @property
     def state(self) -> Literal["loaded", "loading", "unloaded"]:
         return "loading" if self.loading else "loaded" if self.model is not None else "unloaded"
+
+    @property
+    def adapters(self) -> AdapterPool | None:
+        return self.model.backend.adapters if self.model is not None else None
 
     def take(self, model: LoadedModel) -> None:
         backend = model.backend
@@ -125,6 +131,10 @@ class ModelPool:
         """The model that answers a request for `name`, and what its sender should know. Every request's model is found
         here: without a name it is the first; a name that is not known is answered by the only model there is, as
         llama.cpp does."""
+        if name is not None and name not in self.slots:
+            adapted = [slot for slot in self.slots.values() if adapter_named(slot, name) is not None]
+            if adapted:
+                return adapted[0], None
         if name is None or name in self.slots or len(self.slots) > 1:
             return self.find(name), None
         shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:100])

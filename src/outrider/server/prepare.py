@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import JsonValue
 
+from ..engine.adapters import AdapterPool
 from ..engine.chat_template import reserved
 from ..engine.grammar import GrammarCompiler
 from ..engine.special_tokens import ChatPrompt
@@ -62,6 +63,7 @@ class ServedModel:
     nbytes: int = 0  # weights and K/V; 0: nobody counted
     info: ModelInfo = UNKNOWN
     places: int = 0  # sequences at once; 0: as many as the settings say
+    adapters: AdapterPool | None = None  # None: it takes none
 
     @classmethod
     def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:
@@ -80,6 +82,7 @@ class ServedModel:
             note,
             llm.nbytes,
             ModelInfo.named(llm.name),
+            adapters=llm.adapters,
         )
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from .. import __version__
 from ..engine.text import LONG
-from . import anthropic, batches, embeddings, files, model_info, ollama, responses, text_routes
+from . import adapters, anthropic, batches, embeddings, files, model_info, ollama, responses, text_routes
 from .call import timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
 from .schema import ChatRequest, Common, CompletionRequest
@@ -102,6 +102,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     post("/apply-template", ChatRequest, partial(server.look, work=text_routes.apply_template))
     files.add_routes(app, server)
     batches.add_routes(app, server)
+    adapters.add_routes(app, server)
     _information(app, server)
     _ollama_information(app, server)
     _page(app)
@@ -125,7 +126,9 @@ def _information(app: FastAPI, server: Server) -> None:
     @app.get("/models/{name:path}", response_model=None, include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
     async def model(name: str) -> Json:
-        return model_info.card(server.pool.find(name), server.started)
+        cards = model_info.cards(list(server.pool.slots.values()), server.started)["data"]
+        found = next((card for card in cards if card["id"] == name), None)
+        return found or model_info.card(server.pool.find(name), server.started)
 
     @app.get("/tokenizer_info", response_model=None, include_in_schema=False)
     async def tokenizer_info(request: Request) -> Response:

@@ -12,11 +12,13 @@ from typing import cast
 
 from ..engine.engine import Engine
 from ..engine.scoring import Scorer, ScoringJob
+from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .errors import ApiError
 from .loaded_model import LoadedModel
 from .prepare import Job
 from .runner import EngineError, EngineLike, where
+from .settings import without_paths
 from .stream import Writer
 
 log = logging.getLogger("outrider.server")
@@ -44,10 +46,21 @@ async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priorit
         model.runner.later(lambda engine: work.close(cast(Engine, engine)))
 
 
+def adapter_of(model: LoadedModel, name: str | None) -> Adapter | None:
+    """The adapter that a text is read with."""
+    if name is None or model.backend.adapters is None:
+        return None
+    try:
+        return model.backend.adapters.get(name)
+    except OutriderError as e:
+        raise ApiError(404, f"{without_paths(str(e))}.", "model", "model_not_found") from None
+
+
 async def score(model: LoadedModel, job: Job, writer: Writer, client: str) -> None:
     """What the model thinks of the prompts."""
     assert job.prompt_logprobs is not None
     for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
         scorer = Scorer(prompt, job.prompt_logprobs)
+        scorer.adapter = adapter_of(model, job.requests[0].adapter)
         await run_scoring(model, scorer, client, job.priority)
         writer.scores[id(prompt)] = scorer.entries

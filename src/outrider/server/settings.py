@@ -51,6 +51,9 @@ class ServerSettings:
     finish_prompts: Annotated[
         float, "Seconds that a long prompt goes on being read after its client left. 0: not at all."
     ] = 600.0
+    runtime_adapters: Annotated[
+        bool, "Clients may load and unload LoRA adapters of this machine's files (/v1/load_lora_adapter)."
+    ] = False
     record_prompt: Annotated[
         Path | None, "File that keeps system prompt and tools of the longest prompt (for launch)."
     ] = None

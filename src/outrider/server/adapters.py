@@ -1,0 +1,99 @@
+"""Adapters over HTTP: which one a request's model name asks for, their cards in /v1/models, and loading and unloading
+at run time by vLLM's routes, where the server was started with --runtime-adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from ..engine.adapters import AdapterPool
+from ..types import OutriderError
+from .errors import ApiError, bad, read
+from .schema import Strict
+from .settings import without_paths
+from .wire import Json
+
+if TYPE_CHECKING:
+    from .app import Server
+    from .model_pool import PoolSlot
+
+
+class LoadAdapter(Strict):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False  # replace an adapter of that name
+
+
+class UnloadAdapter(Strict):
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's; not used
+
+
+def adapter_named(slot: PoolSlot, name: str | None) -> str | None:
+    """The adapter that a model name asks for: BASE:NAME, or NAME alone. A name with this model's base and no adapter
+    of it is refused, so that the base never answers in an adapter's place."""
+    names = slot.adapters.paths if slot.adapters is not None else {}
+    if name is None or name == slot.name or not names:
+        return None
+    asked = name.removeprefix(slot.name + ":")
+    if asked in names:
+        return asked
+    if asked != name and asked != "latest":
+        there = ", ".join(f"'{slot.name}:{known}'" for known in names)
+        message = f"The model '{name[:100]}' does not exist; this server has '{slot.name}' and {there}."
+        raise ApiError(404, message, "model", "model_not_found")
+    return None
+
+
+def with_adapters(cards: list[Json], slots: list[PoolSlot]) -> list[Json]:
+    """The models' cards, each followed by those of its adapters."""
+    out: list[Json] = []
+    for card, slot in zip(cards, slots, strict=True):
+        out.append(card)
+        for name in slot.adapters.paths if slot.adapters is not None else ():
+            full = f"{slot.name}:{name}"
+            out.append({**card, "id": full, "root": name, "parent": slot.name, "display_name": full})
+    return out
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    def pool() -> AdapterPool:
+        if not server.settings.runtime_adapters:
+            message = "Adapters are not loaded at run time here: start the server with --runtime-adapters."
+            raise ApiError(403, message, code="runtime_adapters_off")
+        adapters = server.pool.first.adapters
+        if adapters is None:
+            raise ApiError(503, "The model is not loaded, or takes no adapters.", code="model_not_loaded")
+        return adapters
+
+    async def work(change: Callable[[], object], done: str) -> Response:
+        """Files are read off the event loop, and not in the engine's thread."""
+        try:
+            await asyncio.to_thread(change)
+        except OutriderError as e:
+            raise bad(f"{without_paths(str(e))}.", "lora_name") from None
+        return JSONResponse({"status": "ok", "message": done})
+
+    @app.post("/v1/load_lora_adapter", response_model=None)
+    async def load(request: Request) -> Response:
+        adapters, body = pool(), read(await request.body(), LoadAdapter.model_validate_json)
+
+        def change() -> None:
+            if body.load_inplace and body.lora_name in adapters.paths:
+                adapters.remove(body.lora_name)
+            adapters.add(body.lora_name, body.lora_path)
+
+        return await work(change, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter", response_model=None)
+    async def unload(request: Request) -> Response:
+        adapters, body = pool(), read(await request.body(), UnloadAdapter.model_validate_json)
+        if body.lora_name not in adapters.paths:
+            raise ApiError(404, f"There is no adapter '{body.lora_name[:100]}'.", "lora_name", "model_not_found")
+        return await work(
+            lambda: adapters.remove(body.lora_name), f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        )

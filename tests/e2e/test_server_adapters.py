@@ -1,0 +1,133 @@
+"""Adapters over HTTP: names, cards, mixed traffic, loading and unloading at run time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests import tiny
+from tests.lora import write_adapter
+
+from outrider import LLM
+from outrider.config import EngineConfig
+from outrider.models.config import ModelConfig
+from outrider.server.main import HttpServer
+from outrider.server.prepare import ServedModel
+from outrider.server.settings import ServerSettings
+from outrider.types import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    tiny.write(tiny.target("qwen3"), folder / "base")
+    config = ModelConfig.from_hf(json.loads((folder / "base" / "config.json").read_text()))
+    for i, name in enumerate(("a", "b", "c")):
+        write_adapter(config, folder / name, seed=i, size=0.3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(files: Path) -> LLM:
+    return LLM.load(
+        str(files / "base"), drafter="ngram", device="cpu", ops="cpu", threads=1, draft_tokens=3, max_adapters=2,
+        adapters={name: str(files / name) for name in "ab"}, engine=EngineConfig(max_batch=6, max_context=256),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def http(llm: LLM) -> Iterator[httpx.Client]:
+    settings = ServerSettings("tiny", port=0, runtime_adapters=True)
+    with HttpServer(ServedModel.of(llm), settings).running() as url, httpx.Client(base_url=url, timeout=120) as client:
+        yield client
+
+
+def complete(http: httpx.Client, model: str, **more: Any) -> httpx.Response:
+    body = {"model": model, "prompt": "abcabcab", "max_tokens": 8, "temperature": 0, "ignore_eos": True, **more}
+    return http.post("/v1/completions", json=body)
+
+
+def test_names(http: httpx.Client, llm: LLM) -> None:
+    """BASE:NAME and NAME answer with the adapter, as the engine does alone; others share the batch."""
+    want = {
+        name: llm.generate("abcabcab", SamplingParams(max_tokens=8, ignore_eos=True), adapter=name)[0].text
+        for name in (None, "a", "b")
+    }
+    names = {"tiny": None, "tiny:a": "a", "b": "b", "tiny:b": "b"}
+    with ThreadPoolExecutor(4) as pool:
+        answers = dict(zip(names, pool.map(lambda name: complete(http, name).json(), names), strict=True))
+    for name, adapter in names.items():
+        assert answers[name]["choices"][0]["text"] == want[adapter]
+        assert answers[name]["model"] == ("tiny" if adapter is None else f"tiny:{adapter}")
+    assert len(set(want.values())) == 3
+    assert 'outrider_adapter_drafted_total{adapter="a"}' in http.get("/metrics").text
+
+
+def test_cards_and_unknown_names(http: httpx.Client) -> None:
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert list(cards) == ["tiny", "tiny:a", "tiny:b"] and cards["tiny:a"]["parent"] == "tiny"
+    assert http.get("/v1/models/tiny:b").json()["root"] == "b"
+    refused = complete(http, "tiny:none")
+    assert refused.status_code == 404 and "this server has 'tiny' and 'tiny:a', 'tiny:b'" in refused.text
+    assert http.get("/v1/models/tiny:none").status_code == 404
+
+
+def test_scores_and_embeddings_use_the_adapter(http: httpx.Client) -> None:
+    scores = [complete(http, name, echo=True, logprobs=1, max_tokens=1).json() for name in ("tiny", "tiny:a")]
+    told = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in scores]
+    assert told[0] != told[1]
+    vectors = [
+        http.post("/v1/embeddings", json={"model": name, "input": "abc"}).json()["data"][0]["embedding"]
+        for name in ("tiny", "tiny:a")
+    ]
+    assert vectors[0] != vectors[1]
+
+
+def test_loading_and_unloading(http: httpx.Client, files: Path) -> None:
+    def post(what: str, **body: Any) -> httpx.Response:
+        return http.post(f"/v1/{what}_lora_adapter", json=body)
+
+    assert post("load", lora_name="c", lora_path=str(files / "c")).status_code == 200
+    third = complete(http, "tiny:c").json()["choices"][0]["text"]
+    for body, said in (
+        ({"lora_name": "c", "lora_path": str(files / "c")}, "loaded already"),
+        ({"lora_name": "d", "lora_path": str(files / "none")}, "does not exist"),
+        ({"lora_name": "../d", "lora_path": str(files / "c")}, "letters, digits"),
+        ({"lora_name": "d"}, "lora_path"),
+    ):
+        refused = post("load", **body)
+        assert refused.status_code == 400 and said in refused.json()["error"]["message"], refused.text
+        assert str(files.parent) not in refused.text
+    assert post("load", lora_name="c", lora_path=str(files / "a"), load_inplace=True).status_code == 200
+    assert complete(http, "tiny:c").json()["choices"][0]["text"] != third
+    assert post("unload", lora_name="c").status_code == 200
+    assert post("unload", lora_name="c").status_code == 404
+    assert complete(http, "tiny:c").status_code == 404
+    assert complete(http, "tiny:a").status_code == 200
+
+
+def test_many_loads_under_traffic_leave_memory_where_it_was(http: httpx.Client, llm: LLM, files: Path) -> None:
+    assert llm.adapters is not None
+    each = {name: llm.adapters.get(name).nbytes for name in "ab"}
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(complete, http, name) for name in ("tiny:a", "tiny", "tiny:b") * 3]
+        for _ in range(25):
+            for what in ("load", "unload"):
+                body = {"lora_name": "x", "lora_path": str(files / "c")} if what == "load" else {"lora_name": "x"}
+                assert http.post(f"/v1/{what}_lora_adapter", json=body).status_code == 200
+        texts = {a.result().json()["model"]: a.result().json()["choices"][0]["text"] for a in answers}
+    for name, text in texts.items():
+        assert complete(http, name).json()["choices"][0]["text"] == text
+    assert {name: llm.adapters.get(name).nbytes for name in llm.adapters.paths} == each
+    assert llm.adapters.nbytes == sum(each.values())
+
+
+def test_run_time_loading_is_off_by_default(llm: LLM) -> None:
+    with HttpServer(ServedModel.of(llm), ServerSettings("tiny", port=0)).running() as url:
+        refused = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/x"})
+    assert refused.status_code == 403 and "--runtime-adapters" in refused.text
