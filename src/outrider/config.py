@@ -133,6 +133,12 @@ class LoadSettings:
     tensor_parallel: Annotated[
         int, "Divide the model over so many processes, each with a GPU of its own (or on one CPU)."
     ] = 1
+    vision: Annotated[bool, "Load the vision weights of a model that takes images."] = True
+    image_tokens: Annotated[
+        int, "Soft tokens of an image at most: 70 | 140 | 280 | 560 | 1120. More show finer details and take longer."
+    ] = 280
+    max_images: Annotated[int, "Most images of one prompt."] = 16
+    max_image_pixels: Annotated[int, "Most pixels of one image file, by its header."] = 64_000_000
     load_format: Annotated[LoadFormat, "auto | dummy (seeded random weights from the config alone)."] = "auto"
     seed: int = 0  # of dummy weights
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: {name: a folder, .gguf file or id}
@@ -159,6 +165,11 @@ class LoadSettings:
         if self.quantize is not None:
             known("quantize", self.quantize, Literal["int8", "int4", "fp8"])
         known("load_format", self.load_format, LoadFormat)
+        if self.image_tokens not in (70, 140, 280, 560, 1120):
+            raise OutriderError(f"image_tokens must be 70, 140, 280, 560 or 1120, got {self.image_tokens}")
+        for name in ("max_images", "max_image_pixels"):
+            if whole(name, getattr(self, name)) < 0:
+                raise OutriderError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if whole("tensor_parallel", self.tensor_parallel) < 1:
             raise OutriderError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
         if whole("max_adapters", self.max_adapters) < 1:

@@ -29,6 +29,7 @@ from .config import LoadFormat, LoadSettings, parse_draft_tokens, parse_tree
 from .engine.adapters import AdapterPool
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
+from .engine.images import ImageEncoder, ImagePrompt, take_images
 from .engine.memory import KVBudget
 from .engine.shared import SharedEngine
 from .engine.step import Request
@@ -37,6 +38,8 @@ from .models.compat import fits, other_weights
 from .models.decoder import TextModel
 from .models.drafter import MTPNet
 from .models.split import SOLO
+from .models.vision import VisionModel
+from .models.vision_config import VisionConfig, no_vision
 from .ops.cpu.ops import default_threads
 from .ops.formats import DeviceWeight
 from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
@@ -51,9 +54,11 @@ from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, Sampl
 from .weights import check_shares, hub, load_drafter, load_target
 from .weights.adapter import load_adapter
 from .weights.files import Files, check_draft_model, fingerprint, text_files
+from .weights.vision import has_vision, load_vision
 
 log = logging.getLogger("outrider")
-Prompt = str | Sequence[int]
+Image = Any  # a path, the bytes of a file, a PIL image or a uint8 array [h, w, 3]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # {"text": ..., "images": [...]}
 DRAFTERS = ("mtp", "ngram", "draft_model", "medusa")
 
 
@@ -69,8 +74,16 @@ class Completion:
 
 class LLM:
     def __init__(
-        self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0, team: ProcessGroup | None = None
+        self,
+        engine: Engine,
+        name: str,
+        drafter_note: str,
+        weight_bytes: int = 0,
+        team: ProcessGroup | None = None,
+        vision: ImageEncoder | str = "this model takes no images",
     ):
+        """vision: what reads images, or why none does."""
+        self.vision = vision
         self.engine, self.name, self.drafter_note, self._weight_bytes, self.team = (
             engine,
             name,
@@ -118,7 +131,7 @@ class LLM:
     def _open(
         cls, model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
     ) -> LLM:
-        engine, note, size, key = assemble(model, settings, say, team)
+        engine, note, size, key, vision = assemble(model, settings, say, team)
         if team is not None:
             Leader(engine, team)
         if key is not None:
@@ -126,7 +139,7 @@ class LLM:
                 "|".join((key.machine, key.model, key.version)).encode(), digest_size=8
             ).hexdigest()
             engine.controller.cost = calibrate(engine, key, hub.cache_path("costs", f"{digest}.json"))
-        return cls(engine, model, note, size, team)
+        return cls(engine, model, note, size, team, vision)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +147,9 @@ class LLM:
         return self._weight_bytes + self.engine.store.bytes() + (self.adapters.nbytes if self.adapters else 0)
 
     def close(self) -> None:
-        """End the other processes of a model that is divided over several; of others there is nothing to end."""
+        """End the other processes: those of a model that is divided over several, and the one that decodes images."""
+        if isinstance(self.vision, ImageEncoder):
+            self.vision.close()
         if self.team is not None:
             self.team.close()
 
@@ -165,7 +180,10 @@ class LLM:
         draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
         answers = [replace(params, seed=params.seed + i, n=1) for i in range(params.n)]
         return [
-            Request(f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
+            Request(
+                f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter,
+                images=getattr(ids, "images", ()),
+            )
             for i, answer in enumerate(answers)
         ]
 
@@ -218,11 +236,21 @@ class LLM:
         listed = list(messages)
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in listed):
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
-        return self._tokenizer().chat(listed, tools)
+        listed, images = take_images(listed)
+        ids = self._tokenizer().chat(listed, tools)
+        return self.images().expand(ids, images) if images else ids
 
-    def encode_chat(self, prompt: str | Messages, raw: bool = False) -> list[int]:
-        """Ids of what a user says: through the chat template where the model has one, unless `raw`."""
+    def encode_chat(self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = ()) -> list[int]:
+        """Ids of what a user says, with these images before it: through the chat template where the model has one,
+        unless `raw`."""
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if images and raw:
+            return self._encode({"text": str(messages[-1]["content"]), "images": images})
+        if images:
+            self.images()  # an error where the model takes none
+            parts: Any = [*({"type": "image", "image": image} for image in images)]
+            last = {**messages[-1], "content": [*parts, {"type": "text", "text": messages[-1]["content"]}]}
+            return self.chat_prompt([*messages[:-1], last])
         if not raw and self.tokenizer is not None and self.tokenizer.has_chat_template:
             return self.chat_prompt(messages)
         text = str(messages[-1]["content"])
@@ -230,7 +258,31 @@ class LLM:
             raise OutriderError("the prompt is empty")
         return self._encode(text)
 
+    def images(self) -> ImageEncoder:
+        """What reads images; an error where the model takes none."""
+        if isinstance(self.vision, str):
+            raise OutriderError(self.vision)
+        return self.vision
+
+    def _with_images(self, prompt: Mapping[str, Any]) -> list[int]:
+        """{"text": ..., "images": [...]}: images stand where the text has `<|image|>`, or before it."""
+        unknown = set(prompt) - {"text", "images"}
+        if unknown or not isinstance(prompt.get("text"), str | list):
+            raise OutriderError("a prompt with images is {'text': ..., 'images': [...]}, and nothing else")
+        ids, images = self._encode(prompt["text"]), list(prompt.get("images") or ())
+        if not images:
+            return ids
+        vision = self.images()
+        if vision.config.image_id not in ids:
+            at = 1 if self.config.bos_id is not None and ids[:1] == [self.config.bos_id] else 0
+            ids[at:at] = [vision.config.image_id] * len(images)
+        return vision.expand(ids, images)
+
     def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, ImagePrompt):
+            return prompt
+        if isinstance(prompt, Mapping):
+            return self._with_images(prompt)
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt, bos=True)
         try:
@@ -248,9 +300,9 @@ class LLM:
 
 def each_prompt(given: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A single prompt as a list of one: a text, or whole numbers in a list or an array."""
-    if isinstance(given, str):
+    if isinstance(given, str | Mapping | ImagePrompt):
         return [given]
-    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
         raise OutriderError(f"prompts are texts or lists of token ids, got {type(given).__name__}")
     many: list[Any] = list(given)
     return [many] if many and isinstance(many[0], SupportsIndex) and not getattr(many[0], "shape", ()) else many
@@ -274,9 +326,10 @@ def _take(completion: Completion, event: Event) -> None:
 
 def assemble(
     model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
-) -> tuple[Engine, str, int, CostKey | None]:
-    """The engine, the line that says who drafts, the bytes of the weights, and what its costs are kept by (None: nobody
-    will ask). With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
+) -> tuple[Engine, str, int, CostKey | None, ImageEncoder | str]:
+    """The engine, the line that says who drafts, the bytes of the weights, what its costs are kept by (None: nobody
+    will ask), and what reads images (or why none does). With a team: this process's part of it; what goes wrong in one
+    process goes wrong in all."""
     agreed = False
 
     def agree(budget: KVBudget) -> KVBudget:
@@ -304,7 +357,7 @@ def _assemble(
     say: Callable[[str], None],
     team: ProcessGroup | None,
     agree: Callable[[KVBudget], KVBudget],
-) -> tuple[Engine, str, int, CostKey | None]:
+) -> tuple[Engine, str, int, CostKey | None, ImageEncoder | str]:
     quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
     spec, engine_config = settings.spec, settings.engine
     device = ops_module.place(settings.device) if team is None else team.device
@@ -338,6 +391,9 @@ def _assemble(
     if team is not None:
         say(f"tensor parallel: {team.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
     adapters = load_adapters(target, settings, say) if team is None else None
+    vision = load_images(files, settings, device, dtype)
+    if isinstance(vision, ImageEncoder):
+        size += vision.nbytes
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
     profiles = {drafter.name: drafter.profile} if drafter is not None and drafter.profile is not None else {}
     prior, trust = {n: p.accepted for n, p in profiles.items()}, {n: p.trust for n, p in profiles.items()}
@@ -355,6 +411,7 @@ def _assemble(
         controller,
         ops.kv_dtype(dtype, engine_config.kv_dtype),
         agree=agree,
+        image_rows=vision.tokens if isinstance(vision, ImageEncoder) else 0,
     )
     engine.runner.adapters = adapters
     if engine_config.prefix_store is not None:
@@ -376,7 +433,7 @@ def _assemble(
             f"{engine.max_context:,} tokens each"
         )
     if spec.draft_tokens is not None or not names:
-        return engine, note, size, None
+        return engine, note, size, None, vision
     trained_for = drafter.trained_for if drafter is not None else None
     divided = "" if team is None else f" over {team.tp.world}"
     key = CostKey(
@@ -385,7 +442,25 @@ def _assemble(
         f"{engine_config.kv_dtype}{divided}",
         f"{__version__} {FORMAT} {ops.version}",
     )
-    return engine, note, size, key
+    return engine, note, size, key, vision
+
+
+def load_images(files: Files, settings: LoadSettings, device: torch.device, dtype: torch.dtype) -> ImageEncoder | str:
+    """What reads the images of this model; a text: why none are read."""
+    config = VisionConfig.from_hf(files.config)
+    if config is None:
+        return no_vision(files.config)
+    if not settings.vision:
+        return "images are off: the model was loaded without its vision weights (--no-vision)"
+    if settings.tensor_parallel > 1:
+        return "images are not read by a model that is divided over several processes (tensor parallel)"
+    if files.gguf is not None:
+        return "images need the safetensors checkpoint: a GGUF file's mmproj is not read yet"
+    dummy = settings.seed if settings.load_format == "dummy" else None
+    if dummy is None and not has_vision(files):
+        return no_vision({})
+    model = VisionModel(config, load_vision(files, config, device, dtype, dummy))
+    return ImageEncoder(model, settings.image_tokens, settings.max_images, settings.max_image_pixels)
 
 
 def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str], None]) -> AdapterPool:

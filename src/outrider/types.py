@@ -78,6 +78,27 @@ class TextFiles:
     )  # what its maker advises: temperature, top_p, top_k, min_p
 
 
+@dataclass(frozen=True, eq=False)
+class ImageSpan:
+    """An image in a prompt: positions `start` to `end` - 1 are its soft tokens."""
+
+    start: int
+    soft_tokens: Tensor  # [n, H] rows of the model's input as they are
+    digest: bytes  # of the pixels that the vision model read
+    bidirectional: bool  # its rows see each other on sliding layers, so that a pass must hold all of them
+    pad_id: int = 0  # per-layer embeddings are read at this id
+
+    @property
+    def end(self) -> int:
+        return self.start + int(self.soft_tokens.shape[0])
+
+    @property
+    def keys(self) -> range:
+        """What the prefix cache knows its positions by: no token is negative."""
+        first = -int.from_bytes(self.digest, "little") - (1 << 32)
+        return range(first, first + self.end - self.start)
+
+
 @dataclass
 class KVPages:
     """The cache as kernels see it. A position p of the sequence in table row b lives in physical page

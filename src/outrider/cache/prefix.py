@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..types import GroupName
@@ -51,12 +51,18 @@ class PrefixCache:
         self._clock = 0
 
     def match(
-        self, tokens: Sequence[int], limit: int, granularity: int, root: bytes = ROOT
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        granularity: int,
+        root: bytes = ROOT,
+        unbroken: Callable[[int], bool] | None = None,
     ) -> tuple[int, dict[GroupName, list[int]]]:
-        """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long, and its pages per group."""
+        """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long and none that `unbroken`
+        forbids to end there, and its pages per group."""
         found = self.use(chain(root, tokens, limit // self.page_size, self.page_size))
         for count in range(len(found), 0, -1):
-            if (count * self.page_size) % granularity:
+            if (count * self.page_size) % granularity or (unbroken is not None and unbroken(count * self.page_size)):
                 continue
             pages = self._usable(found[:count])
             if pages is not None:

@@ -6,7 +6,7 @@ and one table row per slot (a slot is a running sequence's place). `view()` give
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -179,14 +179,20 @@ class KVStore:
         return len(self._free_slots)
 
     def open(
-        self, tokens: Sequence[int], granularity: int, reuse: bool = True, root: bytes = ROOT
+        self,
+        tokens: Sequence[int],
+        granularity: int,
+        reuse: bool = True,
+        root: bytes = ROOT,
+        unbroken: Callable[[int], bool] | None = None,
     ) -> tuple[SeqCache, int]:
         """A slot for a new sequence, on shared pages where its beginning is known; returns how many positions are
-        there. The last token is never taken from the cache: its hidden state and logits are needed."""
+        there. The last token is never taken from the cache: its hidden state and logits are needed. unbroken(n): what
+        is taken from the cache may not end at n."""
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         hit = 0
         if reuse:
-            hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity, root)
+            hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity, root, unbroken)
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
         self._enter(seq)

@@ -80,8 +80,9 @@ class Engine:
         controller: Controller,
         kv_dtype: torch.dtype | None = None,
         agree: Callable[[KVBudget], KVBudget] = lambda budget: budget,
+        image_rows: int = 0,
     ):
-        """agree: several processes that share a model must have the same room."""
+        """agree: several processes that share a model must have the same room. image_rows: most rows of an image."""
         self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
         self.drafter, self.controller, self.clock, self.device = drafter, controller, time.perf_counter, model.device
         self.can = model.ops.capabilities
@@ -95,7 +96,8 @@ class Engine:
             budget = gpu_budget(config, model.config, self.device, rows, passes)
         found = plan_kv_memory(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget, own)
         self.kv_budget = agree(replace(found, pass_rows=passes))
-        ahead = max(self.chunk, MAX_DRAFT + 1)
+        ahead = max(self.chunk, MAX_DRAFT + 1, image_rows)
+        self.image_rows = image_rows
         layout = CacheSpec(
             self.max_batch, self.kv_budget.max_context, config.page_size, ahead, self.kv_budget.tokens,
             self.kv_budget.window_tokens, swap_bytes(config)
@@ -184,6 +186,9 @@ class Engine:
                 else f"shorten it or raise --max-context (the model knows up to {most})"
             )
             raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: {mend}")
+        for span in request.images:
+            if not 0 < span.end - span.start <= self.image_rows or span.end >= len(prompt):
+                raise OutriderError(f"an image of {span.end - span.start} tokens; this engine takes {self.image_rows}")
         SpecConfig(request.draft_tokens, tree=request.tree)  # checks them
         if request.id in self._seqs:
             raise OutriderError(f"request id {request.id!r} is already running")
@@ -294,7 +299,7 @@ class Engine:
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.held, end)
             if self.config.prefix_cache and (self.share_answers or end <= seq.prompt_len - 1):
-                self.store.share(seq.held, seq.tokens, end - end % self.granularity, seq.prefix_root)
+                self.store.share(seq.held, seq.cache_keys, end - end % self.granularity, seq.prefix_root)
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
 
@@ -527,8 +532,8 @@ class Engine:
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.share_answers:
-            whole = seq.computed - seq.computed % self.config.page_size
-            self.store.share(seq.cache, seq.tokens, whole, seq.prefix_root)
+            end = seq.computed - seq.computed % self.config.page_size
+            self.store.share(seq.cache, seq.cache_keys, end, seq.prefix_root)
         self.scheduler.remove(seq)
         if self.drafter is not None:
             self.drafter.forget(seq.id)

@@ -19,7 +19,7 @@ from ..ops.lowrank import Adapter
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.protocols import Target
-from ..types import KVView, OutputRows
+from ..types import ImageSpan, KVView, OutputRows
 from .adapters import AdapterPool
 from .step import ScheduledSeq, Seq
 
@@ -65,6 +65,13 @@ class ModelRunner:
         for which attention has other kernels; a chunk beyond that number runs by itself, and always with the same rows.
         run: another way to run a pass, of at most so many rows (0: as many as are independent)."""
         can, at = self.model.ops.capabilities, 0
+        for item in scheduled if any(x.seq.request.images for x in scheduled) else ():
+            if (span := item.seq.image_at(item.start)) is not None:
+                began = self.clock()
+                self.run_image(item, span)
+                item.seq.stats.prefill_s += self.clock() - began
+                self.prompt_seconds += self.clock() - began
+        scheduled = [x for x in scheduled if not x.seq.request.images or x.seq.image_at(x.start) is None]
         fit = min(most or can.independent_rows, can.independent_rows)
         scheduled = sorted(scheduled, key=lambda item: item.count > can.replay_rows)
         while at < len(scheduled):
@@ -112,6 +119,20 @@ class ModelRunner:
         if self.adapters is None or all([adapter is None for adapter in adapters]):
             return self.model
         return self.adapters.model_for(adapters, counts)
+
+    @torch.inference_mode()
+    def run_image(self, item: ScheduledSeq, span: ImageSpan) -> None:
+        """Rows of one image, in a pass of their own: so its bits depend on no other sequence."""
+        kv, rows = self._view([item.slot], [(item.start, item.count)]), item.start - span.start
+        soft = span.soft_tokens[rows : rows + item.count].to(self.device, self.model.dtype)
+        end = span.end if span.bidirectional else None
+        last = last_rows(kv, [0] if item.wanted else [])
+        own = self.drafter is not None and bool(self.drafter.kv_specs)  # it reads all rows
+        out = self.model_for([item.seq.adapter], [item.count]).forward_soft(soft, span.pad_id, kv, self.taps, None if own else last, end)
+        if own and self.drafter is not None:
+            self.drafter.extend(out.streams, kv)
+        if item.wanted:
+            self.features[item.slot] = out.features[-1]
 
     @torch.inference_mode()
     def score(

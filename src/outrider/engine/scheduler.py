@@ -109,7 +109,9 @@ class Scheduler:
             start, count = self._next_chunk(seq)
             if beside:
                 count = min(count, self.prefill_with_decodes // 2 if len(waiting) > 1 and not batch.prompts else budget)
-            if count <= 0 or (count > budget and batch.prompts):
+            whole = seq.request.images and seq.chunk_end(start, start + count) - start
+            count = whole or count
+            if count <= 0 or (count > budget and batch.prompts and not whole):
                 continue
             if self._reserve(seq, start + count):
                 ends = start + count == len(seq.tokens) - 1
@@ -159,12 +161,12 @@ class Scheduler:
                 seq.swapped_kv = None
                 self.running.append(self.waiting.popleft())
                 continue
-            root = seq.prefix_root
+            root, keys = seq.prefix_root, seq.cache_keys[:-1]
             if seq.restoring is None:
-                seq.restoring = self.cache.restoring(seq.tokens[:-1], self.granularity, root)
+                seq.restoring = self.cache.restoring(keys, self.granularity, root)
             if self.prefix_cache and next(seq.restoring, DONE) is not DONE:
                 return  # the rest of its prefix is read from disk in the next steps
-            seq.cache, hit = self.cache.open(seq.tokens[:-1], self.granularity, self.prefix_cache, root)
+            seq.cache, hit = self.cache.open(keys, self.granularity, self.prefix_cache, root, seq.unbroken)
             if not self.cache.fits(seq.cache, len(seq.tokens)):
                 self.cache.close(seq.cache)
                 seq.cache = None

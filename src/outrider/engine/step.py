@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..spec.plan import VerifiedTree
-from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams
+from ..types import NO_DRAFT, DraftPlan, ImageSpan, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
@@ -35,6 +35,7 @@ class Request:
     tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are lines; None: as the engine is set
     namespace: bytes = b""  # prefixes are shared within a namespace only
     adapter: str | None = None  # the name of a loaded adapter; None: the base model
+    images: tuple[ImageSpan, ...] = ()  # in the order of their positions in the prompt
 
 
 class Progress(NamedTuple):
@@ -86,6 +87,33 @@ class Seq:
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def cache_keys(self) -> Sequence[int]:
+        """What the prefix cache knows its tokens by: the tokens, and at image positions the image's content."""
+        if not self.request.images:
+            return self.tokens
+        keys = list(self.tokens)
+        for span in self.request.images:
+            keys[span.start : span.end] = span.keys
+        return keys
+
+    def image_at(self, position: int) -> ImageSpan | None:
+        return next((span for span in self.request.images if span.start <= position < span.end), None)
+
+    def unbroken(self, position: int) -> bool:
+        """No prompt chunk may end before this position: it lies inside an image whose rows see each other."""
+        return any(span.bidirectional and span.start < position < span.end for span in self.request.images)
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Where a prompt chunk from `start` ends that would end at `end`. A chunk holds text or rows of one image, and
+        an image whose rows see each other whole. It depends on the prompt only."""
+        for span in self.request.images:
+            if start < span.start:
+                return min(end, span.start)
+            if start < span.end:
+                return span.end if span.bidirectional else min(end, span.end)
+        return end
 
     @property
     def held(self) -> SeqCache:

@@ -100,9 +100,22 @@ class TextModel:
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted
         (None: all)."""
+        return self._run(self.embed(ids), ids, kv, taps, wanted, None)
+
+    def forward_soft(
+        self, soft: Tensor, pad_id: int, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
+    ) -> Pass:
+        """As `forward`, of rows [R, H] of one image instead of tokens. Per-layer embeddings are those of `pad_id`. end:
+        on sliding layers every row sees the keys up to this position, those behind it too; None: no row does."""
+        ids = torch.full((soft.shape[0],), pad_id, dtype=torch.int64, device=soft.device)
+        return self._run(soft, ids, kv, taps, wanted, end)
+
+    def _run(
+        self, x: Tensor, ids: Tensor, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
+    ) -> Pass:
+        """x [R, H]: the residual stream."""
         ops, first = self.ops, self.blocks[0]
         angles = self.angles(kv.positions)
-        x = self.embed(ids)  # [R, H] the residual stream
         ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
         qkv = ops.linear(ops.rms_norm(x, first.attn_norm, self.config.norm_eps), first.qkv, first.qkv_bias)
         streams: dict[int, Tensor] = {}
@@ -115,7 +128,9 @@ class TextModel:
                 q, x, angles = q[rows], x[rows], self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
-            x, qkv = self.after_attention(i, x, ops.attend(q, block.spec, kv), ple)
+            causal = end is None or block.spec.window is None
+            attended = ops.attend(q, block.spec, kv) if causal else ops.attend_span(q, block.spec, kv, end or 0)
+            x, qkv = self.after_attention(i, x, attended, ple)
             if i in taps:
                 streams[i] = x
         return Pass(qkv, tuple(streams[i] for i in taps))  # behind the last layer there was only the final norm

@@ -235,18 +235,27 @@ class ReferenceOps(TreeOps):
                 self._attend_tree(q, spec, kv, b, lo, hi, out)
                 continue
             at = kv.positions[lo:hi]
-            count = int(at.max()) + 1
-            k, v = self.gather_kv(b, count, spec, kv)
-            j = torch.arange(count, device=q.device)
-            visible = j[None, :] <= at[:, None]
-            if spec.window is not None:
-                visible &= j[None, :] > at[:, None] - spec.window
-            qs = q[lo:hi].view(hi - lo, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
-            scores = torch.einsum("rgqd,gnd->grqn", qs.float(), k.float()) * spec.scale
-            weights = scores.masked_fill(~visible[None, :, None, :], float("-inf")).softmax(-1)
-            mixed = torch.einsum("grqn,gnd->rgqd", weights, torch.where(visible.any(0)[None, :, None], v.float(), 0.0))
-            out[lo:hi] = mixed.reshape(hi - lo, -1).to(q.dtype)
+            out[lo:hi] = self._attend_rows(q[lo:hi], spec, kv, b, at, at)
         return out
+
+    def _attend_rows(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, at: Tensor, last: Tensor) -> Tensor:
+        """Rows of sequence b at positions `at` [R], each of which sees the keys up to `last` [R]."""
+        count, rows = int(last.max()) + 1, q.shape[0]
+        k, v = self.gather_kv(b, count, spec, kv)
+        j = torch.arange(count, device=q.device)
+        visible = j[None, :] <= last[:, None]
+        if spec.window is not None:
+            visible &= j[None, :] > at[:, None] - spec.window
+        qs = q.view(rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+        scores = torch.einsum("rgqd,gnd->grqn", qs.float(), k.float()) * spec.scale
+        weights = scores.masked_fill(~visible[None, :, None, :], float("-inf")).softmax(-1)
+        mixed = torch.einsum("grqn,gnd->rgqd", weights, torch.where(visible.any(0)[None, :, None], v.float(), 0.0))
+        return mixed.reshape(rows, -1).to(q.dtype)
+
+    def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
+        """As `attend`, of the rows of one image in one sequence: each sees the keys up to position `end` - 1, and the
+        window bounds only those before it."""
+        return self._attend_rows(q, spec, kv, 0, kv.positions, torch.full_like(kv.positions, end - 1))
 
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
         """Each row by itself over the keys of its own path in the order of positions, as if it were decoded plainly."""

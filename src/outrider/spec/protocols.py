@@ -30,6 +30,12 @@ class Target(Protocol):
         (None: all)."""
         ...
 
+    def forward_soft(
+        self, soft: Tensor, pad_id: int, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
+    ) -> Pass:
+        """As `forward`, of rows of one image; end: see `TextModel.forward_soft`."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, V]"""
         ...

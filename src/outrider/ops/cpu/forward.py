@@ -124,6 +124,7 @@ class CompiledModel:
         self.model, self.stack = model, stack
         self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
         self.embed, self.logits, self.scores = model.embed, model.logits, model.scores
+        self.forward_soft = model.forward_soft  # operation by operation: the same kernels, and the same bits
         self.together, self.all_reduce = (
             model.together,
             model.all_reduce,

@@ -10,6 +10,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -326,6 +327,16 @@ class CpuOps(ReferenceOps):
         if self.lib.or_attend(self.team, ctypes.byref(c), batch.ref, q.data_ptr(), q.stride(0), out.data_ptr()):
             raise MemoryError("attention scratch")
         return out
+
+    def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
+        """Row by row: the kernel sees each at the image's last position, with a window that is longer by as much."""
+        out, one = [], torch.zeros(1, dtype=torch.int64)
+        start = torch.tensor([0, 1], dtype=torch.int32)
+        shown = replace(kv, positions=one + end - 1, row_seq=one, row_start=start, max_rows=1, max_context=end)
+        for row, position in enumerate(kv.positions.tolist()):
+            longer = replace(spec, window=(spec.window or end) + end - 1 - position)
+            out.append(self.attend(q[row : row + 1], longer, shown))
+        return torch.cat(out)
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """As the reference, one after another: nothing that is still to be read may be written before."""

@@ -1,0 +1,96 @@
+"""Image files of unknown origin are decoded in a process of their own, with bounds on time and memory.
+
+A decoder that is tricked into taking gigabytes or minutes, or that crashes, takes that process down and nothing else:
+the file is refused, and the next one starts a new process. Run: models/image_processing.py, frames on stdin and stdout.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+
+from ..models import image_processing
+from ..models.image_processing import HEAD, REPLY
+from ..types import OutriderError
+
+SECONDS = 20.0  # of wall time for one file
+MAX_BYTES = 64 << 20  # of one file
+MAX_PIXELS = 64_000_000  # of one image, by its header
+SPOILED = OutriderError("the image took too much memory or time to decode, and was refused")
+
+
+class ImageDecoder:
+    def __init__(self, max_pixels: int = MAX_PIXELS, seconds: float = SECONDS) -> None:
+        self.max_pixels, self._seconds = max_pixels, seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def pixels(self, data: bytes, tokens: int, side: int) -> np.ndarray:
+        """uint8 [h, w, 3] as a vision model reads it. From any thread; blocks until it is done."""
+        if not data:
+            raise OutriderError("the image is empty")
+        if len(data) > MAX_BYTES:
+            raise OutriderError(f"the image file has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
+        with self._lock:
+            deadline = time.monotonic() + self._seconds
+            try:
+                process = self._started()
+                self._write(process, HEAD.pack(len(data), tokens, side, self.max_pixels) + data, deadline)
+                good, height, width = REPLY.unpack(self._read(process, REPLY.size, deadline))
+                body = self._read(process, height * width * 3 if good else height, deadline)
+            except (OSError, EOFError, TimeoutError):
+                self._end()
+                raise SPOILED from None
+        if not good:
+            raise OutriderError(body.decode("utf-8", "replace"))
+        return np.frombuffer(body, np.uint8).reshape(height, width, 3)
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", image_processing.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )  # fmt: skip
+        return self._process
+
+    def _write(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+        assert process.stdin is not None
+        view, pipe = memoryview(data), process.stdin.fileno()
+        os.set_blocking(pipe, False)
+        while view:
+            _, ready, _ = select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            view = view[os.write(pipe, view[: 1 << 20]) :]
+
+    def _read(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+        assert process.stdout is not None
+        pipe, parts, left = process.stdout.fileno(), [], size
+        while left:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            part = os.read(pipe, min(left, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,186 @@
+"""Images on their way into a prompt: whatever a caller gives becomes soft tokens, and a placeholder becomes a span.
+
+`ImageEncoder.encode` decodes (files in a process of their own), resizes and runs the vision model, one image at a time;
+the last images are kept by their content. `expand` replaces each placeholder token of a prompt by begin-of-image, n
+image tokens and end-of-image.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..models.image_processing import check_size, pixels
+from ..models.vision import VisionModel
+from ..types import ImageSpan, OutriderError
+from .image_decoder import MAX_BYTES, ImageDecoder
+
+KEPT = 64  # images whose soft tokens are kept
+VERSION = b"1"  # of the preprocessing: other pixels, other digests
+MEDIA = {"audio": "audio", "input_audio": "audio", "video": "video", "video_url": "video", "input_video": "video"}
+IMAGE_PARTS = ("image", "image_url", "input_image")
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    soft_tokens: Tensor  # [n, H]
+    digest: bytes
+
+
+class ImagePrompt(list[int]):
+    """Token ids of a prompt, and its images."""
+
+    images: tuple[ImageSpan, ...] = ()
+
+
+class ImageEncoder:
+    def __init__(self, model: VisionModel, tokens: int, max_images: int, max_pixels: int) -> None:
+        self.model, self.config, self.tokens, self.max_images = model, model.config, tokens, max_images
+        self.decoder = ImageDecoder(max_pixels)
+        self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes
+
+    def encode(self, image: object) -> EncodedImage:
+        """A path, the bytes of a file, a data URL, a PIL image or an array [h, w, 3 or 4 or nothing] of uint8."""
+        made = np.ascontiguousarray(self._pixels(image))
+        digest = hashlib.blake2b(made, digest_size=16, salt=VERSION)
+        digest.update(str(made.shape).encode())
+        key = digest.digest()
+        with self._lock:  # one image at a time: its bits depend on no other
+            found = self._kept.pop(key, None)
+            if found is None:
+                found = EncodedImage(self.model.encode(torch.from_numpy(made.copy())), key)
+            self._kept[key] = found
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _pixels(self, image: object) -> np.ndarray:
+        tokens, side = self.tokens, self.config.side
+        if isinstance(image, str) and image[:5].lower() == "data:":
+            image = data_url(image)
+        elif isinstance(image, str | os.PathLike):
+            image = read_file(Path(image))
+        if isinstance(image, bytes | bytearray | memoryview):
+            return self.decoder.pixels(bytes(image), tokens, side)
+        try:
+            if not isinstance(image, Image.Image):
+                image = Image.fromarray(as_array(image))
+            check_size(*image.size, self.decoder.max_pixels)
+            return pixels(image, tokens, side)
+        except (ValueError, OSError) as error:
+            raise OutriderError(str(error)) from None
+
+    def expand(self, ids: Sequence[int], images: Sequence[object]) -> ImagePrompt:
+        """The prompt with every image token replaced by an image: there must be as many."""
+        config, out = self.config, ImagePrompt()
+        if len(images) > self.max_images:
+            raise OutriderError(f"{len(images)} images; at most {self.max_images} are allowed in a prompt")
+        if ids.count(config.image_id) != len(images):
+            places = ids.count(config.image_id)
+            raise OutriderError(
+                f"{len(images)} images for {places} places in the prompt: does its template take images?"
+            )
+        spans, left = [], iter(images)
+        for token in ids:
+            if token != config.image_id:
+                out.append(token)
+                continue
+            encoded = self.encode(next(left))
+            count = int(encoded.soft_tokens.shape[0])
+            out.append(config.boi_id)
+            spans.append(ImageSpan(len(out), encoded.soft_tokens, encoded.digest, config.bidirectional, config.pad_id))
+            out += [config.image_id] * count + [config.eoi_id]
+        out.images = tuple(spans)
+        return out
+
+    def close(self) -> None:
+        self.decoder.close()
+
+
+def data_url(url: str) -> bytes:
+    """The bytes of `data:image/png;base64,...`."""
+    head, comma, body = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise OutriderError("an image's data URL must be data:image/...;base64,...")
+    return from_base64(body)
+
+
+def from_base64(text: str) -> bytes:
+    if len(text) > MAX_BYTES * 4 // 3 + 4:
+        raise OutriderError(f"the image has more than {MAX_BYTES:,} bytes")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise OutriderError("the image is not valid base64") from None
+
+
+def read_file(path: Path) -> bytes:
+    if str(path).startswith(("http:/", "https:/")):
+        raise OutriderError("images are not fetched from the network: pass a file, or a data URL")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise OutriderError(f"{path} has more than {MAX_BYTES:,} bytes")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise OutriderError(f"cannot read the image {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def as_array(image: object) -> np.ndarray:
+    try:
+        array = np.asarray(image)
+    except Exception:
+        array = np.empty(0)
+    good = array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4)))
+    if not good or not array.size:
+        kind = type(image).__name__
+        raise OutriderError(f"an image is a path, bytes, a PIL image or uint8 [h, w, 3], got {kind} {array.shape}")
+    return array
+
+
+def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[object]]:
+    """Messages as chat templates read them, with `{"type": "image"}` where an image stands, and the images in order."""
+    out, images = [], list[object]()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            content = [_part(part, images) for part in content]
+            if not any(part.get("type") == "image" for part in content):  # templates of text models know texts only
+                content = "".join(str(part.get("text", "")) for part in content)
+        out.append({**message, "content": content})
+    return out, images
+
+
+def _part(part: object, images: list[object]) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise OutriderError("a part of a message is a text or {'type': 'text' | 'image', ...}")
+    kind = part.get("type")
+    if kind in MEDIA:
+        raise OutriderError(f"{MEDIA[str(kind)]} cannot be read here, only text and images")
+    if kind not in IMAGE_PARTS:
+        return dict(part)
+    given = part.get("image", part.get("image_url", part.get("url", part.get("path"))))
+    given = given.get("url") if isinstance(given, Mapping) else given
+    if given is None:
+        raise OutriderError("a part of type image needs 'image': a path, bytes, a PIL image or an array")
+    images.append(given)
+    return {"type": "image"}

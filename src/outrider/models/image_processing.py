@@ -1,0 +1,136 @@
+"""From an image file to the pixels that a vision model reads: decode, turn upright, flatten, resize.
+
+The resize is bicubic on 8 bits, as the PIL backend of transformers has it, to the largest multiple of a soft token's
+side that stays within the budget; small images are enlarged. EXIF orientation is applied and alpha is flattened onto
+white. Whatever is wrong with a file is a `ValueError` of one line.
+
+Run as a script it is the process in which files of unknown origin are decoded (engine/image_decoder.py): it imports
+nothing of this package, and bounds its own memory and CPU time.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import sys
+import warnings
+from typing import IO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+HEAD = struct.Struct("<IIIQ")  # bytes of the file; soft tokens; pixels of a soft token's side; most pixels
+REPLY = struct.Struct("<?II")  # is it an image? then height and width and pixels follow, else an error's length
+MEMORY, CPU_SECONDS = 3 << 30, 60  # of the decoding process
+MAX_SIDE = 65500
+
+
+def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, int]:
+    """Height and width in pixels after the resize: multiples of `side`, at most `tokens` of them in all."""
+    factor = math.sqrt(tokens * side**2 / (height * width))
+    tall, wide = (int(math.floor(factor * n / side)) * side for n in (height, width))
+    if not tall and not wide:
+        raise ValueError(f"an image of {width} x {height} pixels cannot be resized")
+    if not tall:
+        return side, min(width // height * side, tokens * side)
+    if not wide:
+        return min(height // width * side, tokens * side), side
+    return tall, wide
+
+
+def decode(data: bytes, max_pixels: int) -> Image.Image:
+    """A file's first frame. The header is read first: what is too large is never decoded."""
+    if b"<svg" in data[:1024].lower() or data[:5] == b"<?xml":
+        raise ValueError("SVG images are drawings, not pixels: send PNG, JPEG or WebP")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            check_size(*image.size, max_pixels)
+            image.load()
+        except UnidentifiedImageError:
+            raise ValueError(f"not an image that can be read here ({', '.join(FORMATS)})") from None
+        except ValueError:
+            raise
+        except MemoryError:
+            raise ValueError("the image takes too much memory to decode") from None
+        except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ...
+            raise ValueError(
+                f"the image is broken ({' '.join(str(error).split())[:80] or type(error).__name__})"
+            ) from None
+    return image
+
+
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    if width < 1 or height < 1 or max(width, height) > MAX_SIDE:
+        raise ValueError(f"an image of {width} x {height} pixels cannot be read")
+    if width * height > max_pixels:
+        raise ValueError(f"the image has {width} x {height} pixels; at most {max_pixels:,} are allowed")
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB, turned as its EXIF orientation says, transparent parts white."""
+    try:
+        image = ImageOps.exif_transpose(image)
+    except Exception:  # a broken EXIF block: the pixels are there
+        image = image.copy()
+    if image.mode in ("I;16", "I;16B", "I;16L", "I"):  # 16 bits: Pillow's own conversion would cut at 255
+        wide = np.asarray(image).astype(np.int64)
+        image = Image.fromarray((wide.clip(0, 65535) >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")
+
+
+def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
+    """uint8 [h, w, 3], as the vision model reads it."""
+    image = upright_rgb(image)
+    height, width = target_size(image.height, image.width, tokens, side)
+    if (width, height) != image.size:
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+# ---- the decoding process -----------------------------------------------------------------------------------------
+def read(pipe: IO[bytes], size: int) -> bytes:
+    data = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def main() -> None:
+    """Files come on stdin, pixels or one line of an error go out on stdout. Ends with its stdin."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    Image.MAX_IMAGE_PIXELS = None  # `check_size` has its own bound
+    Image.init()
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        size, tokens, side, most = HEAD.unpack(read(source, HEAD.size))
+        spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        try:
+            made = pixels(decode(read(source, size), most), tokens, side)
+            body = REPLY.pack(True, *made.shape[:2]) + made.tobytes()
+        except EOFError:
+            raise
+        except Exception as error:
+            line = (" ".join(str(error).split())[:200] or type(error).__name__).encode()
+            body = REPLY.pack(False, len(line), 0) + line
+        out.write(body)
+        out.flush()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except EOFError:
+        pass

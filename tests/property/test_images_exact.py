@@ -1,0 +1,87 @@
+"""A request with images gives the same tokens alone and in a batch, with and without drafts, cut and pre-empted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import tiny_vision
+
+from outrider import LLM, SamplingParams
+
+KINDS = ("gemma4_e2b", "gemma4_31b", "gemma4_12b")  # causal; images that see themselves; the unified embedder
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    where = tmp_path_factory.mktemp("vision")
+    tiny_vision.write(request.param, where / "target")
+    tiny.write_assistant(request.param, where / "drafter")
+    return where / "target", where / "drafter"
+
+
+def load(folders: tuple[Path, Path], ops: str, **more: object) -> LLM:
+    given = dict(image_tokens=70, max_context=480, dtype="float32", threads=1, max_batch=4, page_size=16) | more
+    return LLM.load(str(folders[0]), drafter=str(folders[1]), ops=ops, **given)
+
+
+def prompts() -> list[object]:
+    images = [tiny_vision.picture(90, 200, 1), tiny_vision.picture(64, 48, 2), tiny_vision.picture(40, 300, 3)]
+    return [
+        {"text": "What is this that we see: <|image|> next to <|image|> here?", "images": images[:2]},
+        "only text stands here, and it goes on for a while",
+        {"text": "again <|image|> and nothing else", "images": images[2:]},
+        {"text": "What is this that we see: <|image|> next to <|image|> here?", "images": [images[0], images[2]]},
+    ]
+
+
+@pytest.mark.parametrize(("ops", "temperature"), [("reference", 0.9), ("cpu", 0.0), ("cpu", 0.9)])
+def test_alone_in_a_batch_and_with_drafts(folders: tuple[Path, Path], ops: str, temperature: float) -> None:
+    llm = load(folders, ops)
+    params = SamplingParams(temperature=temperature, max_tokens=16, seed=5, ignore_eos=True)
+    alone = []
+    for prompt in prompts():
+        llm.engine.store.prefix.clear()
+        alone.append(llm.generate(prompt, params, drafter=False)[0].token_ids)
+    assert len({tuple(tokens) for tokens in alone}) == 4, "an image changes nothing"
+    for k in (1, 4, 8) if ops == "cpu" else (4,):
+        llm.engine.store.prefix.clear()
+        if ops == "cpu":  # torch's products may round otherwise for another number of rows
+            batch = llm.generate(prompts(), params, draft_tokens=k)
+            assert [answer.token_ids for answer in batch] == alone
+            assert sum(answer.stats.drafted for answer in batch)
+            cached = llm.generate(prompts(), params, draft_tokens=k)  # now with prefixes from the cache
+            assert [answer.token_ids for answer in cached] == alone
+            assert sum(answer.stats.cached_tokens for answer in cached)
+        else:
+            for prompt, tokens in zip(prompts(), alone):
+                assert llm.generate(prompt, params, draft_tokens=k)[0].token_ids == tokens
+    llm.engine.check()
+    llm.close()
+
+
+def test_preempted_and_cut(folders: tuple[Path, Path]) -> None:
+    """With few pages sequences give theirs up and are computed again; with a small chunk an image is longer than it."""
+    params = SamplingParams(max_tokens=32, seed=3, ignore_eos=True)
+    plain = load(folders, "cpu")
+    alone = [plain.generate(prompt, params, drafter=False)[0].token_ids for prompt in prompts()]
+    plain.close()
+    tight = load(folders, "cpu", max_context=256, kv_tokens=448, prefill_chunk=32)
+    answers = tight.generate(prompts(), params)
+    assert [answer.token_ids for answer in answers] == alone
+    assert tight.engine.scheduler.preemptions
+    tight.engine.check()
+    tight.close()
+
+
+def test_the_same_ids_with_another_image_are_another_prefix(folders: tuple[Path, Path]) -> None:
+    llm = load(folders, "cpu")
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    first, second = tiny_vision.picture(64, 64, 7), tiny_vision.picture(64, 64, 8)
+    one, again, other = (
+        llm.generate({"text": "a <|image|> b", "images": [i]}, params)[0] for i in (first, first, second)
+    )
+    assert one.token_ids == again.token_ids and again.stats.cached_tokens >= 0
+    assert other.stats.cached_tokens == 0 and other.token_ids != one.token_ids
+    llm.close()
