@@ -181,7 +181,13 @@ class LLM:
         answers = [replace(params, seed=params.seed + i, n=1) for i in range(params.n)]
         return [
             Request(
-                f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter,
+                f"{group}.{i}",
+                ids,
+                answer,
+                draft_tokens,
+                drafter,
+                tree=tree,
+                adapter=adapter or self.adapter,
                 images=getattr(ids, "images", ()),
             )
             for i, answer in enumerate(answers)

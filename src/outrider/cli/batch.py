@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..server.batch import BatchProgress
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "load_format")
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES, "swap", "load_format")
 def batch(
     requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object a line.")],
     out: Annotated[

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMAND = re.compile(r"/\w*( .*)?")  # on one line; `/* C`, `// C` and `/etc/hosts` are messages
 COMMANDS = {
     "/system": "TEXT  a system message",
+    "/image": "FILE  for the next message",
     "/retry": "  answer the last message again",
     "/save": "FILE",
     "/load": "FILE  a conversation",
@@ -37,10 +38,11 @@ COMMANDS = {
 HELP = " · ".join(f"{name} {about}".rstrip() for name, about in COMMANDS.items())
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM)
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
 def chat(
     model: common.Model = "smollm2",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    image: common.ImageFiles = None,
     max_tokens: common.MaxTokens = 512,
     temperature: Annotated[
         float | None, typer.Option(help="0: greedy. Default: the model's own (generation_config.json), else 0.7.")
@@ -74,7 +76,10 @@ def chat(
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
     note(HELP)
-    Conversation(llm, params, system, show_draft).run()
+    talk = Conversation(llm, params, system, show_draft)
+    for path in image or ():
+        talk.attach(path)
+    talk.run()
 
 
 class Conversation:
@@ -84,10 +89,11 @@ class Conversation:
         self.draft_tokens: int | None = None
         self.drafter: bool | str = True
         self.turns: list[RequestStats] = []
+        self.images: list[str] = []  # for the next message
         self.clear()
 
     def clear(self) -> None:
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
 
     def run(self) -> None:
         while True:
@@ -148,6 +154,8 @@ class Conversation:
             self.choose_drafter(argument.strip())
         elif name == "/adapter":
             self.choose_adapter(argument.strip())
+        elif name == "/image":
+            self.attach(str(named_file(name, argument)))
         elif name == "/retry":
             self.retry()
         elif name == "/save":
@@ -172,6 +180,12 @@ class Conversation:
         if name:
             self.llm.adapter = None if name == "none" else name
         note(f"adapter: {self.llm.adapter or 'none'}")
+
+    def attach(self, path: str) -> None:
+        """An image for the next message; what cannot be read is told at once."""
+        count = self.llm.images().encode(path).soft_tokens.shape[0]
+        self.images.append(path)
+        note(f"{path}: {count} tokens, with the next message")
 
     def choose_drafter(self, name: str) -> None:
         """Without a name: says which one drafts."""
@@ -198,12 +212,16 @@ class Conversation:
         self.params = replace(self.params, seed=self.params.seed + 1)
         self.answer(self.messages.pop()["content"])
 
-    def answer(self, line: str) -> None:
+    def answer(self, content: str | list[dict[str, str]]) -> None:
+        """A message: a text, or the parts of an earlier one."""
+        if self.images and isinstance(content, str):
+            parts = [{"type": "image", "image": path} for path in self.images]
+            content, self.images = [*parts, {"type": "text", "text": content}], []
         with keys_wait():
-            self._answer(line)
+            self._answer(content)
 
-    def _answer(self, line: str) -> None:
-        self.messages.append({"role": "user", "content": line})
+    def _answer(self, content: str | list[dict[str, str]]) -> None:
+        self.messages.append({"role": "user", "content": content})
         text = ""
         try:
             ids = self.llm.chat_prompt(self.messages)
@@ -235,11 +253,11 @@ def named_file(command: str, argument: str) -> Path:
     return Path(argument.strip()).expanduser()
 
 
-def read_messages(path: Path) -> list[dict[str, str]]:
+def read_messages(path: Path) -> list[dict[str, Any]]:
     """A conversation that /save wrote."""
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-        if all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
+        if all(isinstance(m["role"], str) and isinstance(m["content"], str | list) for m in messages):
             return [{"role": m["role"], "content": m["content"]} for m in messages]
     except (ValueError, TypeError, KeyError):
         pass

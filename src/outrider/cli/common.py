@@ -91,6 +91,10 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
+IMAGES = ("vision", "image_tokens", "max_images", "max_image_pixels")
+ImageFiles = Annotated[
+    list[str] | None, typer.Option("--image", help="An image that the prompt is about (may be repeated).")
+]
 SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] of the user's file may set them
 PLAIN = (
     bool,
@@ -141,7 +145,8 @@ def as_options(message: str, names: Iterable[str]) -> str:
 
 def typed(name: str, option: Option) -> object:
     kind = option.kind if option.kind in PLAIN else str | None if option.default is None else str
-    return Annotated[kind, typer.Option(*spellings(name), help=option.help)]
+    names = spellings(name) if option.default is not True else [f"--{name}/--no-{name}"]
+    return Annotated[kind, typer.Option(*names, help=option.help)]
 
 
 def spellings(name: str) -> list[str]:

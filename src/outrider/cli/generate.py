@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from ..llm import LLM, Completion
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM)
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
 def generate(
     model: common.Model,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="A .jsonl file (field prompt or turns): one JSON object a line comes out.")
     ] = None,
+    image: common.ImageFiles = None,
     raw: Annotated[bool, typer.Option(help="No chat template: continue the text as it is.")] = False,
     max_tokens: common.MaxTokens = 256,
     temperature: common.Temperature = 0.0,
@@ -77,6 +78,8 @@ def generate(
     )
     if (prompt is None) == (prompts is None):
         raise OutriderError("give either a prompt or --prompts FILE.jsonl")
+    if image and prompts is not None:
+        raise OutriderError("--image is for a single prompt: leave it out beside --prompts")
     rows = as_json or prompts is not None
     if show_draft and rows:
         raise OutriderError("--show-draft colours text, and JSON is asked for: leave out one of them")
@@ -102,7 +105,7 @@ def generate(
             print(json.dumps({**kept, **_one_row(llm, one, params, raw, compare)}), flush=True)
         return
     assert prompt is not None
-    ids = llm.encode_chat(prompt, raw)
+    ids = llm.encode_chat(prompt, raw, image or ())
     if as_json:
         answers = [_answer(llm, ids, replace(params, n=1, seed=seed + i), compare) for i in range(n)]
         print(json.dumps(answers[0] if n == 1 else answers, ensure_ascii=False))

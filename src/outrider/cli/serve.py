@@ -39,6 +39,7 @@ Models = Annotated[
     *common.DRAFTING,
     *common.MACHINE,
     *common.ROOM,
+    *common.IMAGES,
     "swap",
     "prefix_store",
     "prefix_store_size",
