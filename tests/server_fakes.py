@@ -270,8 +270,9 @@ class Served:
 
         self.engine = engine
         self._clients: dict[str, Any] = {}
+        vision = settings.pop("vision", "this model takes no images")
         self.server = HttpServer(
-            ServerBackend(engine, tok, vocab, max_context, "drafter: fake"),
+            ServerBackend(engine, tok, vocab, max_context, "drafter: fake", vision=vision),
             ServerSettings(**{"model_name": "fake", "port": 0, **settings}),
         )
         self.state = self.server.app.state.server

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
-import tiny_vision
 import torch
+from tests import tiny, tiny_vision
 
 from outrider import LLM, SamplingParams
 from outrider.models.image_processing import pixels, target_size

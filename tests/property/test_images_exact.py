@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
-import tiny_vision
+from tests import tiny, tiny_vision
 
 from outrider import LLM, SamplingParams
 

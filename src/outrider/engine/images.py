@@ -46,6 +46,13 @@ class ImagePrompt(list[int]):
     images: tuple[ImageSpan, ...] = ()
 
 
+def continued(ids: list[int], more: Sequence[int]) -> list[int]:
+    """A prompt that goes on, with its images."""
+    out = ImagePrompt([*ids, *more])
+    out.images = getattr(ids, "images", ())
+    return out
+
+
 class ImageEncoder:
     def __init__(self, model: VisionModel, tokens: int, max_images: int, max_pixels: int) -> None:
         self.model, self.config, self.tokens, self.max_images = model, model.config, tokens, max_images

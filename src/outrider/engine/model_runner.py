@@ -128,9 +128,8 @@ class ModelRunner:
         end = span.end if span.bidirectional else None
         last = last_rows(kv, [0] if item.wanted else [])
         own = self.drafter is not None and bool(self.drafter.kv_specs)  # it reads all rows
-        out = self.model_for([item.seq.adapter], [item.count]).forward_soft(
-            soft, span.pad_id, kv, self.taps, None if own or item.seq.adapter is not None else last, end
-        )
+        model, adapted = self.model_for([item.seq.adapter], [item.count]), item.seq.adapter is not None
+        out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if own or adapted else last, end)
         if own and self.drafter is not None:
             self.drafter.extend(out.streams, kv)
         if item.wanted:

@@ -10,6 +10,7 @@ nothing of this package, and bounds its own memory and CPU time.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import struct
@@ -30,7 +31,7 @@ MAX_SIDE = 65500
 def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, int]:
     """Height and width in pixels after the resize: multiples of `side`, at most `tokens` of them in all."""
     factor = math.sqrt(tokens * side**2 / (height * width))
-    tall, wide = (int(math.floor(factor * n / side)) * side for n in (height, width))
+    tall, wide = (math.floor(factor * n / side) * side for n in (height, width))
     if not tall and not wide:
         raise ValueError(f"an image of {width} x {height} pixels cannot be resized")
     if not tall:
@@ -130,7 +131,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with contextlib.suppress(EOFError):
         main()
-    except EOFError:
-        pass

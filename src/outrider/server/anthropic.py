@@ -1,11 +1,12 @@
 """Anthropic's Messages API, as a translation: a body becomes a chat request of ours, our answer becomes a message.
 
-Text, tools, tool results, prefill, stop sequences, thinking, structured output, streaming, counting tokens. Images and
+Text, images, tools, tool results, prefill, stop sequences, thinking, structured output, streaming, counting tokens. Other
 documents are refused, and so are tools that Anthropic's servers would run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, cast
 
 from pydantic import Field
@@ -27,6 +28,7 @@ class ContentBlock(Lenient):
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
+    source: dict[str, object] | None = None  # of an image
 
 
 class AnthropicMessage(Lenient):
@@ -141,9 +143,14 @@ def _messages(message: AnthropicMessage) -> list[Json]:
         return [{"role": message.role, "content": message.content}]
     results: list[Json] = []
     calls: list[Json] = []
+    parts: list[Json] = []  # where there are images
     text = ""
     for block in message.content:
-        if block.type == "text":
+        if block.type == "image":
+            parts += [{"type": "text", "text": text}] if text else []
+            text = ""
+            parts.append({"type": "image_url", "image_url": _image_url(block.source or {})})
+        elif block.type == "text":
             text += block.text or ""
         elif block.type == "tool_use":
             calls.append(
@@ -155,7 +162,16 @@ def _messages(message: AnthropicMessage) -> list[Json]:
             raise bad(f"messages: blocks of type '{block.type[:40]}' can't be read here.", "messages")
     if message.role == "assistant":
         return [{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}]
+    if parts:
+        return [*results, {"role": message.role, "content": [*parts, {"type": "text", "text": text}]}]
     return results + ([{"role": message.role, "content": text}] if text or not results else [])
+
+
+def _image_url(source: Mapping[str, object]) -> str:
+    """A data URL; an address is refused where images are read."""
+    if source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return str(source.get("url") or source.get("file_id") or "")
 
 
 def _text(content: str | list[ContentBlock]) -> str:

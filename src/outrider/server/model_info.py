@@ -166,6 +166,7 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
         prepare = slot.model.prepare
         template = prepare.tokenizer.files.chat_template or ""
         capabilities += ["insert"] if prepare.infill is not None else []
+        capabilities += ["vision"] if prepare.sees else []
         capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
         sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.sampling(OLLAMA).items())
     return {
@@ -197,7 +198,7 @@ def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
         "chat_template": files.chat_template,
         "bos_token": files.specials.get("bos_token"),
         "eos_token": files.specials.get("eos_token"),
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": preparer.sees, "audio": False},
         "build_info": f"outrider-{__version__}",
         "outrider": {
             "sampling_from": "model" if own else "protocol",

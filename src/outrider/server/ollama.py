@@ -103,12 +103,18 @@ def untagged(name: str | None) -> str | None:
     return None if name is None else name.removesuffix(":latest")
 
 
+def with_images(text: str, images: list[str] | None) -> JsonValue:
+    """A message's content: Ollama's images are bare base64 and stand before the text."""
+    if not images:
+        return text
+    parts: list[JsonValue] = [{"type": "image_url", "image_url": f"data:image;base64,{image}"} for image in images]
+    return [*parts, {"type": "text", "text": text}]
+
+
 def parse_chat(raw: bytes) -> ChatRequest:
     body = ChatBody.model_validate_json(raw)
     messages: list[Json] = []
     for i, m in enumerate(body.messages):
-        if m.images:
-            raise bad("messages: images can't be read here.", "messages")
         calls = [
             {"id": f"call_{i}_{j}", "type": "function", "function": c.function}
             for j, c in enumerate(m.tool_calls or [])
@@ -116,7 +122,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
         more: Json = (
             {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
         )
-        messages.append({"role": m.role, "content": m.content or "", **more})
+        messages.append({"role": m.role, "content": with_images(m.content or "", m.images), **more})
     return ChatRequest.model_validate({**_common(body), "messages": messages, "tools": body.tools or None}).sampled_by(
         OLLAMA
     )
@@ -124,8 +130,8 @@ def parse_chat(raw: bytes) -> ChatRequest:
 
 def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
     body = GenerateBody.model_validate_json(raw)
-    if body.images:
-        raise bad("images can't be read here.", "images")
+    if body.images and (body.raw or body.suffix):
+        raise bad("images can't be read with raw or suffix here.", "images")
     for name in ("template", "context"):
         if getattr(body, name):
             raise bad(f"{name} can't be used here.", name)
@@ -137,7 +143,7 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
         given = {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
         return CompletionRequest.model_validate(given).sampled_by(OLLAMA)
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": body.prompt}]
+    messages = [*system, {"role": "user", "content": with_images(body.prompt, body.images)}]
     return ChatRequest.model_validate({**_common(body), "messages": messages}).sampled_by(OLLAMA)
 
 

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from ..engine.adapters import AdapterPool
 from ..engine.chat_template import reserved
 from ..engine.grammar import GrammarCompiler
+from ..engine.images import ImageEncoder, continued
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
@@ -64,6 +65,7 @@ class ServedModel:
     info: ModelInfo = UNKNOWN
     places: int = 0  # sequences at once; 0: as many as the settings say
     adapters: AdapterPool | None = None  # None: it takes none
+    vision: ImageEncoder | str = "this model takes no images"  # what reads images, or why none does
 
     @classmethod
     def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:
@@ -83,6 +85,7 @@ class ServedModel:
             llm.nbytes,
             ModelInfo.named(llm.name),
             adapters=llm.adapters,
+            vision=llm.vision,
         )
 
 
@@ -294,6 +297,12 @@ class Preparer:
     def _prompt(self, body: ChatRequest, use_tools: bool) -> ChatPrompt:
         tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if use_tools else None
         messages = [self._message(m) for m in body.messages]
+        images = [image for m in body.messages for image in m.images]
+        if images and (body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None):
+            field = "prompt_logprobs" if body.truncate_prompt_tokens is None else "truncate_prompt_tokens"
+            raise bad(f"{field} can't be combined with images.", field)
+        if images and isinstance(self._backend.vision, str):
+            raise bad(f"{self._backend.vision[:1].upper()}{self._backend.vision[1:]}.", "messages")
         for message in body.messages:
             if (
                 message.role == "user" and body.truncate_prompt_tokens is None
@@ -317,15 +326,28 @@ class Preparer:
         begin = True if body.continue_final_message else body.add_generation_prompt is not False
         try:
             prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
+            if images:
+                prompt = replace(prompt, ids=self.vision.expand(prompt.ids, images))
             return (
                 prompt
                 if not last
-                else ChatPrompt(prompt.ids + self._continued(last), prompt.written + last, prompt.text + last)
+                else ChatPrompt(continued(prompt.ids, self._continued(last)), prompt.written + last, prompt.text + last)
             )
         except OutriderError as e:
             raise bad(_one_line(e), "messages", "template_error") from e
         except (UnicodeError, TypeError) as e:
             raise bad("The text is not valid Unicode.") from e
+
+    @property
+    def vision(self) -> ImageEncoder:
+        """What reads images; an error where the model takes none."""
+        if isinstance(self._backend.vision, str):
+            raise OutriderError(self._backend.vision)
+        return self._backend.vision
+
+    @property
+    def sees(self) -> bool:
+        return not isinstance(self._backend.vision, str)
 
     def _continued(self, text: str) -> list[int]:
         """The beginning of an answer, as text: what it spells of control tokens is left out."""
@@ -343,6 +365,10 @@ class Preparer:
     def _message(self, message: Message) -> dict[str, JsonValue]:
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         out: dict[str, JsonValue] = {"role": role, "content": message.text}
+        if message.images and isinstance(message.content, list):  # as chat templates read them
+            out["content"] = [
+                {"type": "image"} if part.image else {"type": "text", "text": part.text} for part in message.content
+            ]
         if message.calls:
             calls: list[JsonValue] = []
             for call in message.calls:
@@ -415,6 +441,7 @@ class Preparer:
                 replace(fitting, seed=(params.seed + i) & (2**63 - 1)),
                 draft_tokens=k,
                 drafter=k != 0,
+                images=getattr(ids, "images", ()),
             )
             for p, (ids, fitting) in enumerate((ids, self._sampling.fit(params, ids)) for ids in prompts)
             for i in range(n)

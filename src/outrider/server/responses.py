@@ -31,6 +31,7 @@ class ResponsesPart(Lenient):
     type: str = "input_text"
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
 
 
 class ResponsesItem(Lenient):
@@ -239,11 +240,21 @@ def _add(messages: list[Json], item: ResponsesItem) -> None:
     )
     last = messages[-1] if messages else {}
     if item.type == "message":
-        if not isinstance(item.content, str) and any(p.text is None and p.refusal is None for p in item.content or []):
-            raise bad("input: only text can be read here.", "input")
+        parts = [] if isinstance(item.content, str) else item.content or []
+        pictures = any(p.type == "input_image" for p in parts)
+        if any(p.text is None and p.refusal is None and p.image_url is None for p in parts):
+            raise bad("input: only text and images as data URLs can be read here.", "input")
         role = {"developer": "system"}.get(item.role or "user", item.role or "user")
         if role == "system" and last.get("role") == "system" and len(messages) == 1:  # as in _joined
             last["content"] = f"{last['content']}\n\n{text}"
+        elif pictures:
+            content = [
+                {"type": "image_url", "image_url": p.image_url}
+                if p.type == "input_image"
+                else {"type": "text", "text": p.text or p.refusal or ""}
+                for p in parts
+            ]
+            messages.append({"role": role, "content": content})
         else:
             messages.append({"role": role, "content": text})
     elif item.type == "function_call":

@@ -94,11 +94,14 @@ class StreamOptions(Strict):
 
 
 class TextPart(Lenient):
-    """Thoughts of earlier turns are not rendered again; a refusal is what was said."""
+    """Text, or an image as a data URL. Thoughts of earlier turns are not rendered again; a refusal is what was
+    said."""
 
     type: str = "text"
     text: str = ""
     refusal: str = ""
+    image_url: str | dict[str, object] | None = None
+    image: str | None = None  # its data URL
 
     @model_validator(mode="after")
     def is_text(self) -> TextPart:
@@ -106,11 +109,23 @@ class TextPart(Lenient):
             self.text = self.refusal
         elif self.type in ("thinking", "redacted_thinking", "reasoning"):
             self.text = ""
+        elif self.type in ("image_url", "input_image"):
+            self.text, self.image = "", image_of(self.image_url)
         elif self.type not in ("text", "input_text", "output_text"):
-            raise ValueError(f"parts of type '{self.type[:40]}' can't be read here, only text")
+            raise ValueError(f"parts of type '{self.type[:40]}' can't be read here, only text and images")
         elif "text" not in self.model_fields_set:
             raise ValueError("text is missing")
         return self
+
+
+def image_of(given: object) -> str:
+    """A data URL, as clients send it: bare or as {"url": ..., "detail": ...}."""
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not url:
+        raise ValueError("image_url is missing")
+    if url[:5].lower() != "data:":
+        raise ValueError("images are not fetched from the network; send a data URL (data:image/png;base64,...)")
+    return url
 
 
 class FunctionCall(Lenient):
@@ -146,6 +161,11 @@ class Message(Lenient):
         if self.content is None:
             return ""
         return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+
+    @property
+    def images(self) -> list[str]:
+        """Data URLs, in order."""
+        return [p.image for p in self.content if p.image] if isinstance(self.content, list) else []
 
     @property
     def calls(self) -> list[ToolCallIn]:

@@ -1,0 +1,158 @@
+"""Images over HTTP, in every protocol: the same picture gives the same answer as from Python, and what cannot be read
+is refused in one line."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import tiny, tiny_vision
+from tests.server_fakes import Served
+
+from outrider.llm import LLM
+from outrider.types import SamplingParams
+
+PICTURE = tiny_vision.picture(90, 120, 1)
+
+
+def encoded(image: Any = PICTURE, kind: str = "PNG") -> str:
+    out = io.BytesIO()
+    image.save(out, kind)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+URL = f"data:image/png;base64,{encoded()}"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    where = tmp_path_factory.mktemp("vision")
+    tiny_vision.write("gemma4_31b", where / "target")
+    tiny.write_assistant("gemma4_31b", where / "drafter")
+    made = LLM.load(
+        str(where / "target"), drafter=str(where / "drafter"), draft_tokens=3, threads=1, max_context=480,
+        image_tokens=70, max_images=2, max_image_pixels=10_000_000, max_batch=4,
+    )  # fmt: skip
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    assert llm.tokenizer is not None
+    with Served(
+        llm.engine, llm.tokenizer, llm.engine.max_context, llm.config.vocab_size, max_concurrent=4, vision=llm.vision
+    ) as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> tuple[str, int]:
+    """The text after "see" and a picture, and the tokens of that prompt."""
+    parts: Any = [{"type": "image", "image": PICTURE}, {"type": "text", "text": "see"}]
+    answer = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=8))
+    return answer.text, answer.stats.prompt_tokens
+
+
+def chat(served: Served, part: Any, **more: Any) -> Any:
+    body = {"temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": part}], **more}
+    return served.http.post("/v1/chat/completions", json=body)
+
+
+def test_openai(served: Served, expected: tuple[str, int]) -> None:
+    image = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
+    answer = chat(served, [image, {"type": "text", "text": "see"}]).json()
+    assert answer["choices"][0]["message"]["content"] == expected[0]
+    assert answer["usage"]["prompt_tokens"] == expected[1] > 60
+
+
+def test_responses(served: Served, expected: tuple[str, int]) -> None:
+    content = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "see"}]
+    body = {"temperature": 0, "max_output_tokens": 8, "input": [{"role": "user", "content": content}]}
+    answer = served.http.post("/v1/responses", json=body).json()
+    assert answer["usage"]["input_tokens"] == expected[1], answer
+    assert answer["output"][-1]["content"][0]["text"] == expected[0]
+
+
+def test_anthropic(served: Served, expected: tuple[str, int]) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded()}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "see"}]
+    body: Any = {"max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+    answer = served.http.post("/v1/messages", json=body).json()
+    assert "".join(block.get("text", "") for block in answer["content"]) == expected[0]
+    counted = served.http.post("/v1/messages/count_tokens", json={"messages": body["messages"]}).json()
+    assert counted == {"input_tokens": expected[1]}
+
+
+def test_ollama(served: Served, expected: tuple[str, int]) -> None:
+    body: Any = {"stream": False, "options": {"temperature": 0, "num_predict": 8}}
+    message = {"role": "user", "content": "see", "images": [encoded()]}
+    answer = served.http.post("/api/chat", json={**body, "messages": [message]}).json()
+    assert answer["message"]["content"] == expected[0] and answer["prompt_eval_count"] == expected[1]
+    answer = served.http.post("/api/generate", json={**body, "prompt": "see", "images": [encoded()]}).json()
+    assert answer["response"] == expected[0]
+
+
+def test_props(served: Served) -> None:
+    assert served.http.get("/props").json()["modalities"]["vision"] is True
+
+
+def test_text_that_spells_a_placeholder_is_text(served: Served) -> None:
+    answer = chat(served, "<|image|> <|image>")
+    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] < 60
+    image = {"type": "image_url", "image_url": URL}
+    assert chat(served, [image, {"type": "text", "text": "<|image|>"}]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://example.org/cat.png", "not fetched"),
+        ("http://169.254.169.254/", "not fetched"),
+        ("file:///etc/passwd", "not fetched"),
+        ("data:image/png;base64,!!!", "base64"),
+        ("data:image/png,abc", "data URL"),
+        ("data:image/png;base64," + base64.b64encode(b"no image").decode(), "not an image"),
+        ("data:image/png;base64," + encoded()[:400], "broken"),
+        ("", "image_url is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(served: Served, url: str, said: str) -> None:
+    answer = chat(served, [{"type": "image_url", "image_url": {"url": url}}])
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_audio_video_and_too_many_are_refused(served: Served) -> None:
+    image = {"type": "image_url", "image_url": URL}
+    assert "at most 2" in chat(served, [image] * 3).json()["error"]["message"]
+    for kind in ("input_audio", "video_url"):
+        answer = chat(served, [{"type": kind, kind: {"data": "", "format": "wav"}}])
+        assert answer.status_code == 400 and kind in answer.json()["error"]["message"]
+    assert chat(served, [image], prompt_logprobs=1).status_code == 400
+
+
+def test_a_model_without_vision_says_so() -> None:
+    from tests.server_fakes import FakeEngine, tokenizer
+
+    tok = tokenizer()
+    with Served(FakeEngine(tok), tok) as s:
+        answer = chat(s, [{"type": "image_url", "image_url": URL}])
+        assert answer.status_code == 400 and "takes no images" in answer.json()["error"]["message"]
+        assert s.http.get("/props").json()["modalities"]["vision"] is False
+
+
+def test_batches_of_images_are_exact(served: Served, llm: LLM, tmp_path: Path) -> None:
+    """Eight callers at once get what each would get alone."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    urls = [f"data:image/jpeg;base64,{encoded(tiny_vision.picture(60, 40 + 20 * i, i), 'JPEG')}" for i in range(4)]
+    ask = lambda url: chat(served, [{"type": "image_url", "image_url": url}, {"type": "text", "text": "x"}]).json()  # noqa: E731
+    alone = [ask(url)["choices"][0]["message"]["content"] for url in urls]
+    llm.engine.store.prefix.clear()
+    with ThreadPoolExecutor(8) as pool:
+        both = [answer["choices"][0]["message"]["content"] for answer in pool.map(ask, urls * 2)]
+    assert both == alone * 2
