@@ -1,0 +1,167 @@
+"""Hostile and odd image files: the right picture, or one line that says what is wrong; never a crash or a hang."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from outrider.engine.image_decoder import ImageDecoder
+from outrider.models.image_processing import pixels
+from outrider.types import OutriderError
+
+TOKENS, SIDE = 70, 12
+Maker = Callable[[], bytes]
+
+
+def noise(mode: str = "RGB", size: tuple[int, int] = (40, 24)) -> Image.Image:
+    values = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(values).convert(mode)
+
+
+def saved(image: Image.Image, kind: str, **how: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **how)
+    return out.getvalue()
+
+
+def chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def png(width: int, height: int, bits: int = 8, colour: int = 2, body: bytes = b"") -> bytes:
+    head = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
+
+
+def sixteen_bits() -> bytes:
+    rows = b"".join(b"\0" + struct.pack(">40H", *[60000] * 40) for _ in range(24))
+    return png(40, 24, 16, 0, rows)
+
+
+def rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return saved(noise(), "JPEG", exif=exif)
+
+
+PNG, JPEG = saved(noise(), "PNG"), saved(noise(), "JPEG")
+GOOD: dict[str, Maker] = {
+    "png": lambda: PNG,
+    "jpeg": lambda: JPEG,
+    "webp": lambda: saved(noise(), "WEBP"),
+    "gif": lambda: saved(noise("P"), "GIF"),
+    "bmp": lambda: saved(noise(), "BMP"),
+    "tiff": lambda: saved(noise(), "TIFF"),
+    "ppm": lambda: saved(noise(), "PPM"),
+    "grey": lambda: saved(noise("L"), "PNG"),
+    "one bit": lambda: saved(noise("1"), "PNG"),
+    "palette": lambda: saved(noise("P"), "PNG"),
+    "alpha": lambda: saved(noise("RGBA"), "PNG"),
+    "grey alpha": lambda: saved(noise("LA"), "PNG"),
+    "cmyk": lambda: saved(noise("CMYK"), "JPEG"),
+    "sixteen bits": sixteen_bits,
+    "thirty-two bits": lambda: saved(Image.fromarray(np.full((24, 40), 40000, np.int32)), "TIFF"),
+    "floats": lambda: saved(Image.fromarray(np.full((24, 40), np.nan, np.float32)), "TIFF"),
+    "progressive": lambda: saved(noise(), "JPEG", progressive=True),
+    "rotated": rotated,
+    "broken exif": lambda: saved(noise(), "JPEG", exif=b"Exif\0\0garbage"),
+    "animated gif": lambda: saved(noise("P"), "GIF", save_all=True, append_images=[noise("P")] * 3),
+    "animated webp": lambda: saved(noise(), "WEBP", save_all=True, append_images=[noise()] * 3),
+    "transparent colour": lambda: saved(noise("P"), "PNG", transparency=0),
+    "one pixel": lambda: saved(noise(size=(1, 1)), "PNG"),
+    "a line": lambda: saved(noise(size=(3000, 1)), "PNG"),
+    "trailing bytes": lambda: PNG + b"\0" * 1000,
+}
+BAD: dict[str, tuple[Maker, str]] = {
+    "nothing": (lambda: b"", "empty"),
+    "text": (lambda: b"hello", "not an image"),
+    "zeros": (lambda: b"\0" * 5000, "not an image"),
+    "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', "SVG"),
+    "xml svg": (lambda: b'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc/passwd">]><svg/>', "SVG"),
+    "pdf": (lambda: b"%PDF-1.7\n", "not an image"),
+    "html": (lambda: b"<html><script>", "not an image"),
+    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+    "zip": (lambda: b"PK\3\4" + b"\0" * 60, "not an image"),
+    "cut png": (lambda: PNG[: len(PNG) // 2], "broken"),
+    "cut jpeg": (lambda: JPEG[: len(JPEG) // 2], "broken"),
+    "head only": (lambda: PNG[:33], ""),
+    "signature only": (lambda: PNG[:8], ""),
+    "bomb by header": (lambda: png(60000, 60000), "pixels"),
+    "bomb by content": (lambda: png(9000, 9000, body=b"\0" * 27_009_000), "pixels"),
+    "very wide": (lambda: png(2**31 - 1, 1), "pixels"),
+    "no width": (lambda: png(0, 10), ""),
+    "wrong checksum": (lambda: PNG[:50] + bytes([PNG[50] ^ 255]) + PNG[51:], ""),
+    "no data": (lambda: png(10, 10), "broken"),
+    "gif without frames": (lambda: b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0) + b";", ""),
+    "webp head": (lambda: b"RIFF\x24\0\0\0WEBPVP8 ", ""),
+    "tiff to nowhere": (lambda: b"II*\0" + struct.pack("<I", 2**31), ""),
+    "ppm bomb": (lambda: b"P6 60000 60000 255\n", "pixels"),
+    "bmp lies": (
+        lambda: saved(noise(), "BMP")[:18] + struct.pack("<ii", 50000, 50000) + b"\1\0\x18\0" + b"\0" * 60,
+        "",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[ImageDecoder]:
+    made = ImageDecoder(max_pixels=20_000_000)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_odd_files_give_a_picture(decoder: ImageDecoder, name: str) -> None:
+    made = decoder.pixels(GOOD[name](), TOKENS, SIDE)
+    assert made.dtype == np.uint8 and made.shape[2] == 3 and made.size
+    assert made.shape[0] % SIDE == 0 and made.shape[0] * made.shape[1] <= TOKENS * SIDE**2
+    if name == "rotated":
+        assert made.shape[0] > made.shape[1]
+    if name == "sixteen bits":
+        assert set(np.unique(made)) == {60000 >> 8}
+    if name == "png":
+        assert np.array_equal(made, pixels(noise(), TOKENS, SIDE))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_hostile_files_are_refused_in_one_line(decoder: ImageDecoder, name: str) -> None:
+    make, said = BAD[name]
+    with pytest.raises(OutriderError) as refused:
+        decoder.pixels(make(), TOKENS, SIDE)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert decoder.pixels(PNG, TOKENS, SIDE).size  # and the next one is read
+
+
+def test_transparent_parts_are_white(decoder: ImageDecoder) -> None:
+    assert (decoder.pixels(saved(Image.new("RGBA", (24, 24), (9, 9, 9, 0)), "PNG"), TOKENS, SIDE) == 255).all()
+
+
+def test_a_process_that_hangs_or_dies_is_replaced() -> None:
+    slow = ImageDecoder(seconds=0.0)
+    with pytest.raises(OutriderError, match="too much memory or time"):
+        slow.pixels(PNG, TOKENS, SIDE)
+    slow.close()
+    decoder = ImageDecoder()
+    decoder.pixels(PNG, TOKENS, SIDE)
+    assert decoder._process is not None
+    decoder._process.kill()
+    decoder._process.wait()
+    assert decoder.pixels(PNG, TOKENS, SIDE).size
+    process = decoder._process
+    decoder.close()
+    assert process is not None and process.poll() is not None
+
+
+def test_many_at_once_take_turns(decoder: ImageDecoder) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda data: decoder.pixels(data, TOKENS, SIDE), [PNG, JPEG] * 8))
+    assert all(np.array_equal(made[0], other) for other in made[::2])
