@@ -34,6 +34,7 @@ from .engine.memory import KVBudget
 from .engine.shared import SharedEngine
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
+from .models.block_config import KINDS, is_block
 from .models.compat import fits, other_weights
 from .models.decoder import TextModel
 from .models.drafter import MTPNet
@@ -45,6 +46,8 @@ from .ops.formats import DeviceWeight
 from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
 from .spec import acceptance_profile as cards
 from .spec import draft_model
+from .spec.block import BlockDrafter
+from .spec.block_load import load_block
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostKey, CostTable, machine_name
 from .spec.draft_model import DraftModel
@@ -59,7 +62,7 @@ from .weights.vision import has_vision, load_vision
 log = logging.getLogger("outrider")
 Image = Any  # a path, the bytes of a file, a PIL image or a uint8 array [h, w, 3]
 Prompt = str | Sequence[int] | Mapping[str, Any]  # {"text": ..., "images": [...]}
-DRAFTERS = ("mtp", "ngram", "draft_model", "medusa")
+DRAFTERS = ("mtp", "ngram", "draft_model", "medusa", *KINDS)
 
 
 @dataclass
@@ -404,9 +407,9 @@ def _assemble(
     profiles = {drafter.name: drafter.profile} if drafter is not None and drafter.profile is not None else {}
     prior, trust = {n: p.accepted for n, p in profiles.items()}, {n: p.trust for n, p in profiles.items()}
     counts = {n: p.counts for n, p in profiles.items() if p.weights}  # a family's figures are taken as they are
-    captured = (
-        ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
-    )  # then no draft ends by its confidence
+    # where steps are captured no draft ends by its confidence
+    captured = ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
+    captured = captured and not (drafter is not None and drafter.kv_specs)
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust, counts=counts)
     engine = Engine(
         runner,
@@ -578,6 +581,9 @@ def _load_drafter(
         from .spec.medusa import Medusa
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
+    if is_block(files.config):
+        made_block = BlockDrafter(load_block(files, target, dtype, load_format, seed))
+        return made_block, (made_block.name, "ngram"), f"drafter: {made_block.name} {where} ({note})"
     tp, rounded = target.together.tp, ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
     reason = fits(own, target.config)

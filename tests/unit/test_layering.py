@@ -47,7 +47,7 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "prompts",
-    "models/config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "cache/pages",
+    "models/config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics",

@@ -19,7 +19,7 @@ from ..spec.choose import SamplingBatch, accept
 from ..spec.drafter import Drafter
 from ..spec.protocols import Target
 from ..spec.rejection import randomness
-from ..types import Draft, KVPages, Verdict
+from ..types import Draft, KVPages, KVView, Verdict
 from .tree import Tree
 
 
@@ -91,6 +91,8 @@ class CycleOutput:
     verdict: Verdict
     features: Tensor  # [B, H·(1 + taps)] at the last accepted position: what the next draft starts from
     logits: Tensor  # [R, V] as the model gave them, for logprobs
+    streams: tuple[Tensor, ...]  # [R, H] each: of the tapped layers, of all rows
+    kv: KVView  # of the rows
 
 
 def cycle(
@@ -112,21 +114,18 @@ def cycle(
     if x.tree is not None:
         kv.kv_slots, kv.ancestors = rows.positions(x.position), x.tree.ancestors
     out = model.forward(ids, kv, drafter.taps if drafter is not None else ())  # K/V written
-    own = drafter.kv_specs if drafter is not None else ()
-    if drafter is not None and own:
-        drafter.extend(out.streams, kv)
     features, logits = out.features, model.logits(out.hidden)  # [R, H·(1 + taps)], [R, V]
 
     verdict = verify(logits, draft, x)
     if override is not None:
         verdict = override(verdict, draft, x.position)
     if verdict.rows is not None:
-        specs = [*(model.config.layers[layer].attn for layer in model.config.kv_layers), *own]
+        specs = [model.config.layers[layer].attn for layer in model.config.kv_layers]
         model.ops.compact_kv(verdict.rows, verdict.accepted, x.position, specs, kv)
         features = features[rows.start[:-1] + verdict.rows[:, -1]]
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
-    return CycleOutput(verdict, features, logits)
+    return CycleOutput(verdict, features, logits, out.streams, kv)
 
 
 def cut(draft: Draft, k: int) -> Draft:

@@ -126,6 +126,8 @@ class Engine:
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
         self.runner = ModelRunner(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
+        if drafter is not None and drafter.kv_specs:  # it reads every pass, which captured steps do not show it
+            self.graphs = False
         self.executors = self._executors()
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
         self._last_read_at = 0.0  # when the last step was read
@@ -149,13 +151,16 @@ class Engine:
         """Fastest first; the last one takes everything."""
         runner, made = self.runner, list[Executor]()
         drafter = self.drafter
+        if drafter is not None and drafter.kv_specs:
+            log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
+            return [EagerExecutor(runner, self.spec.verify, self.metrics)]
         if self.spec.verify == "coupled":
             if self.graphs and (drafter is None or drafter.in_graph):
                 widths = (0, USUAL if self.spec.draft_tokens is None else self.spec.draft_tokens)
                 made.append(GraphExecutor(runner, self.can, self.kv_budget.pass_rows, widths))
             net = drafter.net if drafter is not None else None
             cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
-            if cycle is not None and not made and not (drafter is not None and drafter.kv_specs):
+            if cycle is not None and not made:
                 made.append(HostExecutor(runner, cycle, self.metrics))
         return [*made, EagerExecutor(runner, self.spec.verify, self.metrics)]
 
@@ -444,7 +449,7 @@ class Engine:
                 and seq.stats.drafter_off is None
                 and asked in (True, self.drafter.name)
             ):
-                offers[self.drafter.name] = room
+                offers[self.drafter.name] = min(room, self.drafter.max_tokens)
             if seq.ngram is not None:
                 match = seq.ngram.match()
                 if match:

@@ -8,6 +8,7 @@ tensors.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from ..spec.protocols import Target
 from ..types import ImageSpan, KVView, OutputRows
 from .adapters import AdapterPool
 from .step import ScheduledSeq, Seq
+
+log = logging.getLogger("outrider")
 
 
 @dataclass
@@ -99,20 +102,48 @@ class ModelRunner:
         ends = [i for i, item in enumerate(scheduled) if item.wanted]
         last = last_rows(kv, ends)
         model = self.model_for([item.seq.adapter for item in scheduled], [item.count for item in scheduled])
-        features = self.forward(upload(ids, torch.int64, self.device), kv, last, model)
+        features = self.forward(upload(ids, torch.int64, self.device), kv, last, scheduled, model)
         if ends:
             where = upload([scheduled[i].slot for i in ends], torch.int64, self.device)
             self.features.index_copy_(0, where, features)
 
-    def forward(self, ids: Tensor, kv: KVView, last: OutputRows, model: Target | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        kv: KVView,
+        last: OutputRows,
+        scheduled: Sequence[ScheduledSeq] = (),
+        model: Target | None = None,
+    ) -> Tensor:
         """A pass over prompts: what a draft starts from at the rows `last`. A drafter with K/V of its own reads all
         rows. model: with the adapters of the rows."""
         model = model or self.model
         if self.drafter is None or not self.drafter.kv_specs:
             return model.forward(ids, kv, self.taps, last).features
         out = model.forward(ids, kv, self.taps)
-        self.drafter.extend(out.streams, kv)
+        self.extend(scheduled, out.streams, kv)
         return out.features[last.rows]
+
+    def extend(
+        self,
+        scheduled: Sequence[ScheduledSeq],
+        streams: tuple[Tensor, ...],
+        kv: KVView,
+        following: Tensor | None = None,
+    ) -> None:
+        """Let a drafter with K/V of its own read a pass. following [R]: the token behind each row; None: the prompts'
+        own. Where it fails, these sequences go on without it."""
+        assert self.drafter is not None
+        if following is None:
+            after = [token for x in scheduled for token in x.seq.tokens[x.start + 1 : x.start + x.count + 1]]
+            following = upload(after, torch.int64, self.device)
+        try:
+            self.drafter.extend(streams, kv, following)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("drafter %s switched off for %d request(s): %s", self.drafter.name, len(scheduled), reason)
+            for item in scheduled:
+                item.seq.stats.drafter_off = reason
 
     def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> Target:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
@@ -131,7 +162,7 @@ class ModelRunner:
         model, adapted = self.model_for([item.seq.adapter], [item.count]), item.seq.adapter is not None
         out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if own or adapted else last, end)
         if own and self.drafter is not None:
-            self.drafter.extend(out.streams, kv)
+            self.extend([item], out.streams, kv)
         if item.wanted:
             self.features[item.slot] = out.features[-1]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..ops.backend import Backend, DraftResult
 from ..ops.trees import FixedTree
-from ..types import AttnSpec, Draft, DraftPlan, KVView
+from ..types import MAX_DRAFT, AttnSpec, Draft, DraftPlan, KVView
 from .acceptance_profile import AcceptanceProfile
 from .choose import SamplingBatch
 from .protocols import DraftNet
@@ -81,14 +81,16 @@ class Drafter:
     - `kv_specs`: the layers of its own K/V, with `kv_layer` counted on from the target's (`len(config.layers) + i`).
       They are further layers of the target's `KVStore`, over the same pages and slots, so that a prefix that is shared,
       swapped or pre-empted has its draft context with it, and a window is released with the target's;
-    - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows. It projects
-      them and writes K/V at `kv`'s positions. A rejected row is overwritten by the next pass: there is no roll-back.
+    - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows and the token
+      behind each (EAGLE-3 reads it; after a verify pass it is what the target chose there). It projects them and writes
+      K/V at `kv`'s positions. A rejected row is overwritten by the next pass: there is no roll-back.
     `propose` then attends to that context through `DraftBatch.kv` (`kv.keys[spec.kv_layer]`) and returns the K tokens
     of its one pass; their confidences, if any, go into `Draft.confidence`.
     """
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose residual streams it reads
+    max_tokens: int = MAX_DRAFT  # most tokens of one draft
     starts_from: Literal["hidden", "tokens"] = "hidden"  # a draft needs the target's states, or only the text
     kv_specs: tuple[AttnSpec, ...] = ()  # K/V layers of its own in the target's store
     net: DraftNet | None = None  # a network that a backend may run inside its own decode step
@@ -101,10 +103,6 @@ class Drafter:
         """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.plans`, spec.tree). All lengths may be
         shorter."""
         raise NotImplementedError
-
-    def extend(self, streams: tuple[Tensor, ...], kv: KVView) -> None:
-        """Write its own K/V of a target pass (`kv_specs`). streams [R, H] each: the tapped layers, in order."""
-        raise NotImplementedError(f"{self.name} keeps no K/V")
 
     def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
         """Up to k tokens for each sequence in one call (`host_rounds`)."""
@@ -124,6 +122,11 @@ class Drafter:
 
     def assume(self, request_id: str, tokens: Sequence[int]) -> None:
         """Take `tokens` as read, for timing a round after a long text without running it."""
+
+    def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
+        """Write its own K/V of a target pass (`kv_specs`). streams [R, H] each: the tapped layers, in order; following
+        [R]: the token behind each row. Rows of rejected drafts are overwritten by the next pass."""
+        raise NotImplementedError(f"{self.name} keeps no K/V")
 
     def forget(self, request_id: str) -> None:
         """The request has ended: drop what was kept for it. Most keep nothing."""

@@ -1,0 +1,376 @@
+"""Block and feature drafters (DFlash, DFlash 2, DSpark, EAGLE-3), recognised by config.json alone. Torch-free.
+
+Five layouts are in use: z-lab's (also SpecForge's, NVIDIA's and ModelOpt's), deepseek-ai's, speculators' (Red Hat), and
+the two of EAGLE-3. They name the same things differently; `BlockConfig.from_hf` translates them into one frozen object.
+`taps` are indices of target layers whose residual stream is read after the layer, whatever a layout counts from:
+`target_layer_ids` and ModelOpt's `eagle_config` count so, the `aux_hidden_state_layer_ids` of vLLM and speculators name
+the layer that reads the stream, one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..types import MAX_DRAFT, AttnSpec, OutriderError
+from .config import GEMMA4_ROPE, Foreign, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _rope
+
+Kind = Literal["dflash", "dflash2", "dspark", "eagle3"]
+Markov = Literal["vanilla", "gated", "rnn"]
+KINDS: tuple[Kind, ...] = ("dflash", "dflash2", "dspark", "eagle3")
+ARCHITECTURES: dict[str, Kind] = {
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark",
+    "Gemma4DSparkModel": "dspark",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "Qwen3Eagle3Model": "eagle3",
+    "Gemma4Eagle3Model": "eagle3",
+}
+DEEPSEEK = ("Qwen3DSparkModel", "Gemma4DSparkModel", "Qwen3Eagle3Model", "Gemma4Eagle3Model")
+Layout = Literal["z-lab", "deepseek", "speculators", "eagle3"]
+# Kinds that speculators writes and that are refused by name.
+REFUSED = {"peagle": "P-EAGLE (speculators)", "mtp": "speculators' MTP layout", "xpress": "Xpress"}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """One drafter. Layers own K/V of the drafter; `attn.kv_layer` counts from 0 and is bound to the store later."""
+
+    kind: Kind
+    layout: Layout
+    hidden: int
+    target_hidden: int  # width of a tapped stream
+    vocab_size: int  # of the target
+    draft_vocab: int  # rows of the head
+    layers: tuple[LayerSpec, ...]
+    causal: tuple[bool, ...]  # by layer: a slot of the block sees only slots before it
+    taps: tuple[int, ...] | None  # None: EAGLE-3's default, which follows from the target's depth
+    block: int  # tokens of a query block; EAGLE-3: most steps
+    mask_id: int = -1  # token of the slots behind the anchor; EAGLE-3 has none
+    from_anchor: bool = False  # slot k predicts the token at position n + k + 1, so the anchor's slot predicts as well
+    norm_eps: float = 1e-6
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    gemma: bool = False  # sandwich norms, a scalar for each layer
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    target_layers: int | None = None  # depth of the target it was made for, where the file says
+    needs_own: bool = False  # the checkpoint must hold its own embedding and head
+    embed_scale: float | None = None  # of the embedding rows; None: as the target scales its own
+    output_scale: float = 1.0  # of logits, before the soft cap
+    softcap: float | None = None
+    conv_taps: int = 0  # DFlash 2
+    conv_group: int = 0
+    selector_rank: int = 0
+    selector_top: int = 0
+    markov_rank: int = 0  # DSpark; 0: no sequential head
+    markov: Markov = "vanilla"
+    confidence: bool = False
+    confidence_reads_markov: bool = False
+    norm_before_residual: bool = False  # EAGLE-3
+    norm_before_fc: bool = False
+    fc_norms: bool = False
+    norm_output: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one draft."""
+        return min(MAX_DRAFT, self.block if self.from_anchor else self.block - 1)
+
+    @staticmethod
+    def from_hf(raw: Foreign) -> BlockConfig:
+        kind, layout = recognise(raw)
+        body, extra = _parts(raw, layout)
+        config = _eagle3(raw, body, layout) if kind == "eagle3" else _block(kind, layout, raw, body, extra)
+        if not 2 <= config.block <= 256:
+            raise OutriderError(f"config.json: block_size should be in 2..256, got {config.block}")
+        if config.kind != "eagle3" and not 0 <= config.mask_id < config.vocab_size:
+            raise OutriderError(
+                f"config.json: mask_token_id {config.mask_id} is outside the vocabulary (0..{config.vocab_size - 1})"
+            )
+        if not 1 <= config.draft_vocab <= config.vocab_size:
+            raise OutriderError(
+                f"config.json: draft_vocab_size {config.draft_vocab} is not in 1..{config.vocab_size} (vocab_size)"
+            )
+        return config
+
+    def bound(self, target: ModelConfig) -> BlockConfig:
+        """With the taps that this target's depth implies; raises where the drafter does not fit."""
+        reason = self.misfit(target)
+        if reason is not None:
+            raise OutriderError(f"this {self.kind} drafter does not fit {target.model_type}: {reason}")
+        return replace(self, taps=self.tapped(target))
+
+    def tapped(self, target: ModelConfig) -> tuple[int, ...]:
+        count = len(target.layers)
+        return (1, count // 2 - 1, count - 4) if self.taps is None else self.taps
+
+    def misfit(self, target: ModelConfig) -> str | None:
+        """None where the drafter can run on this target, else the reason why not."""
+        count = len(target.layers)
+        if self.target_hidden != target.hidden:
+            return f"it was made for a hidden size of {self.target_hidden}, the target has {target.hidden}"
+        if self.vocab_size != target.vocab_size:
+            return f"its vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}"
+        if self.target_layers is not None and self.target_layers != count:
+            return f"it was made for a target of {self.target_layers} layers, this one has {count}"
+        taps = self.tapped(target)
+        if any(not 0 <= tap < count for tap in taps) or len(set(taps)) != len(taps):
+            return f"it reads the target layers {list(taps)}, the target has {count} layers"
+        return None
+
+
+def recognise(raw: Foreign) -> tuple[Kind, Layout]:
+    """Which kind of drafter, in whose layout. Raises where it is neither."""
+    spoken = raw.get("speculators_model_type")
+    if spoken is not None:
+        found = next((k for k in KINDS if k == spoken), None)
+        if found is None:
+            named = REFUSED.get(str(spoken), repr(spoken))
+            raise OutriderError(f"config.json: {named} drafters are not supported; known: {', '.join(KINDS)}")
+        return found, "speculators"
+    names = raw.get("architectures")
+    arch = str(names[0]) if isinstance(names, (list, tuple)) and names else ""
+    kind = ARCHITECTURES.get(arch)
+    nested = raw.get("dflash_config")
+    if kind is None and isinstance(nested, Mapping):
+        kind = "dflash"
+    if kind is None:
+        raise OutriderError(f"config.json: {arch or 'no architecture'} is not a block drafter ({', '.join(KINDS)})")
+    if isinstance(nested, Mapping) and kind == "dflash":
+        projector = nested.get("projector_type", "dflash")
+        if projector not in ("dflash", "dspark"):
+            raise OutriderError(f"config.json: projector_type {projector!r} is not supported; known: dflash, dspark")
+        kind = "dspark" if projector == "dspark" else kind
+    if arch == "Eagle3Speculator":
+        return kind, "speculators"
+    return kind, "deepseek" if arch in DEEPSEEK else "eagle3" if kind == "eagle3" else "z-lab"
+
+
+def is_block(raw: Foreign) -> bool:
+    """Whether a configuration is one of a block or feature drafter, supported or not."""
+    names = raw.get("architectures")
+    arch = names[0] if isinstance(names, (list, tuple)) and names else None
+    return "speculators_model_type" in raw or arch in ARCHITECTURES or isinstance(raw.get("dflash_config"), Mapping)
+
+
+# ---- reading one foreign dict ---------------------------------------------------------------------------------------
+def _parts(raw: Foreign, layout: Layout) -> tuple[Foreign, Foreign]:
+    """The dict with the dimensions of the layers, and the one with the drafter's own settings."""
+    if layout == "speculators":
+        body = raw.get("transformer_layer_config")
+        if not isinstance(body, Mapping):
+            raise OutriderError("config.json has no 'transformer_layer_config'")
+        return body, raw
+    nested = raw.get("dflash_config")
+    if nested is not None and not isinstance(nested, Mapping):
+        raise OutriderError("config.json: 'dflash_config' should be an object")
+    return raw, {**raw, **(nested or {})}
+
+
+def _ints(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not value or any(type(v) is not int for v in value):
+        raise OutriderError(f"config.json: {name} should be a list of layer numbers, got {str(value)[:40]}")
+    return tuple(sorted(set(value)))
+
+
+def _taps(extra: Foreign, layout: Layout) -> tuple[int, ...] | None:
+    """Indices of streams after a layer, ascending; None where the file names none."""
+    eagle = extra.get("eagle_config")
+    if isinstance(eagle, Mapping) and eagle.get("eagle_aux_hidden_state_layer_ids"):
+        return _ints(eagle["eagle_aux_hidden_state_layer_ids"], "eagle_aux_hidden_state_layer_ids")
+    if extra.get("target_layer_ids") is not None and layout != "speculators":
+        return _ints(extra["target_layer_ids"], "target_layer_ids")
+    for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
+        if extra.get(key) is not None:
+            return tuple(j - 1 for j in _ints(extra[key], key))
+    return None
+
+
+def _mask(extra: Foreign) -> int:
+    for key in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"):
+        if extra.get(key) is not None:
+            return _field(extra, key, int)
+    raise OutriderError("config.json has no 'mask_token_id'")
+
+
+def _softcap(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise OutriderError(f"config.json: final_logit_softcapping should be a number, got {str(value)[:40]}")
+    return float(value) if value > 0 else None
+
+
+def _spec(body: Foreign) -> tuple[AttnSpec, RopeSpec, RopeSpec]:
+    """Attention of a Llama or Qwen 3 layer: without a window; RoPE of full and of sliding layers."""
+    hidden, heads = _field(body, "hidden_size", int), _field(body, "num_attention_heads", int)
+    kv_heads, head_dim = int(body.get("num_key_value_heads") or heads), int(body.get("head_dim") or hidden // heads)
+    if kv_heads < 1 or heads % kv_heads:
+        raise OutriderError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} K/V heads")
+    ropes = body.get("rope_parameters") or body.get("rope_scaling") or {}
+    theta = float(body.get("rope_theta", 10000.0))
+    full, local = ropes.get("full_attention") or ropes, ropes.get("sliding_attention") or ropes
+    eps = float(body.get("rms_norm_eps", 1e-6))
+    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=head_dim**-0.5, eps=eps)
+    return spec, _rope(full, theta, head_dim), _rope(local, theta, head_dim)
+
+
+def _layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
+    """The layers, and which of them are called sliding: Qwen's have a window only with `use_sliding_window`."""
+    spec, full, local = _spec(body)
+    count, inter = _field(body, "num_hidden_layers", int), _field(body, "intermediate_size", int)
+    if not 1 <= count <= 64:
+        raise OutriderError(f"config.json: 'num_hidden_layers' should be in 1..64, got {count}")
+    kinds = body.get("layer_types") or ["full_attention"] * count
+    window = body.get("sliding_window")
+    if extra.get("use_swa"):
+        kinds, window = ["sliding_attention"] * count, extra.get("swa_window_size", window)
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != count or any(k not in known for k in kinds):
+        raise OutriderError(f"config.json: layer_types must name {count} layers as {' or '.join(known)}")
+    if not extra.get("use_swa") and body.get("model_type") in ("qwen2", "qwen3") and not body.get("use_sliding_window"):
+        window = None
+    elif "sliding_attention" in kinds and (type(window) is not int or window < 1):
+        raise OutriderError(f"config.json: sliding layers need a 'sliding_window', got {window!r}")
+    sliding = tuple(k == "sliding_attention" for k in kinds)
+    layers = tuple(
+        LayerSpec(replace(spec, kv_layer=i, window=window if near else None), local if near else full, inter)
+        for i, near in enumerate(sliding)
+    )
+    return layers, sliding
+
+
+def _gemma_layers(body: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
+    """deepseek-ai's Gemma 4 drafters: layers of Gemma 4's full attention, without a window."""
+    count, heads = _field(body, "num_hidden_layers", int), _field(body, "num_attention_heads", int)
+    same, head_dim = bool(body.get("attention_k_eq_v", False)), int(body.get("global_head_dim", 512))
+    kv_heads = int((same and body.get("num_global_key_value_heads")) or body.get("num_key_value_heads", 4))
+    if kv_heads < 1 or heads % kv_heads:
+        raise OutriderError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} K/V heads")
+    if body.get("enable_moe_block") or body.get("hidden_size_per_layer_input"):
+        raise OutriderError("config.json: a Gemma 4 drafter with experts or per-layer embeddings is not supported")
+    ropes = body.get("rope_parameters") or {}
+    rope = _rope(ropes.get("full_attention") or GEMMA4_ROPE["full_attention"], 1e6, head_dim)
+    eps, inter = float(body.get("rms_norm_eps", 1e-6)), _field(body, "intermediate_size", int)
+    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=1.0, k_eq_v=same, norm_v=True, eps=eps)
+    return tuple(LayerSpec(replace(spec, kv_layer=i), rope, inter) for i in range(count)), (False,) * count
+
+
+def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign, extra: Foreign) -> tuple[bool, ...]:
+    """By layer: `is_causal`, then `dflash_config.causal`, else sliding layers are and full ones are not. speculators
+    says it of sliding layers (`sliding_window_non_causal`); deepseek-ai's layers never are."""
+    if layout == "speculators":
+        open_window = bool(raw.get("sliding_window_non_causal", kind == "dflash2"))
+        return tuple(near and not open_window for near in sliding)
+    told = raw.get("is_causal") if raw.get("is_causal") is not None else extra.get("causal")
+    if told is not None:
+        return (bool(told),) * len(sliding)
+    return (False,) * len(sliding) if kind == "dspark" else sliding
+
+
+def _common(raw: Foreign, body: Foreign, gemma: bool) -> dict[str, object]:
+    vocab, hidden = _field(body, "vocab_size", int), _field(body, "hidden_size", int)
+    draft_vocab = raw.get("draft_vocab_size")
+    default_act = "gelu_pytorch_tanh" if gemma else "silu"
+    bias = bool(body.get("attention_bias", False))
+    return {
+        "hidden": hidden,
+        "target_hidden": int(raw.get("target_hidden_size") or hidden),
+        "vocab_size": vocab,
+        "draft_vocab": vocab if draft_vocab is None else _field(raw, "draft_vocab_size", int),
+        "norm_eps": float(body.get("rms_norm_eps", 1e-6)),
+        "gemma": gemma,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "activation": _activation(body.get("hidden_activation") or body.get("hidden_act") or default_act),
+    }
+
+
+def _block(kind: Kind, layout: Layout, raw: Foreign, body: Foreign, extra: Foreign) -> BlockConfig:
+    gemma = (raw.get("architectures") or [""])[0] == "Gemma4DSparkModel"
+    layers, sliding = _gemma_layers(body) if gemma else _layers(body, extra)
+    taps = _taps(extra, layout)
+    if taps is None:
+        key = "aux_hidden_state_layer_ids" if layout == "speculators" else "target_layer_ids"
+        raise OutriderError(f"config.json has no {key!r}: which target layers the drafter reads")
+    target_layers = raw.get("num_target_layers")
+    own_scale = {"embed_scale": float(body["hidden_size"]) ** 0.5} if gemma else {}
+    if extra.get("input_embedding_scale") is not None:
+        own_scale["embed_scale"] = _field(extra, "input_embedding_scale", float)
+    made = BlockConfig(
+        kind=kind,
+        layout=layout,
+        layers=layers,
+        taps=taps,
+        causal=_causal(kind, layout, sliding, raw, extra),
+        block=int(extra.get("block_size", 8 if layout == "speculators" else 16)),
+        mask_id=_mask(extra),
+        from_anchor=bool(extra.get("sample_from_anchor", kind == "dspark")),
+        target_layers=int(target_layers) if target_layers is not None else None,
+        needs_own=layout == "deepseek",
+        output_scale=float(extra.get("output_multiplier", 1.0)),
+        softcap=_softcap(extra.get("final_logit_softcapping")),
+        **_common(raw, body, gemma),
+        **own_scale,
+    )  # type: ignore[arg-type]
+    return _with_heads(made, extra)
+
+
+def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
+    """DFlash 2's convolutions and selector, DSpark's sequential and confidence heads."""
+    if config.kind == "dflash2":
+        defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+        sizes = {key: int(extra.get(key, default)) for key, default in defaults.items()}
+        taps, group, rank, top = sizes.values()
+        if config.draft_vocab != config.vocab_size:
+            raise OutriderError("config.json: DFlash 2 with a reduced draft vocabulary is not supported")
+        if min(sizes.values()) < 1 or config.hidden % group or taps > config.block or top > config.draft_vocab:
+            raise OutriderError(f"config.json: {sizes} do not fit a hidden size of {config.hidden}")
+        return replace(config, conv_taps=taps, conv_group=group, selector_rank=rank, selector_top=top)
+    if config.kind != "dspark":
+        return config
+    rank, named = int(extra.get("markov_rank", 256)), extra.get("markov_head_type") or "vanilla"
+    if rank < 0 or named not in ("vanilla", "gated", "rnn"):
+        raise OutriderError(f"config.json: markov_rank {rank} with markov_head_type {named!r} is not supported")
+    sure = bool(extra.get("enable_confidence_head", config.layout != "deepseek"))
+    reads = bool(extra.get("confidence_head_with_markov", rank > 0))
+    if sure and reads and not rank:
+        raise OutriderError("config.json: confidence_head_with_markov needs a markov_rank above 0")
+    return replace(config, markov_rank=rank, markov=named, confidence=sure, confidence_reads_markov=sure and reads)
+
+
+def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
+    arch = (raw.get("architectures") or [""])[0]
+    gemma, qwen = arch == "Gemma4Eagle3Model", arch in ("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model")
+    layers, _ = _gemma_layers(body) if gemma else _layers(body, {})
+    if len(layers) != 1:
+        raise OutriderError(
+            f"config.json: an EAGLE-3 drafter of {len(layers)} layers is not supported; known: one layer"
+        )
+    if raw.get("norm_before_fc") and raw.get("fc_norm"):
+        raise OutriderError("config.json: norm_before_fc and fc_norm exclude one another")
+    return BlockConfig(
+        kind="eagle3",
+        layout=layout,
+        layers=layers,
+        causal=(True,),
+        taps=_taps(raw, layout),
+        block=MAX_DRAFT,
+        from_anchor=True,
+        qk_norm=gemma or qwen or body.get("model_type") == "qwen3",
+        needs_own=layout == "deepseek",
+        embed_scale=None,
+        softcap=_softcap(body.get("final_logit_softcapping")) if gemma else None,
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_before_fc=bool(raw.get("norm_before_fc", False)),
+        fc_norms=bool(raw.get("fc_norm", False)),
+        norm_output=bool(raw.get("norm_output", False)),
+        **_common(raw, body, gemma),
+    )  # type: ignore[arg-type]

@@ -1,0 +1,203 @@
+"""A block drafter's checkpoint: which tensors its configuration asks for, and how they are read.
+
+Names differ by author (a prefix, `midlayer`, un-nested heads); `renamed` brings them to one spelling. Whatever is
+missing, left over or of another shape is an error by name, found in the files' headers before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from ..config import LoadFormat
+from ..models.block import BlockNet
+from ..models.block_config import BlockConfig
+from ..models.config import LayerSpec
+from ..models.decoder import TextModel
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
+from ..types import OutriderError
+from ..weights.files import Files, open_source
+from ..weights.load import check, dense, kept_dtype, packed, transform, translate
+from ..weights.names import Role, TensorPlan
+from ..weights.quant_scheme import recipe
+from ..weights.sizes import item_bytes
+from ..weights.source import TensorSource
+
+ALIASES = (
+    ("model.", ""),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+    ("midlayer.", "layers.0."),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+    ("markov_w", "markov_head.markov_w"),
+    ("markov_gate_proj.", "markov_head.gate_proj."),
+    ("markov_joint_proj.", "markov_head.joint_proj."),
+    ("confidence_proj.", "confidence_head.proj."),
+)
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")  # of training
+
+
+def load_block(
+    files: Files, target: TextModel, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
+) -> BlockNet:
+    config = translate(BlockConfig.from_hf, files).bound(target.config)  # type: ignore[type-var]
+    if target.together.tp.world > 1:
+        raise OutriderError(f"{files.name}: {config.kind} drafters run in one process only: leave out tensor_parallel")
+    if load_format == "dummy":
+        return BlockNet(config, dummy_block(config, target, dtype, seed), target.ops, target)
+    if files.gguf is not None:
+        raise OutriderError(f"{files.name}: {config.kind} drafters are read from safetensors, not from GGUF")
+    if (files.path / "mask_embedding.pt").is_file():
+        raise OutriderError(f"{files.name}: a mask embedding in a file of its own (mask_embedding.pt) is not supported")
+    source, how, ops = renamed(open_source(files)), recipe(files.config, files.name), target.ops
+    plans = block_plan(config, source.entries)
+    pieces = check(source, plans, target.config, how)
+    halves = ops.capabilities.holds_halves and dtype == torch.float32
+    weights: dict[str, DeviceWeight] = {}
+    for name, plan in plans.items():
+        parts = [piece.weight(source.where) for piece in pieces[name]]
+        weight = packed(plan, parts, ops, target.device, False, halves)
+        if weight is None:
+            weight = transform(name, plan, dense(plan, parts, target.device, dtype, False), ops, None)
+        for piece in pieces[name]:
+            piece.release()
+        weights[name] = weight
+    if "d2t" in weights:
+        ids = torch.arange(config.draft_vocab, device=target.device) + as_tensor(weights["d2t"])
+        if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
+            raise OutriderError(
+                f"{source.where}: tensor d2t names tokens outside the vocabulary of {config.vocab_size}"
+            )
+    return BlockNet(config, weights, ops, target)
+
+
+def renamed(source: TensorSource) -> TensorSource:
+    entries = {}
+    for name, entry in source.entries.items():
+        for old, new in ALIASES:
+            if name.startswith(old):
+                name = new + name[len(old) :]
+        if name.endswith("_codebook"):  # DFlash 2's are stored without the suffix
+            name += ".weight"
+        if name in entries:
+            raise OutriderError(f"{source.where}: tensor {name} is there twice, in two spellings")
+        if not name.endswith(UNUSED):
+            entries[name] = entry
+    return replace(source, entries=entries)
+
+
+def block_plan(config: BlockConfig, names: Collection[str]) -> dict[str, TensorPlan]:
+    """Every weight, its shape and its sources. names: of the checkpoint, where parts are optional."""
+    hidden, vocab, drafted, taps = config.hidden, config.vocab_size, config.draft_vocab, len(config.taps or ())
+    plan: dict[str, TensorPlan] = {}
+
+    def one(name: str, shape: tuple[int, ...], source: str, role: Role = "matrix") -> None:
+        plan[name] = TensorPlan(shape, (source,), role)
+
+    eagle, apart = config.kind == "eagle3", hidden != config.target_hidden
+    if config.needs_own or apart or "embed_tokens.weight" in names:
+        one("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
+    if config.needs_own or apart or drafted < vocab or "lm_head.weight" in names:
+        one("head", (drafted, hidden), "lm_head.weight")
+    if drafted < vocab or "d2t" in names:
+        one("d2t", (drafted,), "d2t", "index")
+    one("fc", (hidden, taps * config.target_hidden), "fc.weight")
+    one("hidden_norm", (hidden,), "layers.0.hidden_norm.weight" if eagle else "hidden_norm.weight", "norm")
+    one("norm", (hidden,), "norm.weight", "norm")
+    if config.norm_before_fc:
+        one("input_norm", (taps * config.target_hidden,), "input_norm.weight", "norm")
+    for i in range(taps if config.fc_norms else 0):
+        one(f"fc_norm.{i}", (config.target_hidden,), f"fc_norm.{i}.weight", "norm")
+    for i, layer in enumerate(config.layers):
+        _layer(plan, i, layer, config)
+    if config.kind == "dflash2":
+        rank = config.selector_rank
+        one("predecessor", (vocab, rank), "candidate_selector.predecessor_codebook.weight", "embedding")
+        one("successor", (drafted, rank), "candidate_selector.successor_codebook.weight", "embedding")
+        one("selector", (rank, hidden), "candidate_selector.hidden_projection.weight")
+    if rank := config.markov_rank:
+        one("markov_w1", (vocab, rank), "markov_head.markov_w1.weight", "embedding")
+        one("markov_w2", (drafted, rank), "markov_head.markov_w2.weight")
+        wide = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
+        if config.markov in wide:
+            source, rows, columns = wide[config.markov]
+            one("markov_joint", (rows, columns), f"markov_head.{source}.weight")
+            one("markov_bias", (rows,), f"markov_head.{source}.bias", "bias")
+    if config.confidence:
+        wide_input = hidden + (config.markov_rank if config.confidence_reads_markov else 0)
+        one("confidence", (1, wide_input), "confidence_head.proj.weight", "vector")
+        one("confidence_bias", (1,), "confidence_head.proj.bias", "vector")
+    return plan
+
+
+def _layer(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, config: BlockConfig) -> None:
+    attn, here, there = layer.attn, f"layers.{i}.", f"layers.{i}."
+    hidden, inter, inside = config.hidden, layer.intermediate, f"layers.{i}.self_attn."
+    width = 2 * hidden if config.kind == "eagle3" else hidden
+    q, kv = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
+    both = ("k_proj",) if attn.k_eq_v else ("k_proj", "v_proj")
+    parts = (kv,) * len(both) if len(both) > 1 else ()
+    plan[here + "q"] = TensorPlan((q, width), (inside + "q_proj.weight",), "matrix")
+    plan[here + "kv"] = TensorPlan(
+        (kv * len(both), width), tuple(f"{inside}{name}.weight" for name in both), "matrix", parts=parts
+    )
+    if config.qkv_bias:
+        plan[here + "q_bias"] = TensorPlan((q,), (inside + "q_proj.bias",), "bias")
+        plan[here + "kv_bias"] = TensorPlan(
+            (kv * len(both),), tuple(f"{inside}{name}.bias" for name in both), "bias", parts=parts
+        )
+    plan[here + "out"] = TensorPlan((hidden, q), (inside + "o_proj.weight",), "matrix")
+    if config.out_bias:
+        plan[here + "out_bias"] = TensorPlan((hidden,), (inside + "o_proj.bias",), "bias")
+    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.gemma:
+        norms = {"attn_norm": "input_layernorm", "post_attn_norm": "post_attention_layernorm"}
+        norms |= {"mlp_norm": "pre_feedforward_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+        plan[here + "scalar"] = TensorPlan((1,), (there + "layer_scalar",), "vector")
+    for name, source in norms.items():
+        plan[here + name] = TensorPlan((hidden,), (f"{there}{source}.weight",), "norm")
+    for name in ("q_norm", "k_norm") if config.qk_norm else ():
+        plan[here + name] = TensorPlan((attn.head_dim,), (f"{inside}{name}.weight",), "norm")
+    mlp = (f"{there}mlp.gate_proj.weight", f"{there}mlp.up_proj.weight")
+    plan[here + "gate_up"] = TensorPlan((2 * inter, hidden), mlp, "matrix", parts=(inter, inter))
+    plan[here + "down"] = TensorPlan((hidden, inter), (there + "mlp.down_proj.weight",), "matrix")
+    for name, source in (("attn_conv", "attention_conv"), ("mlp_conv", "mlp_conv")) if config.conv_taps else ():
+        taps, groups = config.conv_taps, hidden // config.conv_group
+        plan[here + name] = TensorPlan((2, taps, hidden), (f"{there}{source}.base_kernel",), "vector")
+        plan[here + name + "_projection"] = TensorPlan(
+            (2 * taps * groups, hidden), (f"{there}{source}.kernel_projection.weight",), "matrix"
+        )
+
+
+def dummy_block(config: BlockConfig, target: TextModel, dtype: torch.dtype, seed: int) -> dict[str, DeviceWeight]:
+    """Seeded random weights of the right shapes, for measuring without a checkpoint."""
+    generator = torch.Generator(device=target.device)
+    generator.manual_seed(seed)
+    weights: dict[str, DeviceWeight] = {}
+    for name, plan in block_plan(config, ()).items():
+        if plan.role == "index":  # every draft id is the same target id
+            weights[name] = torch.zeros(plan.shape, dtype=torch.int64, device=target.device)
+            continue
+        made = torch.empty(plan.shape, dtype=kept_dtype(plan, dtype), device=target.device)
+        if plan.role == "norm" or name.endswith("scalar"):
+            made.fill_(1.0)
+        else:
+            made.normal_(0.0, 0.02, generator=generator)
+        weights[name] = transform(name, plan, made, target.ops, None)
+    return weights
+
+
+def block_bytes(files: Files, config: BlockConfig) -> float:
+    """Bytes of the weights: as the files' headers say, or by the configuration where there are no files yet."""
+    how, item, total = recipe(files.config, files.name), item_bytes(files.config), 0.0
+    for plan in block_plan(config, ()).values():
+        for source, shape in zip(plan.sources, plan.source_shapes, strict=True):
+            stored = how(source.removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
+            total += stored.format.nbytes(shape) if stored is not None else prod(shape) * item
+    return total
