@@ -184,17 +184,17 @@ def main() -> None:
     line, pending = _first_line()
     setup = json.loads(line)
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])
-    nursery = GrammarSandbox(compiler, float(setup["seconds"]), int(setup["memory"]), float(setup["patience"]))
+    sandbox = GrammarSandbox(compiler, float(setup["seconds"]), int(setup["memory"]), float(setup["patience"]))
     while True:
         *orders, pending = pending.split(b"\n")
         for order in orders:
-            nursery.order(json.loads(order))
-        if nursery.wait():
+            sandbox.order(json.loads(order))
+        if sandbox.wait():
             data = os.read(0, 1 << 20)
             if not data:
                 break
             pending += data
-    nursery.close()
+    sandbox.close()
 
 
 def _first_line() -> tuple[bytes, bytes]:

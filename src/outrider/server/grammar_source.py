@@ -2,7 +2,7 @@
 calls.
 
 Everything here may be as large and as twisted as a client likes, so `build` runs where its time and memory are bounded
-(see nursery.py), never on a thread that serves others.
+(see grammar_sandbox.py), never on a thread that serves others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compiled grammars for requests, within bounds: tried in another process first (nursery.py), kept for those who ask
-again.
+"""Compiled grammars for requests, within bounds: tried in a sandbox process first (grammar_sandbox.py), kept for
+repeated requests.
 
 A trial that is over its bounds is a 400 that names the field; a client that goes away takes its trial with it. Clients
 take turns. What was compiled is kept while all of it together takes less than `KEEP` bytes, and whoever brought most of

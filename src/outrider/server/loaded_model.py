@@ -1,6 +1,6 @@
 """One loaded model with everything that answers for it: the engine's thread (`runner`), the places that clients take in
-turn (`turns`), compiled grammars of its vocabulary, the processes that tokenise long texts (`clerk`) and render chat
-templates (`template`), and what makes engine requests of bodies (`prepare`).
+turn (`turns`), compiled grammars of its vocabulary, the processes that tokenise long texts (`tokenizer_process`) and
+render chat templates (`template`), and what makes engine requests of bodies (`prepare`).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class TokenizerProcess:
 
     def start(self) -> None:
         """Now rather than with the first long text. Returns at once."""
-        threading.Thread(target=self._start_quietly, name="outrider-clerk", daemon=True).start()
+        threading.Thread(target=self._start_quietly, name="outrider-tokenizer", daemon=True).start()
 
     def close(self) -> None:
         """Whoever waits for a text gets it from this process."""

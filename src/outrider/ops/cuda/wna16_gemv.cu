@@ -2,7 +2,7 @@
 //
 // A warp takes 16 rows of the weight over one span of its columns, a unit. While it multiplies a chunk the next one is on its way into shared
 // memory that is the warp's own, 16 bytes a lane, and every lane reads back what it fetched itself (factors aside): no warp waits for
-// another, and 24 of them on a SM hide each other's waiting. Units are dealt out evenly, one to each warp in Gemma's 31B. x lies in
+// another, and 24 of them on an SM hide each other's waiting. Units are distributed evenly, one to each warp in Gemma's 31B. x lies in
 // shared memory once a block, in the order in which lanes multiply it.
 //
 // The matrix instruction multiplies 16 columns at once, in any order, so a lane takes four neighbours (8 bytes of x) where the instruction's

@@ -45,7 +45,7 @@ class GemmConfig:
     bm2: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
     serial_splitk: bool = False  # a program walks all spans of its tile; otherwise each has a program of its own
     tma: bool = (
-        False  # by TMA: `wide` (rows are on the long side, a program walks all spans), or with more rows `dealt`
+        False  # gemm_tma (rows are on the long side, a program walks all spans), or with more rows gemm_streamk
     )
 
 
@@ -230,7 +230,7 @@ def _tma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> 
         yield triton.cdiv(tiles, 132) * each + 8, shape  # the first fetches are late
 
 
-# Programs of `dealt`: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may
+# Stream-K programs: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may
 # be. A few that leave sms idle have a higher clock.
 STREAMK_RATES = {
     (128, 32, 64): (0.85, 7, 4, 96),
@@ -251,7 +251,7 @@ STREAMK_MAX_WHOLE_TILES = 132
 
 
 def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """As `_many_row_configs`, for programs of `dealt`. Tiles are cut only where each has weights of its own: they would
+    """As `_many_row_configs`, for stream-K. Tiles are cut only where each has weights of its own: they would
     be fetched from memory once for every row of tiles."""
     spans = tile.splits
     if rows > STREAMK_MAX_ROWS:

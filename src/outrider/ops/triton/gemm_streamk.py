@@ -36,7 +36,7 @@ def streamk_kernel(
     me, programs = tl.program_id(0), tl.num_programs(0)
     tiles_m = tl.cdiv(M, BM + BM2)
     tiles, steps = tiles_m * tl.cdiv(N, BN), tl.cdiv(K, BK)
-    cut = tiles % programs + programs if CUT else 0  # tiles that are dealt in parts: each has more than one
+    cut = tiles % programs + programs if CUT else 0  # tiles that are cut into parts: each has more than one
     begin, end = cut * steps * me // programs, cut * steps * (me + 1) // programs
     first, last = begin // steps, (end + steps - 1) // steps - 1
     parts = last - first + 1

@@ -93,7 +93,7 @@ def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class MoeGemvPlan:
-    """How the products of one layer are dealt out."""
+    """How the products of one layer are distributed."""
 
     most: int  # tokens that the kernels are compiled for
     router: tuple[int, int]  # columns of a span, spans

@@ -80,7 +80,7 @@ class WeightChunk:
 
 @dataclass(frozen=True)
 class WorkUnits:
-    """What is dealt out: tiles of 16 rows, each over `splits` spans of chunks, of which the last may be shorter."""
+    """Units of work: tiles of 16 rows, each over `splits` spans of chunks, of which the last may be shorter."""
 
     tiles: int
     chunks: int
