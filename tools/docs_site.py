@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 import history  # noqa: E402
 import reference  # noqa: E402
 
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"  # guides come first in the site's search
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)(#[^)\s]*)?(\))")
 
 
@@ -35,10 +36,10 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/cli.md": reference.command_line(),
         "reference/python.md": reference.python_api(),
         "reference/configuration.md": reference.configuration(),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "]("),
+        "changelog.md": UNSEARCHED + (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "]("),
     }
     text, pictures = history.page(ROOT / "benchmarks" / "history")
-    pages["history/index.md"] = text
+    pages["history/index.md"] = UNSEARCHED + text
     pages |= {f"history/{name}": picture for name, picture in pictures.items()}
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))

@@ -1,0 +1,133 @@
+"""The measured tables of the docs, made from benchmarks/history/*.jsonl.
+
+A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`. `python tools/history_tables.py` writes all of
+them again; with `--check` it only says which are out of date (tests/unit/test_history_tables.py does the same).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.S)
+Row = dict[str, Any]
+
+
+def history(name: str) -> list[Row]:
+    lines = (ROOT / "benchmarks" / "history" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *map(list, rows))]
+    return "\n".join(lines) + "\n"
+
+
+def number(value: float | list[float] | None) -> str:
+    """1,346 · 65.1 · 1,251–1,346 · a dash where nothing was measured."""
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return "–".join(number(part) for part in value)
+    return f"{value:,.0f}" if value >= 100 else f"{value:g}"
+
+
+def newest(rows: Iterable[Row], key: str) -> Row:
+    """The last recorded row that has this key."""
+    return [row for row in rows if key in row][-1]
+
+
+def both_engines(key: str) -> str:
+    row = newest((r for r in history("gpu") if isinstance(r.get(key), dict) and "outrider" in str(r[key])), key)
+    batches = ("1", "8", "32", "64")
+    rows = []
+    for what, engines in row[key].items():
+        ours, theirs = engines["outrider"], engines["vllm"]
+        cells = [f"{number(ours.get(b))} / {number(theirs.get(b))}" if ours.get(b) else "" for b in batches]
+        rows.append([what, *cells])
+    head = ["Outrider / vLLM 0.26", "1 sequence", "8", "32", "64"]
+    return table(head, rows) + f"\nCommit `{row['commit']}`, {row['date']}.\n"
+
+
+def one_sequence() -> str:
+    found = {r["model"]: r for r in history("gpu") if "transformers" in r and "cycles_ms" in r and r["batch"] == 1}
+    rows = []
+    for model in ("31B", "12B", "26B-A4B", "E4B", "E2B"):
+        row = found[f"google/gemma-4-{model}-it"]
+        plain = row["cycles_ms"]["0"]
+        cost = " · ".join(f"{row['cycles_ms'][k] / plain:.2f}" for k in ("4", "8", "16"))
+        gain = " · ".join(f"{row['synthetic_speedup'][k]:.2f}" for k in ("4", "8", "16"))
+        peer = f"{row['transformers']['ar_ms']:.1f}"
+        rows.append([model, f"{plain:.2f}", f"{row['floor_ms'] / plain:.0%}", cost, gain, peer])
+    head = ["", "plain step, ms", "share of the floor", "cycle / plain step at K = 4 · 8 · 16"]
+    head += ["speed-up at published acceptance", "transformers, ms"]
+    last = found["google/gemma-4-31B-it"]
+    return (
+        table(head, rows) + f"\nCommit `{last['commit']}`, {last['date']}, `python benchmarks/bench_gpu.py --quick`.\n"
+    )
+
+
+def cpu_rows() -> str:
+    """One pass by rows with AVX-512 and AVX2, and whole cycles."""
+    rows = [r for r in history("cpu") if "pass_ms" in r["figures"] and "smollm2" in r["command"]]
+    wide, narrow = (
+        [r for r in rows if ("avx2" in r["command"]) is avx2 and r["commit"] == "d60b5de"][-1] for avx2 in (False, True)
+    )
+    out = []
+    for name, row in (("AVX-512", wide), ("AVX2", narrow)):
+        times = row["figures"]["pass_ms"]
+        cells = [f"{times[m]:.2f} ({times[m] / times['1']:.2f}×)" for m in ("1", "5", "9", "17")]
+        out.append([name, f"{row['figures']['memory_gb_s']:g}", *cells])
+    head = ["kernels", "memory, GB/s", "1 row, ms", "5 rows", "9 rows", "17 rows"]
+    return table(head, out) + f"\nCommit `{wide['commit']}`, {wide['date']}.\n"
+
+
+def drafters() -> str:
+    named = {
+        "smollm2, shipped: greedy": "smollm2 as shipped, again: Spec-Bench greedy clustered, 4 bits",
+        "smollm2, shipped: T = 1": "smollm2 as shipped, again: Spec-Bench T=1 clustered, 4 bits",
+        "Qwen2.5-Coder-0.5B: greedy": "qwen2.5-coder-0.5b: Spec-Bench greedy clustered, 4 bits",
+        "Qwen2.5-Coder-0.5B: T = 1": "qwen2.5-coder-0.5b: Spec-Bench T=1 clustered, 4 bits",
+    }
+    runs = {row.get("run"): row for row in history("training")}
+    rows = []
+    for name, run in named.items():
+        figures = runs[run]["figures"]
+        cells = [f"{figures['tokens_per_cycle'][k]:.2f}" for k in ("1", "2", "3", "4", "6", "8")]
+        rows.append([name, *cells, f"{figures['acceptance_by_position'][0]:.3f}"])
+    return table(["drafter", "K = 1", "2", "3", "4", "6", "8", "first position"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "h200-engine": lambda: both_engines("engine_tok_s"),
+    "h200-prompts": lambda: both_engines("prompt_and_16_s"),
+    "h200-one-sequence": one_sequence,
+    "cpu-rows": cpu_rows,
+    "drafters": drafters,
+}
+
+
+def filled(text: str) -> str:
+    return PLACE.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[3]}", text)
+
+
+def main() -> None:
+    check, stale = "--check" in sys.argv[1:], []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if filled(text) != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if not check:
+                page.write_text(filled(text), encoding="utf-8")
+    if check and stale:
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python tools/history_tables.py")
+
+
+if __name__ == "__main__":
+    main()
