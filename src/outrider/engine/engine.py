@@ -113,7 +113,9 @@ class Engine:
         self.scheduler = Scheduler(
             self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
             self.max_context, pack,
-            prefill_with_decodes(model.config, self.can.prefill_with_decodes, self.can.prefill_flops_with_decodes, self.chunk),
+            prefill_with_decodes(
+                model.config, self.can.prefill_with_decodes, self.can.prefill_flops_with_decodes, self.chunk
+            ),
             prefill_idle(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
         beside = self.scheduler.prefill_with_decodes
