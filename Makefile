@@ -44,7 +44,7 @@ test-ray: setup
 
 # The site, into build/site; a broken link or anchor is an error.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too
 
 # Wheel and source archive, into dist/.
 dist: setup

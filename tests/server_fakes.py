@@ -199,18 +199,9 @@ class FakeEngine:
             tree = VerifiedTree.of(
                 [0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses
             )
-        return Event(
-            run.request.id,
-            tokens[:n],
-            kinds,
-            taken.texts,
-            tables,
-            taken.finish,
-            stats,
-            taken.error,
-            tree,
-            taken.stopped_by,
-        )
+        wrong = [self.tokenizer.encode("~")[0]] * (k - accepted)
+        told = (taken.finish, stats, taken.error, tree, taken.stopped_by, [*tokens[:accepted], *wrong])
+        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, *told)
 
     def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
         """(tokens of this cycle, how many of them were drafted)"""

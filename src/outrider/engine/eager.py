@@ -114,14 +114,16 @@ class EagerExecutor(Executor):
             for i, item in enumerate(scheduled)
         ]
         trees: list[VerifiedTree | None] = [None] * len(scheduled)
-        if out.verdict.rows is not None and draft is not None:
-            drafted = draft.tokens.tolist()
-            paths = out.verdict.rows.tolist()
-            trees = [
-                VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafted[i][: ks[i]])
-                for i, path in enumerate(paths)
-            ]
-        return [Emitted(*each) for each in zip(emitted, ks, top, confidence, trees, strict=True)]
+        drafts: list[list[int] | None] = [None] * len(scheduled)
+        if draft is not None and x.rows.k:
+            drafts = [row[:k] for row, k in zip(draft.tokens.tolist(), ks)]
+            if out.verdict.rows is not None:
+                paths = out.verdict.rows.tolist()
+                trees = [
+                    VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafts[i] or ())
+                    for i, path in enumerate(paths)
+                ]
+        return [Emitted(*each) for each in zip(emitted, ks, top, confidence, trees, drafts, strict=True)]
 
     def _logprobs(
         self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]

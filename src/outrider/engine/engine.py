@@ -63,6 +63,7 @@ class Event:
     error: str | None = None
     tree: VerifiedTree | None = None  # the draft, where it branched
     stopped_by: str | None = None  # the stop string that ended it
+    drafts: list[int] | None = None  # the tokens drafted, where the executor knows them
 
     @property
     def text(self) -> str:
@@ -496,6 +497,7 @@ class Engine:
         event = Event(
             seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree, stopped_by=taken.stopped_by
         )
+        event.drafts = brought.drafts
         if taken.finish is not None:
             self._events.append(self._finish(seq, event, taken.finish))
         else:

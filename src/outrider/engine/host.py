@@ -87,9 +87,10 @@ class HostExecutor(Executor):
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         scheduled, out = pending.batch.decode, []
-        for item, (k, tokens, confidence, tree, rows) in zip(scheduled, pending.payload or ()):  # type: ignore[call-overload]
+        for item, (k, tokens, confidence, tree, rows, drafts) in zip(scheduled, pending.payload or ()):  # type: ignore[call-overload]
             top = logprobs(rows, tokens, item.seq.request.params.logprobs or 0) if rows is not None else None
-            out.append(Emitted(tokens, k, top, confidence, VerifiedTree.of(*tree) if tree is not None else None))
+            verified = VerifiedTree.of(*tree) if tree is not None else None
+            out.append(Emitted(tokens, k, top, confidence, verified, drafts))
         if scheduled:
             pending.width, pending.context = (
                 sum(each.drafted for each in out) / len(scheduled),

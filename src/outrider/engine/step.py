@@ -174,6 +174,7 @@ class Emitted(NamedTuple):
     logprobs: list[dict[int, float]] | None = None  # per token {id: logprob}, the chosen one first
     confidence: list[float] | None = None  # of the drafter's tokens, where it knows
     branches: VerifiedTree | None = None  # of a tree
+    drafts: list[int] | None = None  # the tokens drafted, where the executor knows them
 
 
 @dataclass(slots=True)

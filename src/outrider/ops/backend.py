@@ -129,6 +129,7 @@ class CycleResult(NamedTuple):
         None  # the row each token follows, rows accepted, drafter's steps, tokens
     )
     logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
+    drafts: list[int] | None = None  # the tokens drafted
 
 
 class TemperatureSampling(Protocol):

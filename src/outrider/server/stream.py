@@ -37,7 +37,7 @@ def single_tokens(event: Event) -> list[Event]:
         )
         for t, k, x, p in zip(event.tokens, event.kinds, event.texts, tables)
     ]
-    parts[1:] = [replace(part, tree=None) for part in parts[1:]]
+    parts[1:] = [replace(part, tree=None, drafts=None) for part in parts[1:]]
     parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, stats=event.stats, error=event.error)
     return parts
 
@@ -71,6 +71,7 @@ class Update:
     logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
     tree: Json | None = None  # the draft, where it branched
+    draft: list[str] = field(default_factory=list)  # the draft, where it did not
     ids: list[int] = field(default_factory=list)
 
 
@@ -130,8 +131,16 @@ class ChoiceWriter:
             self.tokens += tokens
             update.tokens += tokens
             if event.tree is not None and event.tree.chain < len(event.tree.parents):  # a tree may be a line after all
-                said = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in event.tree.tokens]
-                update.tree = {"tokens": said, "parents": event.tree.parents, "path": event.tree.path}
+                update.tree = {
+                    "tokens": self._texts(event.tree.tokens),
+                    "parents": event.tree.parents,
+                    "path": event.tree.path,
+                }
+            elif event.drafts:
+                update.draft = self._texts(event.drafts)
+
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
 
     @property
     def mean_logprob(self) -> float:
@@ -272,9 +281,14 @@ class Writer:
         for i, delta in enumerate(deltas):
             chunk = self._chunk(choice, delta, logprobs if i == 0 else None)
             if tokens and i == 0:
-                chunk["outrider"] = (
-                    {"tokens": tokens} if update.tree is None else {"tokens": tokens, "tree": update.tree}
+                draft = (
+                    {"tree": update.tree}
+                    if update.tree is not None
+                    else {"draft": update.draft}
+                    if update.draft
+                    else {}
                 )
+                chunk["outrider"] = {"tokens": tokens, **draft}
             if self._job.return_ids and i == 0:
                 cast(list[Json], chunk["choices"])[0]["token_ids"] = update.ids
             out.append(chunk)

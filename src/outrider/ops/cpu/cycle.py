@@ -152,6 +152,7 @@ class CpuCycle:
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
                 told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            out.append(CycleResult(k, self.chosen[row : row + right + 1], sure, tree, told))
+            drafted = self.guesses[at : at + k]
+            out.append(CycleResult(k, self.chosen[row : row + right + 1], sure, tree, told, drafted))
             row += k + 1
         return out

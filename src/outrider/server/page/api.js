@@ -60,6 +60,11 @@ export async function* streamChat(body, signal) {
   }
 }
 
+// What the server can do beyond text; an older one does not say.
+export async function readProps() {
+  try { return await (await get("props")).json(); } catch (error) { if (error.status === 404) return {}; throw error; }
+}
+
 export const readModels = async () => (await (await get("v1/models")).json()).data;
 
 // Sums over all labels, without the prefix: { new_tokens: 12, ttft_seconds_sum: 0.4, ... }

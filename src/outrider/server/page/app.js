@@ -1,8 +1,10 @@
 // The page: a chat, a race and the server's figures, through the same public API any client uses.
 import { $, Speaker, growing, grow } from "./dom.js";
-import { ApiError, readModels } from "./api.js";
+import { ApiError, readModels, readProps } from "./api.js";
 import { Settings } from "./settings.js";
-import { Panel } from "./drafting.js";
+import { Baseline } from "./baseline.js";
+import { Panel } from "./panel.js";
+import { Attachments } from "./attach.js";
 import { Chat } from "./chat.js";
 import { Conversations } from "./conversations.js";
 import { Race } from "./race.js";
@@ -26,22 +28,23 @@ $("key-form").addEventListener("submit", (event) => {
 });
 
 const settings = new Settings(), speaker = new Speaker($("announce"));
-const panel = new Panel(() => settings.model);
-const shared = { settings, panel, speaker, tell, calm };
+const baseline = new Baseline({ settings, speaker, tell }), panel = new Panel(baseline);
+const shared = { settings, panel, baseline, speaker, tell, calm };
 const chat = new Chat({ ...shared, changed: () => conversations.draw() });
-const conversations = new Conversations(chat);
+const conversations = new Conversations(chat, shared), attachments = new Attachments(shared);
 const race = new Race(shared), figures = new Figures(tell);
-conversations.start();
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (chat.running) { chat.stop(); return; }
   const text = $("prompt").value.trim();
-  if (!text) return;
+  if (!text && !attachments.images.length) return;
   $("prompt").value = "";
   grow($("prompt"));
-  chat.ask(text);
+  sessionStorage.removeItem("outrider.draft");
+  chat.ask(text, attachments.release());
 });
+$("prompt").value = sessionStorage.getItem("outrider.draft") ?? ""; // what was typed survives a reload
+$("prompt").addEventListener("input", () => sessionStorage.setItem("outrider.draft", $("prompt").value));
 growing($("prompt"), () => $("ask").requestSubmit());
 growing($("race-prompt"), () => $("race-form").requestSubmit());
 growing($("system"));
@@ -53,6 +56,7 @@ document.addEventListener("keydown", (event) => {
     if (document.body.classList.contains("listing")) conversations.toggle(false);
     chat.stop();
     race.stop();
+    baseline.stop();
   } else if (event.key === "ArrowUp" && document.activeElement === $("prompt") && !$("prompt").value) {
     const mine = chat.bubbles.filter((b) => b.message.role === "user").at(-1);
     if (mine && !chat.running) { event.preventDefault(); mine.edit(); }
@@ -96,10 +100,13 @@ $("model-choice").addEventListener("focus", () => readModels().then((cards) => s
 async function start() {
   try {
     settings.offer(await readModels());
+    chat.resume();
+    attachments.allow(Boolean((await readProps()).modalities?.vision));
     panel.draw();
     figures.poll();
   } catch (error) {
     tell(error);
   }
 }
+conversations.start();
 start();

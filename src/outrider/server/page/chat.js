@@ -1,44 +1,95 @@
-// The conversation on the page: asks, streams, edits, retries, and forgets the oldest turns when the context is full.
+// The conversation on the page: asks, streams, edits, retries, queues, and forgets the oldest turns when the context is full.
 import { $, make, atEnd, keepEnd } from "./dom.js";
 import { ApiError, streamChat } from "./api.js";
 import { Meter } from "./drafting.js";
 import { Bubble } from "./message.js";
-import * as store from "./store.js";
+import { Queue } from "./queue.js";
+import { WINDOW } from "./store.js";
 
 const EXAMPLES = ["Why is the sky blue?", "Write a Python function that reverses a list.", "List ten animals, one a line."];
+const KEEP = 700; // milliseconds between two savings of an answer that streams
+const SILENT = 5000; // an answer that another window has not saved for so long streams no more
 
 export class Chat {
-  constructor({ settings, panel, speaker, tell, calm, changed }) {
-    Object.assign(this, { settings, panel, speaker, tell, calm, changed });
+  constructor({ settings, panel, baseline, speaker, tell, calm, changed }) {
+    Object.assign(this, { settings, panel, baseline, speaker, tell, calm, changed });
     this.log = $("log");
     this.bubbles = [];
     this.running = null;
+    this.queue = new Queue();
     this.log.addEventListener("scroll", () => { $("latest").hidden = atEnd(this.log); });
     $("latest").addEventListener("click", () => { this.log.scrollTop = this.log.scrollHeight; });
+    $("stop").addEventListener("click", () => { this.stop(); $("prompt").focus(); });
     $("system").addEventListener("change", () => {
       this.conversation.system = $("system").value;
       localStorage.setItem("outrider.system", $("system").value);
-      if (this.conversation.messages.length) store.save(this.conversation);
+      if (this.conversation.messages.size) this.conversation.keepHead();
     });
+    const leave = () => { this.answering?.keep(); this.leaving = true; };
+    addEventListener("beforeunload", () => { leave(); setTimeout(() => { this.leaving = false; }, 1000); }); // it may stay after all
+    addEventListener("pagehide", leave);
+    setInterval(() => this.proceed(), SILENT);
+    addEventListener("pageshow", ({ persisted }) => { if (persisted) location.reload(); });
   }
 
   async open(conversation) {
     if (this.running) { this.stop(); await this.finished; } // its answer belongs to the old one
     this.conversation = conversation;
     localStorage.setItem("outrider.current", conversation.id);
+    sessionStorage.setItem("outrider.current", conversation.id);
     $("system").value = conversation.system;
     this.draw();
     this.log.scrollTop = this.log.scrollHeight;
     this.changed();
   }
+  // This page was loaded again while an answer streamed.
+  resume() {
+    const last = this.conversation.path.at(-1);
+    if (!this.running && last?.role === "assistant" && !last.done && last.window === WINDOW) this.answer({ resume: last });
+  }
   stop() { this.running?.abort(); }
+  // Does another window stream this answer?
+  elsewhere(message) { return message?.role === "assistant" && !message.done && message.window !== WINDOW && Date.now() - message.beat < SILENT; }
+  // What waited for an answer of another window, once that is complete or has fallen silent.
+  proceed() {
+    if (this.running || this.elsewhere(this.conversation?.path.at(-1))) return;
+    if (this.log.querySelector(".running")) this.draw();
+    const next = this.queue.next();
+    if (next) this.ask(next.text, next.images);
+  }
+
+  // Another window changed this conversation.
+  refresh() {
+    const before = this.conversation.path.map((m) => m.id).join();
+    if (!this.conversation.refresh(this.answering?.message.id)) return false;
+    this.bubbles.forEach((b) => { b.message = this.conversation.get(b.message.id) ?? b.message; b.branches(this.branches(b.message)); });
+    if (this.running) return true;
+    const { path } = this.conversation, last = path.at(-1);
+    if (before !== path.map((m) => m.id).join()) keepEnd(this.log, () => this.draw());
+    else if (last && this.bubbles.length) { // its last answer grew
+      const next = this.bubble(last);
+      keepEnd(this.log, () => this.bubbles.pop().node.replaceWith(next.node));
+      this.bubbles.push(next);
+    }
+    this.proceed();
+    return true;
+  }
 
   // ---- the page
   draw() {
-    this.bubbles = this.conversation.messages.map((m) => new Bubble(m, this.actions(m)));
+    this.bubbles = this.conversation.path.map((m) => this.bubble(m));
     const nodes = this.bubbles.map((b) => b.node);
     this.log.replaceChildren(...(nodes.length ? nodes : [this.empty()]));
     this.divide();
+  }
+  bubble(message) {
+    const bubble = new Bubble(message, this.actions(message));
+    bubble.branches(this.branches(message));
+    if (message.role === "assistant" && !message.done && message !== this.answering?.message) {
+      if (this.elsewhere(message)) bubble.node.classList.add("running");
+      else if (message.window !== WINDOW) { message.note ||= "interrupted"; bubble.finish(); }
+    }
+    return bubble;
   }
   empty() {
     const examples = EXAMPLES.map((text) => make("button", { type: "button", onclick: () => this.ask(text) }, text));
@@ -49,110 +100,137 @@ export class Chat {
   }
   divide() {
     this.log.querySelector(".divider")?.remove();
-    const first = this.bubbles[this.conversation.from];
-    if (this.conversation.from && first) first.node.before(make("p", { className: "divider" }, "Messages above this line no longer fit the context and are not sent."));
+    const at = this.bubbles.findIndex((b) => b.message.id === this.conversation.from);
+    if (at > 0) this.bubbles[at].node.before(make("p", { className: "divider" }, "Messages above this line no longer fit the context and are not sent."));
   }
   actions(message) {
-    const { messages } = this.conversation, at = () => messages.indexOf(message);
-    const busy = (go) => (...values) => { if (!this.running) go(...values); };
+    const { conversation } = this, busy = (go) => (...values) => { if (!this.running) go(...values); };
     if (message.role === "user") {
       return {
-        edit: busy((text) => { this.truncate(at()); this.ask(text); }),
-        retry: message.refused === undefined ? null : busy(() => { this.drop(at()); this.ask(message.content); }),
-        remove: busy(() => this.drop(at())),
+        edit: busy((text) => { this.branch(message.parent); this.ask(text, message.images); }),
+        retry: message.refused === undefined ? null : busy(() => { this.remove(message); this.ask(message.content, message.images); }),
+        remove: busy(() => this.remove(message)),
       };
     }
-    return { retry: busy(() => { const tries = (message.tries ?? 0) + 1; this.truncate(at()); this.answer(tries); }) };
+    return {
+      resume: busy(() => this.answer({ resume: message })),
+      retry: busy(() => { const tries = conversation.siblings(message).length; this.branch(message.parent); this.answer({ tries }); }),
+    };
   }
-  add(message) {
+  // Where a message was edited or an answer retried: which of the versions this is, and the way to the others.
+  branches(message) {
+    const all = this.conversation.siblings(message), at = all.indexOf(message);
+    return { at, count: all.length, go: (by) => {
+      if (this.running || !all[at + by]) return;
+      this.branch(this.conversation.newest(all[at + by].id));
+      this.conversation.keepHead();
+      this.bubbles.find((b) => b.message === all[at + by])?.node.querySelector(`.branches [data-by="${by}"]`)?.focus();
+      this.speaker.say(`Version ${at + by + 1} of ${all.length}.`);
+    } };
+  }
+  branch(leaf) {
+    this.conversation.leaf = leaf;
+    const { scrollTop } = this.log;
+    this.draw();
+    this.log.scrollTop = scrollTop;
+  }
+  add(message, parent) {
     $("empty")?.remove();
-    this.conversation.messages.push(message);
-    const bubble = new Bubble(message, this.actions(message));
+    const bubble = this.bubble(this.conversation.add(message, parent));
     this.bubbles.push(bubble);
     this.log.append(bubble.node);
     this.log.scrollTop = this.log.scrollHeight; // one's own message is always shown
     return bubble;
   }
-  truncate(at) {
-    for (const bubble of this.bubbles.splice(at)) bubble.node.remove();
-    this.conversation.messages.splice(at);
-    this.conversation.from = Math.min(this.conversation.from, Math.max(0, at - 1));
-    this.divide();
-  }
-  drop(at) {
-    this.bubbles.splice(at, 1)[0].node.remove();
-    this.conversation.messages.splice(at, 1);
-    if (at < this.conversation.from) this.conversation.from -= 1;
-    if (!this.conversation.messages.length) this.draw();
-    this.save();
-  }
-  save(conversation = this.conversation) {
-    if (conversation.messages.length && !store.save(conversation)) this.tell(new Error("The browser has no room to keep this conversation."));
-    if (!conversation.messages.length) store.remove(conversation.id);
+  remove(message) {
+    this.conversation.remove(message);
+    this.branch(this.conversation.leaf);
+    this.conversation.keepHead();
     this.changed();
   }
-
-  // ---- asking
-  ask(text) {
-    if (this.running) return null;
-    this.add({ role: "user", content: text });
-    return this.answer();
+  keep(message, conversation = this.conversation) {
+    if (!conversation.keep(message)) this.tell(new Error("The browser has no room to keep this conversation."));
   }
-  answer(tries = 0) {
-    this.finished = this.attempt(tries);
+
+  // ---- asking. While an answer streams, a message waits for its end.
+  ask(text, images = []) {
+    if (this.running || this.elsewhere(this.conversation.path.at(-1))) { this.queue.add({ text, images }); return; }
+    const question = this.add({ role: "user", content: text, ...(images.length ? { images } : {}) });
+    this.keep(question.message);
+    this.answer();
+  }
+  answer(options = {}) {
+    this.baseline.stop();
+    this.finished = this.attempt(options).then((complete) => {
+      if (complete) this.proceed(); else this.queue.giveBack();
+    });
     return this.finished;
   }
   // What is sent: the system prompt and every message that was not refused and still fits.
-  get sent() {
-    const { system, from, messages } = this.conversation;
-    const turns = messages.slice(from).filter((m) => !m.refused && m.content).map(({ role, content }) => ({ role, content }));
+  sent(path) {
+    const { system, from } = this.conversation, first = Math.max(0, path.findIndex((m) => m.id === from));
+    const turns = path.slice(first).filter((m) => !m.refused && (m.content || m.images)).map(({ role, content, images }) => ({
+      role, content: images ? [...images.map(({ url }) => ({ type: "image_url", image_url: { url } })), ...(content ? [{ type: "text", text: content }] : [])] : content,
+    }));
     return system.trim() ? [{ role: "system", content: system.trim() }, ...turns] : turns;
   }
   // Leave out the oldest turn. False when only the newest question is left.
-  forget() {
-    const { from, messages } = this.conversation;
-    const next = messages.findIndex((m, i) => i > from && m.role === "user" && !m.refused);
-    if (next < 0) return false;
-    this.conversation.from = next;
+  forget(path) {
+    const from = path.findIndex((m) => m.id === this.conversation.from);
+    const next = path.find((m, i) => i > Math.max(0, from) && m.role === "user" && !m.refused);
+    if (!next) return false;
+    this.conversation.from = next.id;
     this.divide();
     return true;
   }
 
-  async attempt(tries) {
+  // True when the answer came to its end.
+  async attempt({ tries = 0, resume = null }) {
     this.calm();
-    const { conversation } = this, question = this.bubbles.at(-1), abort = new AbortController();
+    const { conversation } = this, abort = new AbortController();
+    const path = resume ? conversation.pathTo(resume.parent) : conversation.path;
+    const question = this.bubbles.find((b) => b.message.id === path.at(-1)?.id);
+    let complete = false, sampling = resume?.sampling ?? this.settings.sampling(tries);
+    const bubble = resume ? this.bubbles.find((b) => b.message.id === resume.id) : this.add({ role: "assistant", content: "", reasoning: "", sampling }, path.at(-1)?.id);
+    const { message } = bubble;
+    Object.assign(message, { done: false, window: WINDOW, note: "" });
     this.running = abort;
-    $("send").textContent = "Stop";
+    this.answering = { message, keep: () => { message.beat = Date.now(); bubble.keep(); this.keep(message, conversation); } };
+    this.answering.keep();
+    const beat = setInterval(this.answering.keep, KEEP);
+    document.body.classList.add("answering");
+    bubble.start();
     this.changed();
-    let limit = this.settings.limit;
     for (;;) {
-      const messages = this.sent;
-      const bubble = this.add({ role: "assistant", content: "", reasoning: "", tries });
-      bubble.node.classList.add("running");
       try {
-        await this.stream(bubble, this.settings.request(messages, { limit, tries }), abort.signal);
+        await this.stream(bubble, { ...sampling, messages: this.sent(path) }, abort.signal);
+        complete = true;
         break;
       } catch (error) {
-        if (bubble.message.content || bubble.message.reasoning) {
+        if (this.leaving) await new Promise(() => {}); // the page goes, the answer is asked for again by the next
+        if (message.content || message.reasoning) {
           const stopped = error.name === "AbortError";
           this.close(bubble, stopped ? "stopped" : `interrupted: ${error.message}`);
           if (!stopped) this.tell(error);
           break;
         }
-        bubble.node.remove();
-        this.bubbles.pop();
-        conversation.messages.pop();
         if (error.code === "context_length_exceeded") {
-          if (this.forget()) continue;
-          if (limit !== null) { limit = null; continue; } // as long as there is room
+          if (this.forget(path)) continue;
+          if (sampling.max_completion_tokens) { const { max_completion_tokens: _, ...rest } = sampling; sampling = rest; continue; } // as long as there is room
         }
+        bubble.node.remove();
+        this.bubbles = this.bubbles.filter((b) => b !== bubble);
+        conversation.remove(message);
         this.refused(question, error);
         break;
       }
     }
-    this.running = null;
-    $("send").textContent = "Send";
-    this.save(conversation);
+    clearInterval(beat);
+    this.running = this.answering = null;
+    document.body.classList.remove("answering");
+    this.keep(complete || conversation.get(message.id) ? message : question.message, conversation);
+    this.changed();
+    return complete;
   }
   refused(question, error) {
     const stopped = error.name === "AbortError";
@@ -167,32 +245,40 @@ export class Chat {
     bubble.keep();
     Object.assign(bubble.message, { note, done: true });
     keepEnd(this.log, () => bubble.finish());
-    bubble.node.classList.remove("running");
     this.speaker.end(`The answer is complete: ${note}.`);
   }
 
+  // Decoding is a function of the request and its seed: what is asked again after a reload says the same again, so the text
+  // that was there stays until the new one has caught up with it.
   async stream(bubble, request, signal) {
-    const meter = new Meter(), { message } = bubble;
-    let stats = null, finish = null, due = false;
-    const paint = () => { due = false; if (bubble.foot === undefined) keepEnd(this.log, () => bubble.show()); if (meter.tokens) this.panel.show(meter, stats); };
-    try {
-      for await (const chunk of streamChat(request, signal)) {
-        const choice = chunk.choices[0], delta = choice?.delta ?? {};
-        if (chunk.outrider?.tokens) {
-          meter.take(chunk.outrider);
-          for (const [piece, kind] of chunk.outrider.tokens) bubble.token(piece, kind);
-        }
-        message.content += delta.content ?? "";
-        message.reasoning += delta.reasoning_content ?? "";
-        this.speaker.stream(delta.content ?? "");
-        if (choice?.finish_reason) { finish = choice.finish_reason; stats = chunk.outrider; }
-        if (!due) { due = true; requestAnimationFrame(paint); }
+    const meter = new Meter(), { message } = bubble, kept = message.content;
+    let stats = null, finish = null, due = false, content = "", reasoning = "";
+    const caughtUp = () => content.length >= kept.length || !kept.startsWith(content);
+    const paint = () => {
+      due = false;
+      if (!message.done) keepEnd(this.log, () => bubble.show());
+      if (meter.tokens) this.panel.show(meter, stats);
+    };
+    bubble.behind = Boolean(kept);
+    this.panel.show(meter, null);
+    for await (const chunk of streamChat(request, signal)) {
+      const choice = chunk.choices[0], delta = choice?.delta ?? {};
+      if (chunk.outrider?.tokens) {
+        meter.take(chunk.outrider);
+        for (const [piece, kind] of chunk.outrider.tokens) bubble.token(piece, kind);
       }
-    } finally {
-      bubble.node.classList.remove("running");
+      content += delta.content ?? "";
+      reasoning += delta.reasoning_content ?? "";
+      if (caughtUp()) { Object.assign(message, { content, reasoning }); bubble.behind = false; }
+      this.speaker.stream(content.length > kept.length ? delta.content ?? "" : "");
+      if (choice?.finish_reason) { finish = choice.finish_reason; stats = chunk.outrider; }
+      if (!due) { due = true; requestAnimationFrame(paint); }
     }
+    Object.assign(message, { content, reasoning });
+    bubble.behind = false;
     this.panel.show(meter, stats);
-    if (request.outrider.draft_tokens === 0 && stats?.decode_tps) this.panel.plain = stats.decode_tps;
+    if (request.outrider.draft_tokens === 0 && stats?.decode_tps) this.baseline.set(stats.decode_tps);
+    else this.baseline.soon();
     const speed = stats?.decode_tps ? ` · ${stats.decode_tps.toFixed(1)} tokens/s` : "";
     this.close(bubble, `${meter.tokens} tokens${speed}${finish === "length" ? " · cut at the limit" : ""}`);
   }

@@ -1,16 +1,21 @@
-// Markdown to DOM nodes: headings, lists, quotes, tables, fenced code, emphasis, code, links. HTML stays text, images
-// become their description, links lead to http, https and mailto only; nothing is fetched.
+// Markdown to DOM nodes: headings, lists, quotes, tables, fenced code, formulas, emphasis, code, links. HTML stays text,
+// images become their description, links lead to http, https and mailto only; nothing is fetched. Nesting ends at a depth
+// that no text needs: what is deeper is text.
 //
 // Every character that reaches the page remembers where in the source it stood, so that the caller's `leaf(text, from)`
 // can mark it (by the kind of its token). A half-finished document is fine: it is rendered again as it grows, and
 // blocks that did not change keep their nodes.
 import { make, copy } from "./dom.js";
+import { highlight } from "./highlight.js";
+import { formula } from "./math.js";
 
+const DEEP = 16; // blocks in blocks, emphasis in emphasis
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(\s+|$)/;
+const MATHS = /^ {0,3}(\$\$|\\\[)/;
 const DIVIDER = /^ *\|?(?: *:?-+:? *\|)+ *:?-*:? *$/;
 
 // ---- blocks: a line is { text, at }, at being its place in the source
@@ -20,13 +25,13 @@ function lines(source) {
 }
 const cut = (line, n) => ({ text: line.text.slice(n), at: line.at + Math.min(n, line.text.length) });
 const blank = (line) => !line.text.trim();
-const starts = (text) => FENCE.test(text) || HEADING.test(text) || RULE.test(text) || QUOTE.test(text) || ITEM.test(text);
+const starts = (text) => FENCE.test(text) || HEADING.test(text) || RULE.test(text) || QUOTE.test(text) || ITEM.test(text) || MATHS.test(text);
 
-export function parse(all) {
+export function parse(all, depth = 0) {
   const blocks = [];
   for (let i = 0; i < all.length;) {
     const line = all[i], first = i;
-    const fence = FENCE.exec(line.text), heading = HEADING.exec(line.text), item = ITEM.exec(line.text);
+    const fence = FENCE.exec(line.text), heading = HEADING.exec(line.text), item = depth < DEEP && ITEM.exec(line.text);
     let block;
     if (blank(line)) { i += 1; continue; }
     if (fence) {
@@ -41,14 +46,18 @@ export function parse(all) {
     } else if (RULE.test(line.text)) {
       block = { type: "rule" };
       i += 1;
-    } else if (QUOTE.test(line.text)) {
+    } else if (MATHS.test(line.text) && display(all, i)) {
+      const { source, end } = display(all, i);
+      block = { type: "math", source };
+      i = end;
+    } else if (depth < DEEP && QUOTE.test(line.text)) {
       const inner = [];
       for (; i < all.length && !blank(all[i]) && (QUOTE.test(all[i].text) || !starts(all[i].text)); i += 1) {
         inner.push(cut(all[i], (QUOTE.exec(all[i].text) ?? [""])[0].length));
       }
-      block = { type: "quote", children: parse(inner) };
+      block = { type: "quote", children: parse(inner, depth + 1) };
     } else if (item) {
-      [block, i] = list(all, i, item);
+      [block, i] = list(all, i, item, depth + 1);
     } else if (line.text.includes("|") && i + 1 < all.length && DIVIDER.test(all[i + 1].text)) {
       for (i += 2; i < all.length && !blank(all[i]) && all[i].text.includes("|");) i += 1;
       block = { type: "table", rows: [line, ...all.slice(first + 2, i)].map(cells) };
@@ -62,7 +71,19 @@ export function parse(all) {
   return blocks;
 }
 
-function list(all, i, first) {
+// A formula that begins with line i: { source, end }, the line after it; null where it has no end, or text behind its end.
+function display(all, i) {
+  const mark = MATHS.exec(all[i].text), close = mark[1] === "$$" ? "$$" : "\\]";
+  let text = all[i].text.slice(mark[0].length);
+  for (let end = i + 1; ; end += 1) {
+    const at = text.indexOf(close);
+    if (at >= 0) return text.slice(at + 2).trim() ? null : { source: text.slice(0, at), end };
+    if (end >= all.length || blank(all[end])) return null;
+    text += `\n${all[end].text}`;
+  }
+}
+
+function list(all, i, first, level) {
   const ordered = /\d/.test(first[2]), items = [], depth = first[1].length;
   while (i < all.length) {
     const item = ITEM.exec(all[i].text);
@@ -76,7 +97,7 @@ function list(all, i, first) {
       } else if (space <= depth && (starts(text) || blank(all[i - 1]))) break;
       inner.push(cut(all[i], Math.min(space, indent)));
     }
-    items.push(parse(inner));
+    items.push(parse(inner, level));
     while (i < all.length && blank(all[i]) && ITEM.test(all[i + 1]?.text ?? "")) i += 1;
   }
   return [{ type: "list", ordered, start: Number.parseInt(first[2], 10) || 1, items }, i];
@@ -113,12 +134,26 @@ const MARKS = [["***", "strong"], ["___", "strong"], ["**", "strong"], ["__", "s
 const LINK = /^(!?)\[([^\]\n]*)\]\(\s*<?([^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/;
 const word = (c) => c !== undefined && /[\p{L}\p{N}_]/u.test(c);
 
-function inline(parent, { text, places }, from, to, leaf) {
+// What a backslash takes its meaning from; before other signs it stays, as in \, and \; of LaTeX.
+const ESCAPED = /[\\`*_{}[\]()#+\-.!|~<>$"'&]/;
+const FORMULA = /^(?:\$\$([^$]+)\$\$|\$(?![\s$])((?:\\[\s\S]|[^$\\\n])*?[^\s$\\]|\\[^\s$])\$(?!\d)|\\\(([\s\S]+?)\\\)|\\\[([\s\S]+?)\\\])/;
+
+function inline(parent, { text, places }, from, to, leaf, depth = 0) {
   let plain = from;
+  const hopeless = new Set(); // marks that nothing closes from here on
   const flush = (end) => { if (end > plain) emit(parent, text, places, plain, end, leaf); };
   for (let i = from; i < to;) {
     const c = text[i];
-    if (c === "\\" && i + 1 < to && /[!-/:-@[-`{-~]/.test(text[i + 1])) {
+    const maths = c === "$" || (c === "\\" && (text[i + 1] === "(" || text[i + 1] === "[")) ? FORMULA.exec(text.slice(i, to)) : null;
+    const drawn = maths && formula(maths[1] ?? maths[2] ?? maths[3] ?? maths[4], maths[1] !== undefined || maths[4] !== undefined);
+    if (drawn) {
+      flush(i);
+      parent.append(drawn);
+      i = plain = i + maths[0].length;
+      continue;
+    }
+    if (maths) { i += maths[0].length; continue; } // a formula that we do not know stays as it was written
+    if (c === "\\" && i + 1 < to && ESCAPED.test(text[i + 1])) {
       flush(i);
       plain = i + 1;
       i += 2;
@@ -137,24 +172,25 @@ function inline(parent, { text, places }, from, to, leaf) {
       i += ticks.length;
       continue;
     }
-    const link = c === "[" || c === "!" ? LINK.exec(text.slice(i, to)) : null;
+    const link = depth < DEEP && (c === "[" || c === "!") ? LINK.exec(text.slice(i, to)) : null;
     if (link) {
       flush(i);
       const start = i + link[1].length + 1, safe = !link[1] && /^(https?:\/\/|mailto:)/i.test(link[3]);
       const node = safe ? make("a", { href: link[3], target: "_blank", rel: "noopener noreferrer nofollow" }) : make("span");
-      inline(node, { text, places }, start, start + link[2].length, leaf);
+      inline(node, { text, places }, start, start + link[2].length, leaf, depth + 1);
       if (!safe && !link[1] && link[3]) node.append(` (${link[3]})`);
       parent.append(node);
       i = plain = i + link[0].length;
       continue;
     }
-    const mark = MARKS.find(([m]) => text.startsWith(m, i) && i + m.length < to);
+    const mark = depth < DEEP && MARKS.find(([m]) => text.startsWith(m, i) && i + m.length < to);
     if (mark) {
-      const [m, tag] = mark, start = i + m.length, end = closing(text, m, start, to, i > from ? text[i - 1] : undefined);
-      if (end > start) {
+      const [m, tag] = mark, start = i + m.length, end = hopeless.has(m) ? -1 : closing(text, m, start, to, i > from ? text[i - 1] : undefined);
+      if (end === Infinity) hopeless.add(m);
+      else if (end > start) {
         flush(i);
         const node = make(tag), inner = m.length === 3 ? node.appendChild(make("em")) : node;
-        inline(inner, { text, places }, start, end, leaf);
+        inline(inner, { text, places }, start, end, leaf, depth + 1);
         parent.append(node);
         i = plain = end + m.length;
         continue;
@@ -167,6 +203,7 @@ function inline(parent, { text, places }, from, to, leaf) {
   flush(to);
 }
 
+// Where the mark ends; -1: it does not begin here; Infinity: nothing closes it.
 function closing(text, mark, start, to, before) {
   if (/\s/.test(text[start]) || (mark[0] === "_" && word(before))) return -1;
   for (let end = text.indexOf(mark, start + 1); end >= 0 && end + mark.length <= to; end = text.indexOf(mark, end + 1)) {
@@ -174,7 +211,7 @@ function closing(text, mark, start, to, before) {
     if (/\s/.test(text[end - 1]) || (mark.length === 1 && (after === mark || text[end - 1] === mark)) || (mark[0] === "_" && word(after))) continue;
     return end;
   }
-  return -1;
+  return Infinity;
 }
 
 // One leaf for each run that is contiguous in the source.
@@ -199,6 +236,10 @@ function build(block, leaf) {
   switch (block.type) {
     case "heading": return fill(make(`h${Math.min(6, block.level + 2)}`), block.lines, leaf); // the page itself has h1 and h2
     case "rule": return make("hr");
+    case "math": {
+      const drawn = formula(block.source, true);
+      return drawn ? make("div", { className: "wide", tabIndex: 0, role: "region", "aria-label": "Formula" }, drawn) : make("pre", { className: "source" }, block.source);
+    }
     case "quote": return make("blockquote", {}, ...inside(block.children));
     case "list": {
       const node = make(block.ordered ? "ol" : "ul", {}, ...block.items.map((children) => {
@@ -220,7 +261,12 @@ function build(block, leaf) {
       const text = block.lines.map((l) => l.text).join("\n"), code = make("code");
       const flat = { text, places: [] };
       block.lines.forEach((l) => { for (let j = 0; j <= l.text.length; j += 1) flat.places.push(l.at + j); });
-      emit(code, text, flat.places, 0, text.length, leaf);
+      let at = 0;
+      for (const [kind, piece] of highlight(block.language, text)) {
+        const part = kind ? code.appendChild(make("span", { className: `hl-${kind}` })) : code;
+        emit(part, text, flat.places, at, at + piece.length, leaf);
+        at += piece.length;
+      }
       const button = make("button", { type: "button", className: "small", onclick: () => copy(text, button) }, "Copy");
       const head = make("div", { className: "code-head" }, make("span", {}, block.language || "code"), button);
       return make("div", { className: "code" }, head, make("pre", { tabIndex: 0, "aria-label": `Code, ${block.language || "plain text"}` }, code));

@@ -1,20 +1,23 @@
-// One message on the page: a bubble with its text, its state and its buttons.
+// One message on the page: a bubble with its text, its images, its state and its buttons.
 import { make, copy, grow, growing } from "./dom.js";
 import { Document } from "./markdown.js";
-import { Marks } from "./drafting.js";
+import { Marks } from "./marks.js";
 
 export class Bubble {
-  // actions: { retry, edit(text), remove }, those that make sense for this message
+  // actions: { retry, edit(text), remove, resume }, those that make sense for this message
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
+    this.behind = false; // an answer that is asked for again has not yet reached the text that is shown
     const mine = message.role === "user";
     this.body = make("div", { className: "body" });
     this.node = make("article", { className: `message ${message.role}`, "aria-label": mine ? "You" : "Answer" }, this.body);
-    if (mine) this.body.textContent = message.content;
-    else {
+    if (mine) {
+      const images = (message.images ?? []).map(({ url, name }) => make("img", { src: url, alt: name || "Attached image" }));
+      this.body.append(...(images.length ? [make("div", { className: "images" }, ...images)] : []), message.content);
+    } else {
       this.marks = new Marks(message.marks ?? "");
-      this.offset = 0;
+      this.offset = message.marks ? 0 : -1;
       this.document = new Document(this.body, (text, from) => (this.offset < 0 ? document.createTextNode(text) : this.marks.nodes(text, from + this.offset)));
       if (message.reasoning) this.thoughts(message.reasoning);
       this.document.show(message.content);
@@ -24,13 +27,19 @@ export class Bubble {
   }
 
   // ---- while it streams
+  start() {
+    this.marks = new Marks();
+    this.node.classList.add("running");
+    this.foot?.remove();
+  }
   token(piece, kind) { this.marks.push(piece, kind); }
   show() {
+    if (this.behind) return;
     const { content, reasoning } = this.message;
     const after = reasoning ? Math.max(0, this.marks.raw.indexOf(reasoning)) + reasoning.length : 0;
-    const offset = this.marks.raw.indexOf(content, Math.min(after, this.marks.raw.length));
-    this.document.show(content, offset !== this.offset && content.length > 0);
+    const offset = this.marks.raw.indexOf(content, Math.min(after, this.marks.raw.length)), moved = offset !== this.offset;
     this.offset = offset;
+    this.document.show(content, moved && content.length > 0);
     if (reasoning) this.thoughts(reasoning);
   }
   thoughts(text) {
@@ -41,7 +50,7 @@ export class Bubble {
     this.thought.textContent = text;
   }
   keep() {
-    if (this.offset >= 0) this.message.marks = this.marks.pack(this.offset, this.offset + this.message.content.length);
+    if (!this.behind && this.offset >= 0) this.message.marks = this.marks.pack(this.offset, this.offset + this.message.content.length);
   }
 
   // ---- afterwards
@@ -50,13 +59,26 @@ export class Bubble {
     const button = (label, onclick, hint) => make("button", { type: "button", className: "small", onclick, "aria-label": hint }, label);
     const copying = button("Copy", () => copy(message.content, copying), "Copy this message");
     buttons.push(copying);
+    if (actions.resume && !message.done) buttons.push(button("Resume", actions.resume, "Resume: ask for the rest of this answer"));
     if (actions.edit) buttons.push(button("Edit", () => this.edit(), "Edit this message and ask again"));
     if (actions.retry) buttons.push(button("Retry", actions.retry, message.role === "user" ? "Retry: send this message again" : "Retry: answer again"));
     if (actions.remove && message.refused) buttons.push(button("Remove", actions.remove, "Remove this message"));
     const note = message.note ? [make("span", { className: "meta" }, message.note)] : [];
+    this.node.classList.remove("running");
     this.foot?.remove();
     this.foot = make("div", { className: "foot" }, ...note, make("span", { className: "actions" }, ...buttons));
     this.node.append(this.foot);
+    if (this.versions) this.branches(this.versions);
+  }
+  // Which version of how many this is.
+  branches(versions) {
+    this.versions = versions;
+    this.foot?.querySelector(".branches")?.remove();
+    const { at, count, go } = versions;
+    if (count < 2 || !this.foot) return;
+    const button = (by, label, hint) => make("button", { type: "button", className: "small", disabled: at + by < 0 || at + by >= count, "data-by": String(by), "aria-label": hint, onclick: () => go(by) }, label);
+    this.foot.prepend(make("span", { className: "branches", role: "group", "aria-label": `Version ${at + 1} of ${count}` },
+      button(-1, "‹", "The version before"), make("span", {}, `${at + 1}/${count}`), button(1, "›", "The next version")));
   }
   refuse(reason) {
     this.message.refused = reason;

@@ -1,35 +1,40 @@
 // The same prompt and seed twice: plain, then speculative. One after the other: side by side they would share the machine
-// and neither time would be true.
-import { $, keepEnd } from "./dom.js";
+// and neither time would be true. Both are recorded, and then replayed side by side.
+import { $ } from "./dom.js";
 import { streamChat } from "./api.js";
-import { Marks, Meter } from "./drafting.js";
+import { Meter } from "./drafting.js";
+import { Lane, Replay, reached } from "./replay.js";
 
 export class Race {
-  constructor({ settings, panel, speaker, tell, calm }) {
-    Object.assign(this, { settings, panel, speaker, tell, calm });
+  constructor({ settings, panel, baseline, speaker, tell, calm }) {
+    Object.assign(this, { settings, panel, baseline, speaker, tell, calm });
     this.running = null;
+    this.lanes = { plain: new Lane($("lane-plain")), spec: new Lane($("lane-spec")) };
+    this.replay = new Replay(this.lanes);
     $("race-form").addEventListener("submit", (event) => { event.preventDefault(); this.go(); });
-    $("measure").addEventListener("click", () => this.measure());
   }
-  stop() { this.running?.abort(); }
+  stop() { this.running?.abort(); this.replay.pause(); }
 
   async go() {
     if (this.running) { this.stop(); return; }
     const prompt = $("race-prompt").value.trim();
     if (!prompt) return;
     this.calm();
+    this.baseline.stop();
+    this.replay.forget();
     this.running = new AbortController();
     $("race-go").textContent = "Stop";
+    Object.values(this.lanes).forEach((lane) => lane.clear());
     try {
       this.verdict("Plain decoding runs…");
-      this.clear("lane-spec");
-      const plain = await this.lane("lane-plain", 0, prompt);
-      this.panel.plain = plain.tps;
+      const plain = await this.run("plain", 0, prompt);
+      this.baseline.set(plain.meter.tps);
       this.verdict("Speculative decoding runs…");
-      const spec = await this.lane("lane-spec", this.settings.drafts || "auto", prompt, plain.timeline);
-      const same = plain.answer === spec.answer;
-      const ratio = spec.tps && plain.tps ? ` · ${(spec.tps / plain.tps).toFixed(2)}× the speed` : "";
-      this.verdict((same ? "identical" : "the texts differ") + ratio, same ? "same" : "differs");
+      const spec = await this.run("spec", this.settings.drafts || "auto", prompt, plain.meter.cycles);
+      const same = plain.answer === spec.answer, saved = plain.seconds - spec.seconds;
+      const ratio = spec.meter.tps && plain.meter.tps ? ` · ${(spec.meter.tps / plain.meter.tps).toFixed(2)}× the speed` : "";
+      this.verdict(`${same ? "identical" : "the texts differ"}${ratio}${saved > 0 ? ` · ${saved.toFixed(2)} s saved of ${plain.seconds.toFixed(2)} s` : ""}`, same ? "same" : "differs");
+      this.replay.load(plain.meter.cycles, spec.meter.cycles);
     } catch (error) {
       this.verdict(error.name === "AbortError" ? "Stopped." : "");
       if (error.name !== "AbortError") this.tell(error);
@@ -42,30 +47,21 @@ export class Race {
     $("verdict").className = kind;
     $("verdict").textContent = text;
   }
-  clear(id) {
-    const lane = $(id);
-    lane.querySelector(".text").replaceChildren();
-    lane.querySelector(".bar i").style.width = "0";
-    lane.querySelector(".speed").textContent = "…";
-  }
-  async lane(id, drafts, prompt, rival) {
-    this.clear(id);
-    const lane = $(id), text = lane.querySelector(".text"), bar = lane.querySelector(".bar i"), speed = lane.querySelector(".speed");
-    const meter = new Meter(), marks = new Marks(), most = this.settings.limit, timeline = [];
-    $("ghost").hidden = !rival;
+  // rival: the cycles of the run before, whose place at the same time is marked on the bar
+  async run(name, drafts, prompt, rival) {
+    const lane = this.lanes[name], meter = new Meter(), most = this.settings.limit;
     let answer = "", finish = null;
-    const request = this.settings.request([{ role: "user", content: prompt }], { drafts });
+    $("rival").hidden = !rival;
+    this.panel.show(meter, null);
+    const request = { ...this.settings.sampling(0, { drafts }), messages: [{ role: "user", content: prompt }] };
     for await (const chunk of streamChat(request, this.running.signal)) {
       if (chunk.outrider?.tokens) {
+        const before = meter.cycles.length;
         meter.take(chunk.outrider);
-        const from = marks.raw.length;
-        for (const [piece, kind] of chunk.outrider.tokens) marks.push(piece, kind);
-        keepEnd(text, () => text.append(marks.nodes(marks.raw.slice(from), from)));
-        const elapsed = performance.now() - meter.began;
-        timeline.push([elapsed, meter.tokens]);
-        bar.style.width = `${Math.min(100, (100 * meter.tokens) / most)}%`;
-        if (rival) $("ghost").style.left = `${Math.min(99, (100 * (rival.filter(([t]) => t <= elapsed).at(-1)?.[1] ?? 0)) / most)}%`;
-        if (meter.tps) speed.textContent = `${meter.tps.toFixed(1)} tokens/s`;
+        lane.add(meter.cycles.slice(before));
+        lane.progress(meter.tokens / most);
+        if (rival) $("rival").style.left = `${Math.min(99, (100 * reached(rival, meter.cycles.at(-1).at)) / most)}%`;
+        if (meter.tps) lane.say(`${meter.tps.toFixed(1)} tokens/s`);
         this.panel.show(meter, null);
       }
       answer += chunk.choices[0]?.delta?.content ?? "";
@@ -75,27 +71,8 @@ export class Race {
       }
     }
     if (finish === null) throw new Error("The stream ended early.");
-    speed.textContent = `${meter.tps.toFixed(1)} tokens/s · ${((performance.now() - meter.began) / 1000).toFixed(2)} s`;
-    return { answer, timeline, tps: meter.tps };
-  }
-
-  // Plain decoding's speed alone, for the chart beside the chat.
-  async measure() {
-    const button = $("measure"), meter = new Meter();
-    button.disabled = true;
-    try {
-      const request = this.settings.request([{ role: "user", content: "Count from one to fifty in words." }], { drafts: 0, limit: 48 });
-      let stats = null;
-      for await (const chunk of streamChat(request)) {
-        if (chunk.outrider?.tokens) meter.take(chunk.outrider);
-        if (chunk.choices[0]?.finish_reason) stats = chunk.outrider;
-      }
-      this.panel.plain = stats?.decode_tps || meter.tps;
-      this.speaker.say(`Plain decoding: ${this.panel.plain?.toFixed(1)} tokens a second.`);
-    } catch (error) {
-      this.tell(error);
-    } finally {
-      button.disabled = false;
-    }
+    const seconds = meter.cycles.at(-1)?.at ?? 0;
+    lane.say(`${meter.tps.toFixed(1)} tokens/s · ${seconds.toFixed(2)} s`);
+    return { answer, meter, seconds };
   }
 }

@@ -4,7 +4,7 @@ import { $ } from "./dom.js";
 const SHOW = {
   k: (v) => (v < 0 ? "auto" : v === 0 ? "0 (plain)" : String(v)),
   temperature: (v) => v.toFixed(1),
-  seed: String,
+  "top-p": (v) => (v >= 1 ? "off" : v.toFixed(2)),
   "max-tokens": String,
 };
 
@@ -22,13 +22,26 @@ export class Settings {
       input.addEventListener("input", update);
       update();
     }
-    $("colour").checked = localStorage.getItem("outrider.colour") !== "no";
+    for (const id of ["top-k", "seed"]) { // numbers; what is none, or out of bounds, becomes the nearest that is in
+      const input = $(id);
+      input.value = localStorage.getItem(`outrider.${id}`) ?? input.value;
+      const update = () => {
+        input.value = String(Math.min(Number(input.max), Math.max(Number(input.min), Math.round(Number(input.value) || 0))));
+        localStorage.setItem(`outrider.${id}`, input.value);
+      };
+      input.addEventListener("change", update);
+      update();
+    }
     const paint = () => {
-      document.body.classList.toggle("coloured", $("colour").checked);
-      localStorage.setItem("outrider.colour", $("colour").checked ? "yes" : "no");
+      document.body.dataset.marks = $("marks").value;
+      localStorage.setItem("outrider.marks", $("marks").value);
     };
-    $("colour").addEventListener("change", paint);
+    const marks = localStorage.getItem("outrider.marks");
+    if (["off", "quiet", "full"].includes(marks)) $("marks").value = marks;
+    $("marks").addEventListener("change", paint);
     paint();
+    $("auto-plain").checked = localStorage.getItem("outrider.auto-plain") !== "no";
+    $("auto-plain").addEventListener("change", () => localStorage.setItem("outrider.auto-plain", $("auto-plain").checked ? "yes" : "no"));
     $("model-choice").addEventListener("change", () => this.choose($("model-choice").value));
     const theme = localStorage.getItem("outrider.theme") ?? (matchMedia("(prefers-color-scheme: light)").matches ? "light" : "dark");
     this.theme(theme);
@@ -70,13 +83,16 @@ export class Settings {
   }
   get limit() { return Number($("max-tokens").value); }
   get drafts() { const k = Number($("k").value); return k < 0 ? "auto" : k; }
-  request(messages, { drafts = this.drafts, limit = this.limit, tries = 0 } = {}) {
+  // What is asked for, without the messages.
+  sampling(tries = 0, { drafts = this.drafts, limit = this.limit } = {}) {
+    const topP = Number($("top-p").value), topK = Number($("top-k").value);
     return {
       model: this.model,
-      messages,
       temperature: Number($("temperature").value),
+      ...(topP < 1 ? { top_p: topP } : {}),
+      ...(topK > 0 ? { top_k: topK } : {}),
       seed: Number($("seed").value) + tries,
-      ...(limit === null ? {} : { max_completion_tokens: limit }),
+      max_completion_tokens: limit,
       outrider: { stats: true, token_kinds: true, draft_tokens: drafts },
     };
   }

@@ -1,38 +1,169 @@
-// Conversations, kept in this browser and nowhere else. One entry each, so that two open windows don't overwrite each other.
+// Conversations, kept in this browser and nowhere else.
 //
-// { id, title, system, updated, from, messages: [{ role, content, ... }] }; `from` is the first message that is still sent
-// (earlier ones no longer fit the context).
+// One entry for a conversation's head, one for each of its messages: two windows never write the same entry unless they
+// change the same message. A message names its parent, so retries and edits are branches of one tree; the head names the
+// leaf that was shown last.
+//
+// head: { id, title, system, updated, leaf, from }; `from` is the first message that is still sent (earlier ones no longer
+// fit the context). message: { id, parent, role, content, ... }
 
-const PREFIX = "outrider.chat.";
+const PREFIX = "outrider.chat.", LIST = /^outrider\.chat\.([^/]+)$/;
+let last = 0;
+export function newId() { // in the order of time: a message's id is greater than its parent's
+  last = Math.max(Date.now(), last + 1);
+  return `${last.toString(36).padStart(9, "0")}${Math.random().toString(36).slice(2, 8).padEnd(6, "0")}`;
+}
+const read = (key) => { try { return JSON.parse(localStorage.getItem(key)); } catch { return null; } };
+const headKey = (id) => PREFIX + id, messageKey = (id, message) => `${PREFIX}${id}/${message}`;
 
-export const create = (system = "") => ({ id: `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`, title: "", system, updated: 0, from: 0, messages: [] });
+// This window, also after a reload.
+export const WINDOW = sessionStorage.getItem("outrider.window") ?? newId();
+sessionStorage.setItem("outrider.window", WINDOW);
 
-export function load(id) {
-  try {
-    const found = JSON.parse(localStorage.getItem(PREFIX + id));
-    return Array.isArray(found?.messages) ? found : null;
-  } catch { return null; }
+export class Conversation {
+  constructor(head) { Object.assign(this, { id: newId(), title: "", system: "", updated: 0, leaf: null, from: null }, head); this.messages = new Map(); }
+
+  // ---- the tree
+  get(id) { return this.messages.get(id) ?? null; }
+  get path() { return this.pathTo(this.leaf); }
+  pathTo(leaf) {
+    const out = [];
+    for (let m = this.get(leaf); m && out.length < this.messages.size; m = this.get(m.parent)) out.unshift(m);
+    return out;
+  }
+  children(parent) { return [...this.messages.values()].filter((m) => m.parent === parent).sort((a, b) => (a.id < b.id ? -1 : 1)); }
+  siblings(message) { return this.children(message.parent); }
+  newest(id) { // the end of the branch: each time the newest child
+    for (let next = this.children(id).at(-1); next; next = this.children(id).at(-1)) id = next.id;
+    return id;
+  }
+  add(message, parent = this.leaf) {
+    const made = { ...message, id: newId(), parent };
+    this.messages.set(made.id, made);
+    this.leaf = made.id;
+    return made;
+  }
+  remove(message) { // what followed it follows its parent
+    for (const child of this.children(message.id)) { child.parent = message.parent; this.keep(child); }
+    if (this.leaf === message.id) this.leaf = message.parent;
+    if (this.from === message.id) this.from = this.children(message.parent).at(-1)?.id ?? null;
+    this.messages.delete(message.id);
+    localStorage.removeItem(messageKey(this.id, message.id));
+  }
+
+  // ---- keeping. False: there is no more room.
+  keep(message) { return write(messageKey(this.id, message.id), message, this.id) && this.keepHead(); }
+  keepHead() {
+    this.updated = Date.now();
+    this.title ||= [...this.messages.values()].find((m) => m.role === "user")?.content.trim().slice(0, 60) ?? "";
+    const { id, title, system, updated, leaf, from } = this;
+    return write(headKey(id), { id, title, system, updated, leaf, from }, id);
+  }
+  // Messages of another window join; those that were removed there leave, but not `own`, which is being written here.
+  refresh(own = null) {
+    const head = read(headKey(this.id));
+    if (!head) return false;
+    const mine = own && this.get(own);
+    this.title = head.title;
+    this.messages = messagesOf(this.id);
+    if (mine) this.messages.set(own, mine);
+    if (!this.get(this.leaf)) this.leaf = this.get(head.leaf) ? head.leaf : this.newest(null);
+    if (!own) this.leaf = this.newest(this.leaf); // what was added behind what is shown is shown
+    return true;
+  }
 }
 
-export function all() {
-  const ids = Object.keys(localStorage).filter((k) => k.startsWith(PREFIX)).map((k) => k.slice(PREFIX.length));
-  return ids.map(load).filter(Boolean).sort((a, b) => b.updated - a.updated);
+function messagesOf(id) {
+  const found = Object.keys(localStorage).filter((k) => k.startsWith(`${PREFIX}${id}/`)).map(read).filter((m) => m?.id && typeof m.content === "string");
+  return new Map(found.sort((a, b) => (a.id < b.id ? -1 : 1)).map((m) => [m.id, m]));
 }
 
 // When the browser has no more room, the oldest conversations go.
-export function save(conversation) {
-  conversation.updated = Date.now();
-  conversation.title ||= conversation.messages.find((m) => m.role === "user")?.content.trim().slice(0, 60) ?? "";
+function write(key, value, keep) {
   for (;;) {
-    try {
-      localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
-      return true;
-    } catch {
-      const oldest = all().filter((c) => c.id !== conversation.id).at(-1);
+    try { localStorage.setItem(key, JSON.stringify(value)); return true; } catch {
+      const oldest = heads().filter((c) => c.id !== keep).at(-1);
       if (!oldest) return false;
       remove(oldest.id);
     }
   }
 }
 
-export const remove = (id) => localStorage.removeItem(PREFIX + id);
+export function heads() {
+  const found = Object.keys(localStorage).map((k) => LIST.exec(k)?.[1]).filter(Boolean).map((id) => read(headKey(id)));
+  return found.filter((h) => h?.id).sort((a, b) => b.updated - a.updated);
+}
+
+export function load(id) {
+  const head = read(headKey(id));
+  if (!head) return null;
+  if (Array.isArray(head.messages)) return adopt(head);
+  const conversation = new Conversation(head);
+  conversation.messages = messagesOf(id);
+  if (!conversation.get(conversation.leaf)) conversation.leaf = conversation.newest(null);
+  return conversation;
+}
+
+// A conversation as one list: how it was kept by earlier versions.
+function adopt({ messages, from, ...head }) {
+  const conversation = new Conversation({ ...head, leaf: null, from: null });
+  const made = messages.filter((m) => typeof m?.content === "string").map((m) => conversation.add({ ...m, done: true }));
+  conversation.from = made[from || -1]?.id ?? null;
+  const { updated } = conversation;
+  for (const message of made) write(messageKey(conversation.id, message.id), message, conversation.id);
+  conversation.keepHead();
+  write(headKey(conversation.id), { ...read(headKey(conversation.id)), updated }, conversation.id);
+  return conversation;
+}
+
+export function rename(id, title) {
+  const head = load(id) && read(headKey(id));
+  if (head) write(headKey(id), { ...head, title }, id);
+}
+
+export function remove(id) {
+  for (const key of Object.keys(localStorage)) if (key === headKey(id) || key.startsWith(`${PREFIX}${id}/`)) localStorage.removeItem(key);
+}
+
+// Conversations one of whose messages or whose title contains all the words.
+export function search(words) {
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  return heads().filter((head) => {
+    const text = [head.title, ...[...(load(head.id)?.messages.values() ?? [])].map((m) => m.content)].join("\n").toLowerCase();
+    return wanted.every((word) => text.includes(word));
+  });
+}
+
+// ---- to a file and back
+export const exported = () => JSON.stringify({
+  outrider: 1, conversations: heads().map((h) => load(h.id)).map(({ messages, ...head }) => ({ ...head, messages: [...messages.values()] })),
+}, null, 1);
+
+// How many were read. What is here already (by id) is joined, not replaced.
+export function imported(text) {
+  let data;
+  try { data = JSON.parse(text); } catch { throw new Error("This file is not JSON."); }
+  if (data?.outrider !== 1 || !Array.isArray(data.conversations)) throw new Error("This file holds no conversations of Outrider.");
+  let count = 0;
+  for (const { messages, ...head } of data.conversations) {
+    const good = (Array.isArray(messages) ? messages : []).filter((m) => /^\w{1,40}$/.test(m?.id) && ["user", "assistant"].includes(m.role) && typeof m.content === "string");
+    if (!/^\w{1,40}$/.test(head.id) || !good.length) continue;
+    const here = load(head.id) ?? new Conversation({ id: head.id, title: String(head.title ?? ""), system: String(head.system ?? ""), leaf: head.leaf, from: head.from ?? null });
+    for (const message of good) if (!here.get(message.id)) here.messages.set(message.id, { ...message, done: true });
+    for (const message of here.messages.values()) if (!(message.parent < message.id && here.get(message.parent))) message.parent = null;
+    if (!here.get(here.leaf)) here.leaf = here.newest(null);
+    for (const message of good) if (!write(messageKey(here.id, message.id), here.get(message.id), here.id)) throw new Error("The browser has no room for these conversations.");
+    here.keepHead();
+    count += 1;
+  }
+  return count;
+}
+
+// `changed(id)` when another window wrote a conversation; without an id: everything may have changed.
+export function watch(changed) {
+  addEventListener("storage", ({ key, storageArea }) => {
+    if (storageArea !== localStorage) return;
+    if (key === null) changed(null);
+    else if (key.startsWith(PREFIX)) changed(key.slice(PREFIX.length).split("/")[0], key);
+  });
+}
