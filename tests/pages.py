@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server_fakes import FakeEngine, Served, tokenizer
+from tests.server_fakes import tokenizer
 from tests.waiting import PATIENCE
 
 from outrider.engine.step import Request
@@ -67,25 +67,6 @@ def say(request: Request) -> str:
 
 
 TOK = tokenizer()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served(FakeEngine(TOK, say, delay=0.004), TOK) as s:
-        yield s
-
-
-@pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
-    yield from open_page(browser, served.url)
 
 
 def open_page(browser: Any, url: str, **options: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from outrider.server.model_pool import ModelPool, PoolSlot
 from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
 
-pytest_plugins = ["tests.pages"]
+pytest_plugins = ["tests.page_fixtures"]
 pytestmark = needs_chromium
 
 
@@ -208,6 +208,16 @@ def test_axe_finds_nothing_serious(browser: Any, served: Served, scheme: str) ->
         served.engine.branching = False
     served.engine.fail_steps = 1
     ask(page, "Refuse this.")
+    ask(page, "And this once more.")
+    page.locator(".message.assistant:last-child .foot >> text=Retry").click()
+    page.wait_for_selector(".branches")
+    page.evaluate("for (const id of ['replay', 'attach', 'queue']) document.getElementById(id).hidden = false")
+    page.evaluate(
+        "document.body.classList.add('answering'); document.getElementById('saved').textContent = '1.00 s saved so far'"
+    )
+    page.evaluate("document.getElementById('queue').innerHTML = '<li><span>Waits.</span></li>'")
+    page.evaluate("""document.querySelector('#lane-spec .text').innerHTML =
+        '<span class="draft open"><i>ghost</i></span> <span class="draft struck"><s>wrong</s></span>'""")
     for view in ("chat", "race", "server"):
         page.click(f"#tab-{view}")
         page.evaluate(axe + ";0")

@@ -15,7 +15,7 @@ from tests.pages import STORY, TOK, ask, expect, needs_chromium, visit
 from tests.server_fakes import Served
 from tests.waiting import until
 
-pytest_plugins = ["tests.pages"]
+pytest_plugins = ["tests.page_fixtures"]
 pytestmark = needs_chromium
 
 

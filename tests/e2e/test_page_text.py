@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 from tests.pages import MARKDOWN, STORY, ask, kinds, needs_chromium
 
-pytest_plugins = ["tests.pages"]
+pytest_plugins = ["tests.page_fixtures"]
 pytestmark = needs_chromium
 
 

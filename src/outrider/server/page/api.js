@@ -60,9 +60,9 @@ export async function* streamChat(body, signal) {
   }
 }
 
-// What the server can do beyond text; an older one does not say.
+// What the server can do beyond text. Some do not say.
 export async function readProps() {
-  try { return await (await get("props")).json(); } catch (error) { if (error.status === 404) return {}; throw error; }
+  try { return await (await get("props")).json(); } catch { return {}; }
 }
 
 export const readModels = async () => (await (await get("v1/models")).json()).data;

@@ -94,7 +94,7 @@ export class Chat {
   empty() {
     const examples = EXAMPLES.map((text) => make("button", { type: "button", onclick: () => this.ask(text) }, text));
     return make("div", { id: "empty" },
-      make("p", {}, "A small drafter rides ahead and guesses; the model checks every guess and keeps only what it would have said itself."),
+      make("p", {}, "A small drafter proposes the next tokens; the model verifies each of them and keeps only what it would have said itself."),
       make("p", {}, "Ask something and watch the tokens arrive several at a time."),
       make("div", { id: "examples" }, ...examples));
   }

@@ -28,7 +28,7 @@ export class Race {
     try {
       this.verdict("Plain decoding runs…");
       const plain = await this.run("plain", 0, prompt);
-      this.baseline.set(plain.meter.tps);
+      this.baseline.set(plain.stats?.decode_tps || plain.meter.tps);
       this.verdict("Speculative decoding runs…");
       const spec = await this.run("spec", this.settings.drafts || "auto", prompt, plain.meter.cycles);
       const same = plain.answer === spec.answer, saved = plain.seconds - spec.seconds;
@@ -50,7 +50,7 @@ export class Race {
   // rival: the cycles of the run before, whose place at the same time is marked on the bar
   async run(name, drafts, prompt, rival) {
     const lane = this.lanes[name], meter = new Meter(), most = this.settings.limit;
-    let answer = "", finish = null;
+    let answer = "", finish = null, stats = null;
     $("rival").hidden = !rival;
     this.panel.show(meter, null);
     const request = { ...this.settings.sampling(0, { drafts }), messages: [{ role: "user", content: prompt }] };
@@ -67,12 +67,13 @@ export class Race {
       answer += chunk.choices[0]?.delta?.content ?? "";
       if (chunk.choices[0]?.finish_reason) {
         finish = chunk.choices[0].finish_reason;
-        if (chunk.outrider) this.panel.show(meter, chunk.outrider);
+        stats = chunk.outrider;
+        if (stats) this.panel.show(meter, stats);
       }
     }
     if (finish === null) throw new Error("The stream ended early.");
     const seconds = meter.cycles.at(-1)?.at ?? 0;
     lane.say(`${meter.tps.toFixed(1)} tokens/s · ${seconds.toFixed(2)} s`);
-    return { answer, meter, seconds };
+    return { answer, meter, seconds, stats };
   }
 }
