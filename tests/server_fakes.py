@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 from tests.waiting import PATIENCE, until
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as ServedModel
 
 from outrider.engine.engine import Event
@@ -42,7 +42,8 @@ GEMMA_TEMPLATE = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end
 VOCAB = 288
 
 
-def tokenizer(gemma: bool = False) -> Tokenizer:
+def tokenizer(gemma: bool = False, texts: Sequence[str] = ()) -> Tokenizer:
+    """`texts`: their words are tokens, as a model's would be; without them every byte is one."""
     names = SPECIAL + (GEMMA if gemma else ())
 
     def build() -> ServedModel:
@@ -50,6 +51,11 @@ def tokenizer(gemma: bool = False) -> Tokenizer:
         backend = ServedModel(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
+        if texts:
+            alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+            backend.train_from_iterator(
+                [*texts] * 2, trainers.BpeTrainer(vocab_size=4000, special_tokens=[*names], initial_alphabet=alphabet)
+            )
         backend.add_special_tokens([AddedToken(t, special=True) for t in names])
         return backend
 
@@ -199,7 +205,10 @@ class FakeEngine:
             tree = VerifiedTree.of(
                 [0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses
             )
-        wrong = [self.tokenizer.encode("~")[0]] * (k - accepted)
+        other = run.script or self.tokenizer.encode(
+            "owl"
+        )  # what a wrong draft says: words of the answer, from elsewhere
+        wrong = [other[(7 * len(run.out) + j) % len(other)] for j in range(k - accepted)]
         told = (taken.finish, stats, taken.error, tree, taken.stopped_by, [*tokens[:accepted], *wrong])
         return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, *told)
 

@@ -41,16 +41,16 @@ export class Cycles {
     this.forget();
   }
   forget() { this.meter = null; this.drawn = 0; $("cycles").hidden = true; }
-  // While an answer streams its latest cycle, now and then; at its end the last one that a branch made longer, else the longest.
+  // While an answer streams its latest cycle, now and then; at its end the longest, of those that a branch made longer if any.
   show(meter, stats) {
     this.meter = meter;
     if (!stats && performance.now() - this.drawn < PAUSE) return;
     const drafted = meter.cycles.map((c, i) => [treeOf(c), i]).filter(([tree]) => tree);
     if (!drafted.length) return;
     this.drawn = performance.now();
-    const longest = Math.max(...drafted.map(([tree]) => tree.path.length));
-    const best = drafted.findLast(([tree]) => helped(tree)) ?? drafted.findLast(([tree]) => tree.path.length === longest);
-    this.draw((stats ? best : drafted.at(-1))[1]);
+    const branched = drafted.filter(([tree]) => helped(tree)), some = branched.length ? branched : drafted;
+    const longest = Math.max(...some.map(([tree]) => tree.path.length));
+    this.draw((stats ? some.find(([tree]) => tree.path.length === longest) : drafted.at(-1))[1]);
     $("branched").textContent = stats?.branched ? `${stats.branched} tokens of this answer came from a branch.` : "";
   }
   draw(index) {
