@@ -253,6 +253,14 @@ def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, served: Served)
     page.keyboard.press("End")
     count = int(page.get_attribute("#cycle", "max")) + 1
     assert page.inner_text("#cycle-out").startswith(f"{count} of {count}") and page.inner_text("#branched") == ""
+    page.click("#cycle-larger")  # with the whole page for it
+    page.keyboard.press("Home")
+    assert (
+        page.inner_text("#cycle-out").startswith("1 of ")
+        and page.locator("#cycle-dialog #tree").bounding_box()["width"] > 600
+    )
+    page.keyboard.press("Escape")
+    assert page.locator("aside #tree").count() == 1 and page.evaluate("document.activeElement.id") == "cycle-larger"
     served.engine.draft, drafts = 0, served.engine.draft
     try:
         ask(page, "And none.")

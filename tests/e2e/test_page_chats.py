@@ -164,6 +164,17 @@ def test_a_reload_in_mid_stream_loses_neither_question_nor_answer(page: Any, ser
     assert page.locator(".message.assistant .body").all_inner_texts() == [STORY, STORY]
     page.reload()
     assert page.locator(".message.assistant .body").all_inner_texts() == [STORY, STORY]
+    page.evaluate(  # as a window leaves it that was closed in mid-stream
+        """() => {
+        const key = Object.keys(localStorage).filter((k) => k.includes("/")).sort().at(-1), kept = JSON.parse(localStorage.getItem(key));
+        const left = { content: kept.content.slice(0, 30), done: false, window: "gone", beat: 0, marks: "" };
+        localStorage.setItem(key, JSON.stringify({ ...kept, ...left }));
+    }"""
+    )
+    page.reload()
+    assert page.locator(".message.assistant .body").last.inner_text() == STORY[:30].strip()
+    page.get_by_label("Resume").click()
+    expect(page.locator(".message.assistant .body").last).to_have_text(STORY)
 
 
 def test_two_windows_show_the_same_and_lose_no_turn(page: Any, served: Served) -> None:
@@ -275,7 +286,16 @@ def test_chats_are_searched_renamed_exported_and_imported(page: Any, tmp_path: P
         file.write_text(bad)
         page.set_input_files("#import-file", file)
         expect(page.locator("#error-text")).to_contain_text(why)
+    odd = {
+        "id": "odd",
+        "role": "assistant",
+        "content": "odd",
+        "marks": {},
+        "note": 3,
+        "images": [{"url": "http://example.org/i.png"}, 7],
+    }
     looped = [
+        odd,
         {"id": "a", "parent": "b", "role": "user", "content": "x"},
         {"id": "b", "parent": "a", "role": "user", "content": "y"},
     ]

@@ -50,7 +50,7 @@ growing($("race-prompt"), () => $("race-form").requestSubmit());
 growing($("system"));
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || $("cycle-dialog").open) return;
   const typing = /^(TEXTAREA|INPUT|SELECT)$/.test(document.activeElement.tagName);
   if (event.key === "Escape") {
     if (document.body.classList.contains("listing")) conversations.toggle(false);

@@ -38,7 +38,18 @@ const visible = (text) => text.replaceAll("\n", "⏎").replace(/^ | $/g, "␣") 
 export class Cycles {
   constructor() {
     $("cycle").addEventListener("input", () => this.draw(Number($("cycle").value)));
+    $("cycle-larger").addEventListener("click", () => this.larger());
+    $("cycle-dialog").addEventListener("close", () => { $("legend").before($("cycles")); $("cycle-larger").textContent = "Larger"; $("cycle-larger").focus(); });
     this.forget();
+  }
+  // The same picture with the whole page for it.
+  larger() {
+    const dialog = $("cycle-dialog");
+    if (dialog.open) { dialog.close(); return; }
+    dialog.append($("cycles"));
+    $("cycle-larger").textContent = "Close";
+    dialog.showModal();
+    $("cycle").focus();
   }
   forget() { this.meter = null; this.drawn = 0; $("cycles").hidden = true; }
   // While an answer streams its latest cycle, now and then; at its end the longest, of those that a branch made longer if any.

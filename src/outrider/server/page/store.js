@@ -55,7 +55,8 @@ export class Conversation {
   keep(message) { return write(messageKey(this.id, message.id), message, this.id) && this.keepHead(); }
   keepHead() {
     this.updated = Date.now();
-    this.title ||= [...this.messages.values()].find((m) => m.role === "user")?.content.trim().slice(0, 60) ?? "";
+    const first = [...this.messages.values()].find((m) => m.role === "user");
+    this.title ||= first?.content.trim().slice(0, 60) || (first?.images ? "Image" : "");
     const { id, title, system, updated, leaf, from } = this;
     return write(headKey(id), { id, title, system, updated, leaf, from }, id);
   }
@@ -127,17 +128,30 @@ export function remove(id) {
 
 // Conversations one of whose messages or whose title contains all the words.
 export function search(words) {
-  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
-  return heads().filter((head) => {
-    const text = [head.title, ...[...(load(head.id)?.messages.values() ?? [])].map((m) => m.content)].join("\n").toLowerCase();
-    return wanted.every((word) => text.includes(word));
-  });
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean), texts = new Map();
+  for (const key of Object.keys(localStorage)) {
+    const [id, message] = key.startsWith(PREFIX) ? key.slice(PREFIX.length).split("/") : [], kept = id && read(key);
+    const text = message ? kept?.content : [kept?.title, ...(kept?.messages ?? []).map((m) => m.content)].join("\n");
+    if (id) texts.set(id, `${texts.get(id) ?? ""}\n${text}`.toLowerCase());
+  }
+  return heads().filter(({ id }) => wanted.every((word) => texts.get(id).includes(word)));
 }
 
 // ---- to a file and back
 export const exported = () => JSON.stringify({
   outrider: 1, conversations: heads().map((h) => load(h.id)).map(({ messages, ...head }) => ({ ...head, messages: [...messages.values()] })),
 }, null, 1);
+
+// Of a message in a file what we know, and only as we write it.
+function clean({ id, parent, role, content, reasoning, marks, note, refused, images }) {
+  if (!/^\w{1,40}$/.test(id) || !["user", "assistant"].includes(role) || typeof content !== "string") return null;
+  const texts = Object.entries({ reasoning, note, refused }).filter(([, value]) => typeof value === "string");
+  const shown = (Array.isArray(images) ? images : []).filter((i) => typeof i?.url === "string" && i.url.startsWith("data:image/")).map(({ name, url }) => ({ name: String(name ?? ""), url }));
+  return {
+    id, parent: typeof parent === "string" ? parent : null, role, content, ...Object.fromEntries(texts), done: true,
+    ...(/^(?:\d{1,6}[acbp])+$/.test(marks) ? { marks } : {}), ...(shown.length ? { images: shown } : {}),
+  };
+}
 
 // How many were read. What is here already (by id) is joined, not replaced.
 export function imported(text) {
@@ -146,10 +160,10 @@ export function imported(text) {
   if (data?.outrider !== 1 || !Array.isArray(data.conversations)) throw new Error("This file holds no conversations of Outrider.");
   let count = 0;
   for (const { messages, ...head } of data.conversations) {
-    const good = (Array.isArray(messages) ? messages : []).filter((m) => /^\w{1,40}$/.test(m?.id) && ["user", "assistant"].includes(m.role) && typeof m.content === "string");
+    const good = (Array.isArray(messages) ? messages : []).map((m) => clean(m ?? {})).filter(Boolean);
     if (!/^\w{1,40}$/.test(head.id) || !good.length) continue;
     const here = load(head.id) ?? new Conversation({ id: head.id, title: String(head.title ?? ""), system: String(head.system ?? ""), leaf: head.leaf, from: head.from ?? null });
-    for (const message of good) if (!here.get(message.id)) here.messages.set(message.id, { ...message, done: true });
+    for (const message of good) if (!here.get(message.id)) here.messages.set(message.id, message);
     for (const message of here.messages.values()) if (!(message.parent < message.id && here.get(message.parent))) message.parent = null;
     if (!here.get(here.leaf)) here.leaf = here.newest(null);
     for (const message of good) if (!write(messageKey(here.id, message.id), here.get(message.id), here.id)) throw new Error("The browser has no room for these conversations.");
