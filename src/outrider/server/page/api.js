@@ -2,10 +2,19 @@
 // All addresses are relative, so the page also works under a path of a proxy.
 
 export class ApiError extends Error {
-  constructor(status, message, code = null) { super(message); this.status = status; this.code = code; }
+  constructor(status, message, code = null) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
   static async from(response) {
-    let message = `The server answered ${response.status}.`, code = null;
-    try { ({ message, code } = (await response.json()).error); } catch { /* not our JSON: keep the status */ }
+    let message = `The server answered ${response.status}.`,
+      code = null;
+    try {
+      ({ message, code } = (await response.json()).error);
+    } catch {
+      /* not our JSON: keep the status */
+    }
     return new ApiError(response.status, message, code);
   }
   static headers() {
@@ -16,7 +25,11 @@ export class ApiError extends Error {
 
 async function get(path) {
   let response;
-  try { response = await fetch(path, { headers: ApiError.headers() }); } catch { throw new Error("The server can't be reached."); }
+  try {
+    response = await fetch(path, { headers: ApiError.headers() });
+  } catch {
+    throw new Error("The server can't be reached.");
+  }
   if (!response.ok) throw await ApiError.from(response);
   return response;
 }
@@ -62,7 +75,11 @@ export async function* streamChat(body, signal) {
 
 // What the server can do beyond text. Some do not say.
 export async function readProps() {
-  try { return await (await get("props")).json(); } catch { return {}; }
+  try {
+    return await (await get("props")).json();
+  } catch {
+    return {};
+  }
 }
 
 export const readModels = async () => (await (await get("v1/models")).json()).data;

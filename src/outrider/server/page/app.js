@@ -17,7 +17,9 @@ function tell(error) {
   $("error").hidden = false;
   if (needsKey) $("key").focus();
 }
-const calm = () => { $("error").hidden = true; };
+const calm = () => {
+  $("error").hidden = true;
+};
 $("error-close").addEventListener("click", calm);
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -27,12 +29,16 @@ $("key-form").addEventListener("submit", (event) => {
   start();
 });
 
-const settings = new Settings(), speaker = new Speaker($("announce"));
-const baseline = new Baseline({ settings, speaker, tell }), panel = new Panel(baseline);
+const settings = new Settings(),
+  speaker = new Speaker($("announce"));
+const baseline = new Baseline({ settings, speaker, tell }),
+  panel = new Panel(baseline);
 const shared = { settings, panel, baseline, speaker, tell, calm };
 const chat = new Chat({ ...shared, changed: () => conversations.draw() });
-const conversations = new Conversations(chat, shared), attachments = new Attachments(shared);
-const race = new Race(shared), figures = new Figures(tell);
+const conversations = new Conversations(chat, shared),
+  attachments = new Attachments(shared);
+const race = new Race(shared),
+  figures = new Figures(tell);
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -59,7 +65,10 @@ document.addEventListener("keydown", (event) => {
     baseline.stop();
   } else if (event.key === "ArrowUp" && document.activeElement === $("prompt") && !$("prompt").value) {
     const mine = chat.bubbles.filter((b) => b.message.role === "user").at(-1);
-    if (mine && !chat.running) { event.preventDefault(); mine.edit(); }
+    if (mine && !chat.running) {
+      event.preventDefault();
+      mine.edit();
+    }
   } else if (!typing && event.key === "/") {
     event.preventDefault();
     select($("tab-chat"));
@@ -81,7 +90,10 @@ function select(tab) {
     $(other.getAttribute("aria-controls")).hidden = !on;
   }
   document.body.dataset.view = tab.id.slice(4);
-  if (tab.id === "tab-server") { figures.draw(); figures.poll(); }
+  if (tab.id === "tab-server") {
+    figures.draw();
+    figures.poll();
+  }
   if (tab.id === "tab-race") grow($("race-prompt"));
 }
 tabs.forEach((tab, i) => {

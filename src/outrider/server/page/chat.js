@@ -1,4 +1,5 @@
-// The conversation on the page: asks, streams, edits, retries, queues, and forgets the oldest turns when the context is full.
+// The conversation on the page: asks, streams, edits, retries, queues, and forgets the oldest turns when the context
+// is full.
 import { $, make, atEnd, keepEnd } from "./dom.js";
 import { ApiError, streamChat } from "./api.js";
 import { Meter } from "./drafting.js";
@@ -6,7 +7,11 @@ import { Bubble } from "./message.js";
 import { Queue } from "./queue.js";
 import { WINDOW } from "./store.js";
 
-const EXAMPLES = ["Why is the sky blue?", "Write a Python function that reverses a list.", "List ten animals, one a line."];
+const EXAMPLES = [
+  "Why is the sky blue?",
+  "Write a Python function that reverses a list.",
+  "List ten animals, one a line.",
+];
 const KEEP = 700; // milliseconds between two savings of an answer that streams
 const SILENT = 5000; // an answer that another window has not saved for so long streams no more
 
@@ -17,23 +22,43 @@ export class Chat {
     this.bubbles = [];
     this.running = null;
     this.queue = new Queue();
-    this.log.addEventListener("scroll", () => { $("latest").hidden = atEnd(this.log); });
-    $("latest").addEventListener("click", () => { this.log.scrollTop = this.log.scrollHeight; });
-    $("stop").addEventListener("click", () => { this.stop(); $("prompt").focus(); });
+    this.log.addEventListener("scroll", () => {
+      $("latest").hidden = atEnd(this.log);
+    });
+    $("latest").addEventListener("click", () => {
+      this.log.scrollTop = this.log.scrollHeight;
+    });
+    $("stop").addEventListener("click", () => {
+      this.stop();
+      $("prompt").focus();
+    });
     $("system").addEventListener("change", () => {
       this.conversation.system = $("system").value;
       localStorage.setItem("outrider.system", $("system").value);
       if (this.conversation.messages.size) this.conversation.keepHead();
     });
-    const leave = () => { this.answering?.keep(); this.leaving = true; };
-    addEventListener("beforeunload", () => { leave(); setTimeout(() => { this.leaving = false; }, 1000); }); // it may stay after all
+    const leave = () => {
+      this.answering?.keep();
+      this.leaving = true;
+    };
+    addEventListener("beforeunload", () => {
+      leave();
+      setTimeout(() => {
+        this.leaving = false;
+      }, 1000);
+    }); // it may stay after all
     addEventListener("pagehide", leave);
     setInterval(() => this.proceed(), SILENT);
-    addEventListener("pageshow", ({ persisted }) => { if (persisted) location.reload(); });
+    addEventListener("pageshow", ({ persisted }) => {
+      if (persisted) location.reload();
+    });
   }
 
   async open(conversation) {
-    if (this.running) { this.stop(); await this.finished; } // its answer belongs to the old one
+    if (this.running) {
+      this.stop();
+      await this.finished;
+    } // its answer belongs to the old one
     this.conversation = conversation;
     localStorage.setItem("outrider.current", conversation.id);
     sessionStorage.setItem("outrider.current", conversation.id);
@@ -45,11 +70,18 @@ export class Chat {
   // This page was loaded again while an answer streamed.
   resume() {
     const last = this.conversation.path.at(-1);
-    if (!this.running && last?.role === "assistant" && !last.done && last.window === WINDOW) this.answer({ resume: last });
+    if (!this.running && last?.role === "assistant" && !last.done && last.window === WINDOW)
+      this.answer({ resume: last });
   }
-  stop() { this.running?.abort(); }
+  stop() {
+    this.running?.abort();
+  }
   // Does another window stream this answer?
-  elsewhere(message) { return message?.role === "assistant" && !message.done && message.window !== WINDOW && Date.now() - message.beat < SILENT; }
+  elsewhere(message) {
+    return (
+      message?.role === "assistant" && !message.done && message.window !== WINDOW && Date.now() - message.beat < SILENT
+    );
+  }
   // What waited for an answer of another window, once that is complete or has fallen silent.
   proceed() {
     if (this.running || this.elsewhere(this.conversation?.path.at(-1))) return;
@@ -62,11 +94,16 @@ export class Chat {
   refresh() {
     const before = this.conversation.path.map((m) => m.id).join();
     if (!this.conversation.refresh(this.answering?.message.id)) return false;
-    this.bubbles.forEach((b) => { b.message = this.conversation.get(b.message.id) ?? b.message; b.branches(this.branches(b.message)); });
+    this.bubbles.forEach((b) => {
+      b.message = this.conversation.get(b.message.id) ?? b.message;
+      b.branches(this.branches(b.message));
+    });
     if (this.running) return true;
-    const { path } = this.conversation, last = path.at(-1);
+    const { path } = this.conversation,
+      last = path.at(-1);
     if (before !== path.map((m) => m.id).join()) keepEnd(this.log, () => this.draw());
-    else if (last && this.bubbles.length) { // its last answer grew
+    else if (last && this.bubbles.length) {
+      // its last answer grew
       const next = this.bubble(last);
       keepEnd(this.log, () => this.bubbles.pop().node.replaceWith(next.node));
       this.bubbles.push(next);
@@ -87,46 +124,86 @@ export class Chat {
     bubble.branches(this.branches(message));
     if (message.role === "assistant" && !message.done && message !== this.answering?.message) {
       if (this.elsewhere(message)) bubble.node.classList.add("running");
-      else if (message.window !== WINDOW) { message.note ||= "interrupted"; bubble.finish(); }
+      else if (message.window !== WINDOW) {
+        message.note ||= "interrupted";
+        bubble.finish();
+      }
     }
     return bubble;
   }
   empty() {
     const examples = EXAMPLES.map((text) => make("button", { type: "button", onclick: () => this.ask(text) }, text));
-    return make("div", { id: "empty" },
-      make("p", {}, "A small drafter proposes the next tokens; the model verifies each of them and keeps only what it would have said itself."),
+    return make(
+      "div",
+      { id: "empty" },
+      make(
+        "p",
+        {},
+        "A small drafter proposes the next tokens; the model verifies each of them " +
+          "and keeps only what it would have said itself.",
+      ),
       make("p", {}, "Ask something and watch the tokens arrive several at a time."),
-      make("div", { id: "examples" }, ...examples));
+      make("div", { id: "examples" }, ...examples),
+    );
   }
   divide() {
     this.log.querySelector(".divider")?.remove();
     const at = this.bubbles.findIndex((b) => b.message.id === this.conversation.from);
-    if (at > 0) this.bubbles[at].node.before(make("p", { className: "divider" }, "Messages above this line no longer fit the context and are not sent."));
+    if (at > 0)
+      this.bubbles[at].node.before(
+        make("p", { className: "divider" }, "Messages above this line no longer fit the context and are not sent."),
+      );
   }
   actions(message) {
-    const { conversation } = this, busy = (go) => (...values) => { if (!this.running) go(...values); };
+    const { conversation } = this,
+      busy =
+        (go) =>
+        (...values) => {
+          if (!this.running) go(...values);
+        };
     if (message.role === "user") {
       return {
-        edit: busy((text) => { this.branch(message.parent); this.ask(text, message.images); }),
-        retry: message.refused === undefined ? null : busy(() => { this.remove(message); this.ask(message.content, message.images); }),
+        edit: busy((text) => {
+          this.branch(message.parent);
+          this.ask(text, message.images);
+        }),
+        retry:
+          message.refused === undefined
+            ? null
+            : busy(() => {
+                this.remove(message);
+                this.ask(message.content, message.images);
+              }),
         remove: busy(() => this.remove(message)),
       };
     }
     return {
       resume: busy(() => this.answer({ resume: message })),
-      retry: busy(() => { const tries = conversation.siblings(message).length; this.branch(message.parent); this.answer({ tries }); }),
+      retry: busy(() => {
+        const tries = conversation.siblings(message).length;
+        this.branch(message.parent);
+        this.answer({ tries });
+      }),
     };
   }
   // Where a message was edited or an answer retried: which of the versions this is, and the way to the others.
   branches(message) {
-    const all = this.conversation.siblings(message), at = all.indexOf(message);
-    return { at, count: all.length, go: (by) => {
-      if (this.running || !all[at + by]) return;
-      this.branch(this.conversation.newest(all[at + by].id));
-      this.conversation.keepHead();
-      this.bubbles.find((b) => b.message === all[at + by])?.node.querySelector(`.branches [data-by="${by}"]`)?.focus();
-      this.speaker.say(`Version ${at + by + 1} of ${all.length}.`);
-    } };
+    const all = this.conversation.siblings(message),
+      at = all.indexOf(message);
+    return {
+      at,
+      count: all.length,
+      go: (by) => {
+        if (this.running || !all[at + by]) return;
+        this.branch(this.conversation.newest(all[at + by].id));
+        this.conversation.keepHead();
+        this.bubbles
+          .find((b) => b.message === all[at + by])
+          ?.node.querySelector(`.branches [data-by="${by}"]`)
+          ?.focus();
+        this.speaker.say(`Version ${at + by + 1} of ${all.length}.`);
+      },
+    };
   }
   branch(leaf) {
     this.conversation.leaf = leaf;
@@ -154,7 +231,10 @@ export class Chat {
 
   // ---- asking. While an answer streams, a message waits for its end.
   ask(text, images = []) {
-    if (this.running || this.elsewhere(this.conversation.path.at(-1))) { this.queue.add({ text, images }); return; }
+    if (this.running || this.elsewhere(this.conversation.path.at(-1))) {
+      this.queue.add({ text, images });
+      return;
+    }
     const question = this.add({ role: "user", content: text, ...(images.length ? { images } : {}) });
     this.keep(question.message);
     this.answer();
@@ -162,16 +242,30 @@ export class Chat {
   answer(options = {}) {
     this.baseline.stop();
     this.finished = this.attempt(options).then((complete) => {
-      if (complete) this.proceed(); else this.queue.giveBack();
+      if (complete) this.proceed();
+      else this.queue.giveBack();
     });
     return this.finished;
   }
   // What is sent: the system prompt and every message that was not refused and still fits.
   sent(path) {
-    const { system, from } = this.conversation, first = Math.max(0, path.findIndex((m) => m.id === from));
-    const turns = path.slice(first).filter((m) => !m.refused && (m.content || m.images)).map(({ role, content, images }) => ({
-      role, content: images ? [...images.map(({ url }) => ({ type: "image_url", image_url: { url } })), ...(content ? [{ type: "text", text: content }] : [])] : content,
-    }));
+    const { system, from } = this.conversation,
+      first = Math.max(
+        0,
+        path.findIndex((m) => m.id === from),
+      );
+    const turns = path
+      .slice(first)
+      .filter((m) => !m.refused && (m.content || m.images))
+      .map(({ role, content, images }) => ({
+        role,
+        content: images
+          ? [
+              ...images.map(({ url }) => ({ type: "image_url", image_url: { url } })),
+              ...(content ? [{ type: "text", text: content }] : []),
+            ]
+          : content,
+      }));
     return system.trim() ? [{ role: "system", content: system.trim() }, ...turns] : turns;
   }
   // Leave out the oldest turn. False when only the newest question is left.
@@ -187,15 +281,26 @@ export class Chat {
   // True when the answer came to its end.
   async attempt({ tries = 0, resume = null }) {
     this.calm();
-    const { conversation } = this, abort = new AbortController();
+    const { conversation } = this,
+      abort = new AbortController();
     const path = resume ? conversation.pathTo(resume.parent) : conversation.path;
     const question = this.bubbles.find((b) => b.message.id === path.at(-1)?.id);
-    let complete = false, sampling = resume?.sampling ?? this.settings.sampling(tries);
-    const bubble = resume ? this.bubbles.find((b) => b.message.id === resume.id) : this.add({ role: "assistant", content: "", reasoning: "", sampling }, path.at(-1)?.id);
+    let complete = false,
+      sampling = resume?.sampling ?? this.settings.sampling(tries);
+    const bubble = resume
+      ? this.bubbles.find((b) => b.message.id === resume.id)
+      : this.add({ role: "assistant", content: "", reasoning: "", sampling }, path.at(-1)?.id);
     const { message } = bubble;
     Object.assign(message, { done: false, window: WINDOW, note: "" });
     this.running = abort;
-    this.answering = { message, keep: () => { message.beat = Date.now(); bubble.keep(); this.keep(message, conversation); } };
+    this.answering = {
+      message,
+      keep: () => {
+        message.beat = Date.now();
+        bubble.keep();
+        this.keep(message, conversation);
+      },
+    };
     this.answering.keep();
     const beat = setInterval(this.answering.keep, KEEP);
     document.body.classList.add("answering");
@@ -216,7 +321,11 @@ export class Chat {
         }
         if (error.code === "context_length_exceeded") {
           if (this.forget(path)) continue;
-          if (sampling.max_completion_tokens) { const { max_completion_tokens: _, ...rest } = sampling; sampling = rest; continue; } // as long as there is room
+          if (sampling.max_completion_tokens) {
+            const { max_completion_tokens: _, ...rest } = sampling;
+            sampling = rest;
+            continue;
+          } // as long as there is room
         }
         bubble.node.remove();
         this.bubbles = this.bubbles.filter((b) => b !== bubble);
@@ -248,11 +357,17 @@ export class Chat {
     this.speaker.end(`The answer is complete: ${note}.`);
   }
 
-  // Decoding is a function of the request and its seed: what is asked again after a reload says the same again, so the text
-  // that was there stays until the new one has caught up with it.
+  // Decoding is a function of the request and its seed: what is asked again after a reload says the same again, so
+  // the text that was there stays until the new one has caught up with it.
   async stream(bubble, request, signal) {
-    const meter = new Meter(), { message } = bubble, kept = message.content;
-    let stats = null, finish = null, due = false, content = "", reasoning = "";
+    const meter = new Meter(),
+      { message } = bubble,
+      kept = message.content;
+    let stats = null,
+      finish = null,
+      due = false,
+      content = "",
+      reasoning = "";
     const caughtUp = () => content.length >= kept.length || !kept.startsWith(content);
     const paint = () => {
       due = false;
@@ -262,17 +377,27 @@ export class Chat {
     bubble.behind = Boolean(kept);
     this.panel.show(meter, null);
     for await (const chunk of streamChat(request, signal)) {
-      const choice = chunk.choices[0], delta = choice?.delta ?? {};
+      const choice = chunk.choices[0],
+        delta = choice?.delta ?? {};
       if (chunk.outrider?.tokens) {
         meter.take(chunk.outrider);
         for (const [piece, kind] of chunk.outrider.tokens) bubble.token(piece, kind);
       }
       content += delta.content ?? "";
       reasoning += delta.reasoning_content ?? "";
-      if (caughtUp()) { Object.assign(message, { content, reasoning }); bubble.behind = false; }
-      this.speaker.stream(content.length > kept.length ? delta.content ?? "" : "");
-      if (choice?.finish_reason) { finish = choice.finish_reason; stats = chunk.outrider; }
-      if (!due) { due = true; requestAnimationFrame(paint); }
+      if (caughtUp()) {
+        Object.assign(message, { content, reasoning });
+        bubble.behind = false;
+      }
+      this.speaker.stream(content.length > kept.length ? (delta.content ?? "") : "");
+      if (choice?.finish_reason) {
+        finish = choice.finish_reason;
+        stats = chunk.outrider;
+      }
+      if (!due) {
+        due = true;
+        requestAnimationFrame(paint);
+      }
     }
     Object.assign(message, { content, reasoning });
     bubble.behind = false;

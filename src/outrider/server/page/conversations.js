@@ -11,8 +11,14 @@ export class Conversations {
     $("export").addEventListener("click", () => this.export());
     $("import").addEventListener("click", () => $("import-file").click());
     $("import-file").addEventListener("change", () => this.import());
-    document.addEventListener("pointerdown", ({ target }) => { // on a phone the list lies over the page: a tap beside it closes it
-      if (document.body.classList.contains("listing") && !$("side").contains(target) && !$("list-toggle").contains(target)) this.toggle(false);
+    document.addEventListener("pointerdown", ({ target }) => {
+      // on a phone the list lies over the page: a tap beside it closes it
+      if (
+        document.body.classList.contains("listing") &&
+        !$("side").contains(target) &&
+        !$("list-toggle").contains(target)
+      )
+        this.toggle(false);
     });
     store.watch((id) => this.changed(id));
   }
@@ -21,7 +27,9 @@ export class Conversations {
     $("list-toggle").setAttribute("aria-expanded", String(open));
     if (open) $("new-chat").focus();
   }
-  create() { return new store.Conversation({ system: localStorage.getItem("outrider.system") ?? "" }); }
+  create() {
+    return new store.Conversation({ system: localStorage.getItem("outrider.system") ?? "" });
+  }
   start() {
     const current = sessionStorage.getItem("outrider.current") ?? localStorage.getItem("outrider.current");
     this.chat.open((current && store.load(current)) || this.create());
@@ -33,27 +41,62 @@ export class Conversations {
   }
   // Another window wrote: several entries at once, so the page is drawn once for all of them.
   changed(id) {
-    const { conversation } = this.chat, empty = !conversation?.messages.size;
-    if ((id === null || id === conversation?.id) && !empty && !this.chat.refresh() && !this.chat.running) this.chat.open(this.create());
-    this.drawing ??= requestAnimationFrame(() => { this.drawing = null; this.draw(); });
+    const { conversation } = this.chat,
+      empty = !conversation?.messages.size;
+    if ((id === null || id === conversation?.id) && !empty && !this.chat.refresh() && !this.chat.running)
+      this.chat.open(this.create());
+    this.drawing ??= requestAnimationFrame(() => {
+      this.drawing = null;
+      this.draw();
+    });
   }
   draw() {
-    const now = this.chat.conversation?.id, words = $("search").value.trim(), found = words ? store.search(words) : store.heads();
+    const now = this.chat.conversation?.id,
+      words = $("search").value.trim(),
+      found = words ? store.search(words) : store.heads();
     $("conversations").replaceChildren(...found.map((c) => this.item(c, c.id === now)));
     $("found").textContent = words ? `${found.length} found` : "";
   }
   item(head, current) {
-    const open = make("button", { type: "button", className: "open", title: head.title, ondblclick: () => this.rename(head, item), onclick: () => {
-      this.toggle(false);
-      if (!current) this.chat.open(store.load(head.id));
-    } }, head.title || "New chat");
+    const open = make(
+      "button",
+      {
+        type: "button",
+        className: "open",
+        title: head.title,
+        ondblclick: () => this.rename(head, item),
+        onclick: () => {
+          this.toggle(false);
+          if (!current) this.chat.open(store.load(head.id));
+        },
+      },
+      head.title || "New chat",
+    );
     if (current) open.setAttribute("aria-current", "true");
-    const small = (label, hint, onclick) => make("button", { type: "button", className: "small", "aria-label": `${hint} the conversation ${head.title}`, title: hint, onclick }, label);
-    const item = make("li", {}, open, small("✎", "Rename", () => this.rename(head, item)), small("✕", "Delete", () => {
-      if (!confirm(`Delete “${head.title}”?`)) return;
-      store.remove(head.id);
-      if (current) this.fresh(); else this.draw();
-    }));
+    const small = (label, hint, onclick) =>
+      make(
+        "button",
+        {
+          type: "button",
+          className: "small",
+          "aria-label": `${hint} the conversation ${head.title}`,
+          title: hint,
+          onclick,
+        },
+        label,
+      );
+    const item = make(
+      "li",
+      {},
+      open,
+      small("✎", "Rename", () => this.rename(head, item)),
+      small("✕", "Delete", () => {
+        if (!confirm(`Delete “${head.title}”?`)) return;
+        store.remove(head.id);
+        if (current) this.fresh();
+        else this.draw();
+      }),
+    );
     return item;
   }
   rename(head, item) {
@@ -70,7 +113,10 @@ export class Conversations {
     };
     field.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.isComposing) done(true);
-      if (event.key === "Escape") { event.stopPropagation(); done(false); }
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        done(false);
+      }
     });
     field.addEventListener("blur", () => done(true));
     item.replaceChildren(field);

@@ -30,7 +30,10 @@ export function growing(area, submit) {
   area.addEventListener("input", () => grow(area));
   if (submit) {
     area.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); submit(); }
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        submit();
+      }
     });
   }
 }
@@ -48,7 +51,8 @@ export async function copy(text, button) {
   try {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
-  } catch { // no permission, or not a secure page: the old way
+  } catch {
+    // no permission, or not a secure page: the old way
     const area = make("textarea", { value: text, className: "sr" });
     document.body.append(area);
     area.select();
@@ -56,12 +60,17 @@ export async function copy(text, button) {
     area.remove();
     button.focus();
   }
-  setTimeout(() => { button.textContent = before; }, 1500);
+  setTimeout(() => {
+    button.textContent = before;
+  }, 1500);
 }
 
 // Screen readers hear whole sentences, in order, and never a half one.
 export class Speaker {
-  constructor(region) { this.region = region; this.rest = ""; }
+  constructor(region) {
+    this.region = region;
+    this.rest = "";
+  }
   say(sentence) {
     this.region.append(make("p", {}, sentence));
     while (this.region.childElementCount > 6) this.region.firstElementChild.remove();

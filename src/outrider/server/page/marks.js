@@ -9,7 +9,8 @@ export class Marks {
   constructor(text = "") {
     this.raw = "";
     this.ends = []; // [end, letter] of each token in `raw`
-    for (const [, length, letter] of text.matchAll(/(\d+)([acbp])/g)) this.push(" ".repeat(Number(length)), NAMES[letter]);
+    for (const [, length, letter] of text.matchAll(/(\d+)([acbp])/g))
+      this.push(" ".repeat(Number(length)), NAMES[letter]);
   }
   push(piece, kind) {
     this.raw += piece;
@@ -18,8 +19,13 @@ export class Marks {
   // Spans for text[from ...], which stands at `from` + offset in the raw text.
   nodes(text, from) {
     const out = document.createDocumentFragment();
-    let low = 0, high = this.ends.length; // the first token that ends after `from`
-    while (low < high) { const mid = (low + high) >> 1; if (this.ends[mid][0] > from) high = mid; else low = mid + 1; }
+    let low = 0,
+      high = this.ends.length; // the first token that ends after `from`
+    while (low < high) {
+      const mid = (low + high) >> 1;
+      if (this.ends[mid][0] > from) high = mid;
+      else low = mid + 1;
+    }
     for (let at = 0; at < text.length; low += 1) {
       const [end, letter] = this.ends[low] ?? [Infinity, "p"];
       const piece = text.slice(at, Math.max(at + 1, end - from));
@@ -30,7 +36,8 @@ export class Marks {
   }
   // Marks of raw[from, to) alone, for keeping.
   pack(from, to) {
-    let out = "", at = from;
+    let out = "",
+      at = from;
     for (const [end, letter] of this.ends) {
       if (end <= at) continue;
       out += `${Math.min(end, to) - at}${letter}`;

@@ -11,14 +11,22 @@ export class Bubble {
     this.behind = false; // an answer that is asked for again has not yet reached the text that is shown
     const mine = message.role === "user";
     this.body = make("div", { className: "body" });
-    this.node = make("article", { className: `message ${message.role}`, "aria-label": mine ? "You" : "Answer" }, this.body);
+    this.node = make(
+      "article",
+      { className: `message ${message.role}`, "aria-label": mine ? "You" : "Answer" },
+      this.body,
+    );
     if (mine) {
-      const images = (message.images ?? []).map(({ url, name }) => make("img", { src: url, alt: name || "Attached image" }));
+      const images = (message.images ?? []).map(({ url, name }) =>
+        make("img", { src: url, alt: name || "Attached image" }),
+      );
       this.body.append(...(images.length ? [make("div", { className: "images" }, ...images)] : []), message.content);
     } else {
       this.marks = new Marks(message.marks ?? "");
       this.offset = message.marks ? 0 : -1;
-      this.document = new Document(this.body, (text, from) => (this.offset < 0 ? document.createTextNode(text) : this.marks.nodes(text, from + this.offset)));
+      this.document = new Document(this.body, (text, from) =>
+        this.offset < 0 ? document.createTextNode(text) : this.marks.nodes(text, from + this.offset),
+      );
       if (message.reasoning) this.thoughts(message.reasoning);
       this.document.show(message.content);
     }
@@ -32,12 +40,15 @@ export class Bubble {
     this.node.classList.add("running");
     this.foot?.remove();
   }
-  token(piece, kind) { this.marks.push(piece, kind); }
+  token(piece, kind) {
+    this.marks.push(piece, kind);
+  }
   show() {
     if (this.behind) return;
     const { content, reasoning } = this.message;
     const after = reasoning ? Math.max(0, this.marks.raw.indexOf(reasoning)) + reasoning.length : 0;
-    const offset = this.marks.raw.indexOf(content, Math.min(after, this.marks.raw.length)), moved = offset !== this.offset;
+    const offset = this.marks.raw.indexOf(content, Math.min(after, this.marks.raw.length)),
+      moved = offset !== this.offset;
     this.offset = offset;
     this.document.show(content, moved && content.length > 0);
     if (reasoning) this.thoughts(reasoning);
@@ -50,18 +61,29 @@ export class Bubble {
     this.thought.textContent = text;
   }
   keep() {
-    if (!this.behind && this.offset >= 0) this.message.marks = this.marks.pack(this.offset, this.offset + this.message.content.length);
+    if (!this.behind && this.offset >= 0)
+      this.message.marks = this.marks.pack(this.offset, this.offset + this.message.content.length);
   }
 
   // ---- afterwards
   finish() {
-    const { message, actions } = this, buttons = [];
-    const button = (label, onclick, hint) => make("button", { type: "button", className: "small", onclick, "aria-label": hint }, label);
+    const { message, actions } = this,
+      buttons = [];
+    const button = (label, onclick, hint) =>
+      make("button", { type: "button", className: "small", onclick, "aria-label": hint }, label);
     const copying = button("Copy", () => copy(message.content, copying), "Copy this message");
     buttons.push(copying);
-    if (actions.resume && !message.done) buttons.push(button("Resume", actions.resume, "Resume: ask for the rest of this answer"));
+    if (actions.resume && !message.done)
+      buttons.push(button("Resume", actions.resume, "Resume: ask for the rest of this answer"));
     if (actions.edit) buttons.push(button("Edit", () => this.edit(), "Edit this message and ask again"));
-    if (actions.retry) buttons.push(button("Retry", actions.retry, message.role === "user" ? "Retry: send this message again" : "Retry: answer again"));
+    if (actions.retry)
+      buttons.push(
+        button(
+          "Retry",
+          actions.retry,
+          message.role === "user" ? "Retry: send this message again" : "Retry: answer again",
+        ),
+      );
     if (actions.remove && message.refused) buttons.push(button("Remove", actions.remove, "Remove this message"));
     const note = message.note ? [make("span", { className: "meta" }, message.note)] : [];
     this.node.classList.remove("running");
@@ -76,9 +98,28 @@ export class Bubble {
     this.foot?.querySelector(".branches")?.remove();
     const { at, count, go } = versions;
     if (count < 2 || !this.foot) return;
-    const button = (by, label, hint) => make("button", { type: "button", className: "small", disabled: at + by < 0 || at + by >= count, "data-by": String(by), "aria-label": hint, onclick: () => go(by) }, label);
-    this.foot.prepend(make("span", { className: "branches", role: "group", "aria-label": `Version ${at + 1} of ${count}` },
-      button(-1, "‹", "The version before"), make("span", {}, `${at + 1}/${count}`), button(1, "›", "The next version")));
+    const button = (by, label, hint) =>
+      make(
+        "button",
+        {
+          type: "button",
+          className: "small",
+          disabled: at + by < 0 || at + by >= count,
+          "data-by": String(by),
+          "aria-label": hint,
+          onclick: () => go(by),
+        },
+        label,
+      );
+    this.foot.prepend(
+      make(
+        "span",
+        { className: "branches", role: "group", "aria-label": `Version ${at + 1} of ${count}` },
+        button(-1, "‹", "The version before"),
+        make("span", {}, `${at + 1}/${count}`),
+        button(1, "›", "The next version"),
+      ),
+    );
   }
   refuse(reason) {
     this.message.refused = reason;
@@ -89,14 +130,35 @@ export class Bubble {
   }
   edit() {
     const area = make("textarea", { value: this.message.content, rows: 1, "aria-label": "Edit your message" });
-    const close = () => { form.replaceWith(this.body); this.foot.hidden = false; };
-    const form = make("form", { className: "edit", onsubmit: (event) => {
-      event.preventDefault();
-      const text = area.value.trim();
-      if (text) { close(); this.actions.edit(text); }
-    } }, area, make("button", { className: "primary" }, "Ask again"), make("button", { type: "button", className: "small", onclick: close }, "Cancel"));
+    const close = () => {
+      form.replaceWith(this.body);
+      this.foot.hidden = false;
+    };
+    const form = make(
+      "form",
+      {
+        className: "edit",
+        onsubmit: (event) => {
+          event.preventDefault();
+          const text = area.value.trim();
+          if (text) {
+            close();
+            this.actions.edit(text);
+          }
+        },
+      },
+      area,
+      make("button", { className: "primary" }, "Ask again"),
+      make("button", { type: "button", className: "small", onclick: close }, "Cancel"),
+    );
     growing(area, () => form.requestSubmit());
-    area.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); close(); this.foot.querySelector("button").focus(); } });
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        close();
+        this.foot.querySelector("button").focus();
+      }
+    });
     this.body.replaceWith(form);
     this.foot.hidden = true;
     grow(area);

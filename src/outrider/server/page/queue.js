@@ -1,14 +1,25 @@
-// Messages that wait until the answer that streams is complete: shown above the message field, taken back by a click, kept
-// over a reload of this window.
+// Messages that wait until the answer that streams is complete: shown above the message field, taken back by a
+// click, kept over a reload of this window.
 import { $, make, grow } from "./dom.js";
 
 export class Queue {
   constructor() {
-    try { this.items = JSON.parse(sessionStorage.getItem("outrider.queue")) ?? []; } catch { this.items = []; }
+    try {
+      this.items = JSON.parse(sessionStorage.getItem("outrider.queue")) ?? [];
+    } catch {
+      this.items = [];
+    }
     this.draw();
   }
-  add(item) { this.items.push(item); this.draw(); }
-  next() { const item = this.items.shift(); this.draw(); return item; }
+  add(item) {
+    this.items.push(item);
+    this.draw();
+  }
+  next() {
+    const item = this.items.shift();
+    this.draw();
+    return item;
+  }
   // An answer was stopped or refused: what waited goes back into the message field.
   giveBack() {
     if (!this.items.length) return;
@@ -20,13 +31,34 @@ export class Queue {
     this.draw();
   }
   draw() {
-    try { sessionStorage.setItem("outrider.queue", JSON.stringify(this.items)); } catch { /* large images: only this page knows them */ }
+    try {
+      sessionStorage.setItem("outrider.queue", JSON.stringify(this.items));
+    } catch {
+      /* large images: only this page knows them */
+    }
     $("queue").hidden = !this.items.length;
-    $("queue").replaceChildren(...this.items.map((item) => make("li", {}, make("span", {}, item.text || "An image"),
-      make("button", { type: "button", className: "small", "aria-label": `Do not send: ${item.text || "an image"}`, onclick: () => {
-        this.items = this.items.filter((i) => i !== item);
-        this.draw();
-        $("prompt").focus();
-      } }, "✕"))));
+    $("queue").replaceChildren(
+      ...this.items.map((item) =>
+        make(
+          "li",
+          {},
+          make("span", {}, item.text || "An image"),
+          make(
+            "button",
+            {
+              type: "button",
+              className: "small",
+              "aria-label": `Do not send: ${item.text || "an image"}`,
+              onclick: () => {
+                this.items = this.items.filter((i) => i !== item);
+                this.draw();
+                $("prompt").focus();
+              },
+            },
+            "✕",
+          ),
+        ),
+      ),
+    );
   }
 }

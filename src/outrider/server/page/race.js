@@ -1,5 +1,5 @@
-// The same prompt and seed twice: plain, then speculative. One after the other: side by side they would share the machine
-// and neither time would be true. Both are recorded, and then replayed side by side.
+// The same prompt and seed twice: plain, then speculative. One after the other: side by side they would share the
+// machine and neither time would be true. Both are recorded, and then replayed side by side.
 import { $ } from "./dom.js";
 import { streamChat } from "./api.js";
 import { Meter } from "./drafting.js";
@@ -11,12 +11,21 @@ export class Race {
     this.running = null;
     this.lanes = { plain: new Lane($("lane-plain")), spec: new Lane($("lane-spec")) };
     this.replay = new Replay(this.lanes);
-    $("race-form").addEventListener("submit", (event) => { event.preventDefault(); this.go(); });
+    $("race-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.go();
+    });
   }
-  stop() { this.running?.abort(); this.replay.pause(); }
+  stop() {
+    this.running?.abort();
+    this.replay.pause();
+  }
 
   async go() {
-    if (this.running) { this.stop(); return; }
+    if (this.running) {
+      this.stop();
+      return;
+    }
     const prompt = $("race-prompt").value.trim();
     if (!prompt) return;
     this.calm();
@@ -31,9 +40,12 @@ export class Race {
       this.baseline.set(plain.stats?.decode_tps || plain.meter.tps);
       this.verdict("Speculative decoding runs…");
       const spec = await this.run("spec", this.settings.drafts || "auto", prompt, plain.meter.cycles);
-      const same = plain.answer === spec.answer, saved = plain.seconds - spec.seconds;
-      const ratio = spec.meter.tps && plain.meter.tps ? ` · ${(spec.meter.tps / plain.meter.tps).toFixed(2)}× the speed` : "";
-      this.verdict(`${same ? "identical" : "the texts differ"}${ratio}${saved > 0 ? ` · ${saved.toFixed(2)} s saved of ${plain.seconds.toFixed(2)} s` : ""}`, same ? "same" : "differs");
+      const same = plain.answer === spec.answer,
+        saved = plain.seconds - spec.seconds;
+      const ratio =
+        spec.meter.tps && plain.meter.tps ? ` · ${(spec.meter.tps / plain.meter.tps).toFixed(2)}× the speed` : "";
+      const won = saved > 0 ? ` · ${saved.toFixed(2)} s saved of ${plain.seconds.toFixed(2)} s` : "";
+      this.verdict(`${same ? "identical" : "the texts differ"}${ratio}${won}`, same ? "same" : "differs");
       this.replay.load(plain.meter.cycles, spec.meter.cycles);
     } catch (error) {
       this.verdict(error.name === "AbortError" ? "Stopped." : "");
@@ -49,8 +61,12 @@ export class Race {
   }
   // rival: the cycles of the run before, whose place at the same time is marked on the bar
   async run(name, drafts, prompt, rival) {
-    const lane = this.lanes[name], meter = new Meter(), most = this.settings.limit;
-    let answer = "", finish = null, stats = null;
+    const lane = this.lanes[name],
+      meter = new Meter(),
+      most = this.settings.limit;
+    let answer = "",
+      finish = null,
+      stats = null;
     $("rival").hidden = !rival;
     this.panel.show(meter, null);
     const request = { ...this.settings.sampling(0, { drafts }), messages: [{ role: "user", content: prompt }] };

@@ -12,7 +12,8 @@ export class Settings {
   constructor() {
     this.models = [];
     for (const [id, text] of Object.entries(SHOW)) {
-      const input = $(id), saved = localStorage.getItem(`outrider.${id}`);
+      const input = $(id),
+        saved = localStorage.getItem(`outrider.${id}`);
       if (saved !== null) input.value = saved;
       const update = () => {
         $(`${id}-out`).textContent = text(Number(input.value));
@@ -22,11 +23,14 @@ export class Settings {
       input.addEventListener("input", update);
       update();
     }
-    for (const id of ["top-k", "seed"]) { // numbers; what is none, or out of bounds, becomes the nearest that is in
+    for (const id of ["top-k", "seed"]) {
+      // numbers; what is none, or out of bounds, becomes the nearest that is in
       const input = $(id);
       input.value = localStorage.getItem(`outrider.${id}`) ?? input.value;
       const update = () => {
-        input.value = String(Math.min(Number(input.max), Math.max(Number(input.min), Math.round(Number(input.value) || 0))));
+        input.value = String(
+          Math.min(Number(input.max), Math.max(Number(input.min), Math.round(Number(input.value) || 0))),
+        );
         localStorage.setItem(`outrider.${id}`, input.value);
       };
       input.addEventListener("change", update);
@@ -41,9 +45,13 @@ export class Settings {
     $("marks").addEventListener("change", paint);
     paint();
     $("auto-plain").checked = localStorage.getItem("outrider.auto-plain") !== "no";
-    $("auto-plain").addEventListener("change", () => localStorage.setItem("outrider.auto-plain", $("auto-plain").checked ? "yes" : "no"));
+    $("auto-plain").addEventListener("change", () =>
+      localStorage.setItem("outrider.auto-plain", $("auto-plain").checked ? "yes" : "no"),
+    );
     $("model-choice").addEventListener("change", () => this.choose($("model-choice").value));
-    const theme = localStorage.getItem("outrider.theme") ?? (matchMedia("(prefers-color-scheme: light)").matches ? "light" : "dark");
+    const theme =
+      localStorage.getItem("outrider.theme") ??
+      (matchMedia("(prefers-color-scheme: light)").matches ? "light" : "dark");
     this.theme(theme);
     $("theme").addEventListener("click", () => {
       const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
@@ -68,7 +76,8 @@ export class Settings {
     this.models = cards;
     for (const option of $("model-choice").options) {
       const state = cards.find((c) => c.id === option.value)?.outrider?.state;
-      option.textContent = option.value + (state === "loading" ? " (loading)" : state === "unloaded" ? " (loads when asked)" : "");
+      option.textContent =
+        option.value + (state === "loading" ? " (loading)" : state === "unloaded" ? " (loads when asked)" : "");
     }
   }
   choose(id) {
@@ -76,16 +85,23 @@ export class Settings {
     this.model = id;
     localStorage.setItem("outrider.model", id);
     $("model-choice").value = id;
-    const drafter = card?.outrider?.drafter?.replace(/(?:[A-Za-z]:)?[/\\]\S*[/\\]/, ""); // a folder's last part says enough
+    // a folder's last part says enough
+    const drafter = card?.outrider?.drafter?.replace(/(?:[A-Za-z]:)?[/\\]\S*[/\\]/, "");
     $("model").textContent = [this.models.length > 1 ? "" : id, drafter].filter(Boolean).join(" · ");
     $("model").title = $("model").textContent;
     $("max-tokens").max = Math.min(4096, card?.outrider?.max_context ?? 1024);
   }
-  get limit() { return Number($("max-tokens").value); }
-  get drafts() { const k = Number($("k").value); return k < 0 ? "auto" : k; }
+  get limit() {
+    return Number($("max-tokens").value);
+  }
+  get drafts() {
+    const k = Number($("k").value);
+    return k < 0 ? "auto" : k;
+  }
   // What is asked for, without the messages.
   sampling(tries = 0, { drafts = this.drafts, limit = this.limit } = {}) {
-    const topP = Number($("top-p").value), topK = Number($("top-k").value);
+    const topP = Number($("top-p").value),
+      topK = Number($("top-k").value);
     return {
       model: this.model,
       temperature: Number($("temperature").value),

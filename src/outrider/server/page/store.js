@@ -1,39 +1,60 @@
 // Conversations, kept in this browser and nowhere else.
 //
-// One entry for a conversation's head, one for each of its messages: two windows never write the same entry unless they
-// change the same message. A message names its parent, so retries and edits are branches of one tree; the head names the
-// leaf that was shown last.
+// One entry for a conversation's head, one for each of its messages: two windows never write the same entry unless
+// they change the same message. A message names its parent, so retries and edits are branches of one tree; the head
+// names the leaf that was shown last.
 //
-// head: { id, title, system, updated, leaf, from }; `from` is the first message that is still sent (earlier ones no longer
-// fit the context). message: { id, parent, role, content, ... }
+// head: { id, title, system, updated, leaf, from }; `from` is the first message that is still sent (earlier ones no
+// longer fit the context). message: { id, parent, role, content, ... }
 
-const PREFIX = "outrider.chat.", LIST = /^outrider\.chat\.([^/]+)$/;
+const PREFIX = "outrider.chat.",
+  LIST = /^outrider\.chat\.([^/]+)$/;
 let last = 0;
-export function newId() { // in the order of time: a message's id is greater than its parent's
+export function newId() {
+  // in the order of time: a message's id is greater than its parent's
   last = Math.max(Date.now(), last + 1);
   return `${last.toString(36).padStart(9, "0")}${Math.random().toString(36).slice(2, 8).padEnd(6, "0")}`;
 }
-const read = (key) => { try { return JSON.parse(localStorage.getItem(key)); } catch { return null; } };
-const headKey = (id) => PREFIX + id, messageKey = (id, message) => `${PREFIX}${id}/${message}`;
+const read = (key) => {
+  try {
+    return JSON.parse(localStorage.getItem(key));
+  } catch {
+    return null;
+  }
+};
+const headKey = (id) => PREFIX + id,
+  messageKey = (id, message) => `${PREFIX}${id}/${message}`;
 
 // This window, also after a reload.
 export const WINDOW = sessionStorage.getItem("outrider.window") ?? newId();
 sessionStorage.setItem("outrider.window", WINDOW);
 
 export class Conversation {
-  constructor(head) { Object.assign(this, { id: newId(), title: "", system: "", updated: 0, leaf: null, from: null }, head); this.messages = new Map(); }
+  constructor(head) {
+    Object.assign(this, { id: newId(), title: "", system: "", updated: 0, leaf: null, from: null }, head);
+    this.messages = new Map();
+  }
 
   // ---- the tree
-  get(id) { return this.messages.get(id) ?? null; }
-  get path() { return this.pathTo(this.leaf); }
+  get(id) {
+    return this.messages.get(id) ?? null;
+  }
+  get path() {
+    return this.pathTo(this.leaf);
+  }
   pathTo(leaf) {
     const out = [];
     for (let m = this.get(leaf); m && out.length < this.messages.size; m = this.get(m.parent)) out.unshift(m);
     return out;
   }
-  children(parent) { return [...this.messages.values()].filter((m) => m.parent === parent).sort((a, b) => (a.id < b.id ? -1 : 1)); }
-  siblings(message) { return this.children(message.parent); }
-  newest(id) { // the end of the branch: each time the newest child
+  children(parent) {
+    return [...this.messages.values()].filter((m) => m.parent === parent).sort((a, b) => (a.id < b.id ? -1 : 1));
+  }
+  siblings(message) {
+    return this.children(message.parent);
+  }
+  newest(id) {
+    // the end of the branch: each time the newest child
     for (let next = this.children(id).at(-1); next; next = this.children(id).at(-1)) id = next.id;
     return id;
   }
@@ -43,8 +64,12 @@ export class Conversation {
     this.leaf = made.id;
     return made;
   }
-  remove(message) { // what followed it follows its parent
-    for (const child of this.children(message.id)) { child.parent = message.parent; this.keep(child); }
+  remove(message) {
+    // what followed it follows its parent
+    for (const child of this.children(message.id)) {
+      child.parent = message.parent;
+      this.keep(child);
+    }
     if (this.leaf === message.id) this.leaf = message.parent;
     if (this.from === message.id) this.from = this.children(message.parent).at(-1)?.id ?? null;
     this.messages.delete(message.id);
@@ -52,7 +77,9 @@ export class Conversation {
   }
 
   // ---- keeping. False: there is no more room.
-  keep(message) { return write(messageKey(this.id, message.id), message, this.id) && this.keepHead(); }
+  keep(message) {
+    return write(messageKey(this.id, message.id), message, this.id) && this.keepHead();
+  }
   keepHead() {
     this.updated = Date.now();
     const first = [...this.messages.values()].find((m) => m.role === "user");
@@ -75,15 +102,23 @@ export class Conversation {
 }
 
 function messagesOf(id) {
-  const found = Object.keys(localStorage).filter((k) => k.startsWith(`${PREFIX}${id}/`)).map(read).filter((m) => m?.id && typeof m.content === "string");
+  const found = Object.keys(localStorage)
+    .filter((k) => k.startsWith(`${PREFIX}${id}/`))
+    .map(read)
+    .filter((m) => m?.id && typeof m.content === "string");
   return new Map(found.sort((a, b) => (a.id < b.id ? -1 : 1)).map((m) => [m.id, m]));
 }
 
 // When the browser has no more room, the oldest conversations go.
 function write(key, value, keep) {
   for (;;) {
-    try { localStorage.setItem(key, JSON.stringify(value)); return true; } catch {
-      const oldest = heads().filter((c) => c.id !== keep).at(-1);
+    try {
+      localStorage.setItem(key, JSON.stringify(value));
+      return true;
+    } catch {
+      const oldest = heads()
+        .filter((c) => c.id !== keep)
+        .at(-1);
       if (!oldest) return false;
       remove(oldest.id);
     }
@@ -91,7 +126,10 @@ function write(key, value, keep) {
 }
 
 export function heads() {
-  const found = Object.keys(localStorage).map((k) => LIST.exec(k)?.[1]).filter(Boolean).map((id) => read(headKey(id)));
+  const found = Object.keys(localStorage)
+    .map((k) => LIST.exec(k)?.[1])
+    .filter(Boolean)
+    .map((id) => read(headKey(id)));
   return found.filter((h) => h?.id).sort((a, b) => b.updated - a.updated);
 }
 
@@ -108,7 +146,9 @@ export function load(id) {
 // A conversation as one list: how it was kept by earlier versions.
 function adopt({ messages, from, ...head }) {
   const conversation = new Conversation({ ...head, leaf: null, from: null });
-  const made = messages.filter((m) => typeof m?.content === "string").map((m) => conversation.add({ ...m, done: true }));
+  const made = messages
+    .filter((m) => typeof m?.content === "string")
+    .map((m) => conversation.add({ ...m, done: true }));
   conversation.from = made[from || -1]?.id ?? null;
   const { updated } = conversation;
   for (const message of made) write(messageKey(conversation.id, message.id), message, conversation.id);
@@ -123,14 +163,17 @@ export function rename(id, title) {
 }
 
 export function remove(id) {
-  for (const key of Object.keys(localStorage)) if (key === headKey(id) || key.startsWith(`${PREFIX}${id}/`)) localStorage.removeItem(key);
+  for (const key of Object.keys(localStorage))
+    if (key === headKey(id) || key.startsWith(`${PREFIX}${id}/`)) localStorage.removeItem(key);
 }
 
 // Conversations one of whose messages or whose title contains all the words.
 export function search(words) {
-  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean), texts = new Map();
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean),
+    texts = new Map();
   for (const key of Object.keys(localStorage)) {
-    const [id, message] = key.startsWith(PREFIX) ? key.slice(PREFIX.length).split("/") : [], kept = id && read(key);
+    const [id, message] = key.startsWith(PREFIX) ? key.slice(PREFIX.length).split("/") : [],
+      kept = id && read(key);
     const text = message ? kept?.content : [kept?.title, ...(kept?.messages ?? []).map((m) => m.content)].join("\n");
     if (id) texts.set(id, `${texts.get(id) ?? ""}\n${text}`.toLowerCase());
   }
@@ -138,35 +181,67 @@ export function search(words) {
 }
 
 // ---- to a file and back
-export const exported = () => JSON.stringify({
-  outrider: 1, conversations: heads().map((h) => load(h.id)).map(({ messages, ...head }) => ({ ...head, messages: [...messages.values()] })),
-}, null, 1);
+export const exported = () =>
+  JSON.stringify(
+    {
+      outrider: 1,
+      conversations: heads()
+        .map((h) => load(h.id))
+        .map(({ messages, ...head }) => ({ ...head, messages: [...messages.values()] })),
+    },
+    null,
+    1,
+  );
 
 // Of a message in a file what we know, and only as we write it.
 function clean({ id, parent, role, content, reasoning, marks, note, refused, images }) {
   if (!/^\w{1,40}$/.test(id) || !["user", "assistant"].includes(role) || typeof content !== "string") return null;
   const texts = Object.entries({ reasoning, note, refused }).filter(([, value]) => typeof value === "string");
-  const shown = (Array.isArray(images) ? images : []).filter((i) => typeof i?.url === "string" && i.url.startsWith("data:image/")).map(({ name, url }) => ({ name: String(name ?? ""), url }));
+  const shown = (Array.isArray(images) ? images : [])
+    .filter((i) => typeof i?.url === "string" && i.url.startsWith("data:image/"))
+    .map(({ name, url }) => ({ name: String(name ?? ""), url }));
   return {
-    id, parent: typeof parent === "string" ? parent : null, role, content, ...Object.fromEntries(texts), done: true,
-    ...(/^(?:\d{1,6}[acbp])+$/.test(marks) ? { marks } : {}), ...(shown.length ? { images: shown } : {}),
+    id,
+    parent: typeof parent === "string" ? parent : null,
+    role,
+    content,
+    ...Object.fromEntries(texts),
+    done: true,
+    ...(/^(?:\d{1,6}[acbp])+$/.test(marks) ? { marks } : {}),
+    ...(shown.length ? { images: shown } : {}),
   };
 }
 
 // How many were read. What is here already (by id) is joined, not replaced.
 export function imported(text) {
   let data;
-  try { data = JSON.parse(text); } catch { throw new Error("This file is not JSON."); }
-  if (data?.outrider !== 1 || !Array.isArray(data.conversations)) throw new Error("This file holds no conversations of Outrider.");
+  try {
+    data = JSON.parse(text);
+  } catch {
+    throw new Error("This file is not JSON.");
+  }
+  if (data?.outrider !== 1 || !Array.isArray(data.conversations))
+    throw new Error("This file holds no conversations of Outrider.");
   let count = 0;
   for (const { messages, ...head } of data.conversations) {
     const good = (Array.isArray(messages) ? messages : []).map((m) => clean(m ?? {})).filter(Boolean);
     if (!/^\w{1,40}$/.test(head.id) || !good.length) continue;
-    const here = load(head.id) ?? new Conversation({ id: head.id, title: String(head.title ?? ""), system: String(head.system ?? ""), leaf: head.leaf, from: head.from ?? null });
+    const here =
+      load(head.id) ??
+      new Conversation({
+        id: head.id,
+        title: String(head.title ?? ""),
+        system: String(head.system ?? ""),
+        leaf: head.leaf,
+        from: head.from ?? null,
+      });
     for (const message of good) if (!here.get(message.id)) here.messages.set(message.id, message);
-    for (const message of here.messages.values()) if (!(message.parent < message.id && here.get(message.parent))) message.parent = null;
+    for (const message of here.messages.values())
+      if (!(message.parent < message.id && here.get(message.parent))) message.parent = null;
     if (!here.get(here.leaf)) here.leaf = here.newest(null);
-    for (const message of good) if (!write(messageKey(here.id, message.id), here.get(message.id), here.id)) throw new Error("The browser has no room for these conversations.");
+    for (const message of good)
+      if (!write(messageKey(here.id, message.id), here.get(message.id), here.id))
+        throw new Error("The browser has no room for these conversations.");
     here.keepHead();
     count += 1;
   }
