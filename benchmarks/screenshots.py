@@ -1,7 +1,7 @@
 """The pictures of docs/page.md, taken from the page in headless Chromium.
 
-python benchmarks/screenshots.py --out docs/images            a script answers: the page says so, and its speeds mean
-nothing python benchmarks/screenshots.py smollm2 --out docs/images    a model answers
+python benchmarks/screenshots.py            a script answers: the page says so, and its speeds mean nothing
+python benchmarks/screenshots.py smollm2    a model answers
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ It visits every item once, so for $n$ items it takes $T(n) = \\sum_{i=1}^{n} c =
 | `items.reverse()` | no |
 
 Use `reverse()` where no other part of the program holds the list.""",
-    TREE: "Play a little every day. Begin with both hands apart, slowly, and count aloud. When a passage is safe, play it with both "
-    "hands, and only then a little faster. Learn one short piece by heart, so that you always have something to play.",
-    RACE: "A fox lived at the edge of the wood and could not count. One evening she found three eggs in the grass, and then she found "
-    "two more. She laid them in a row and touched each with her nose: one, two, three, four, five. The owl, who had watched from the "
-    "old oak, asked how many there were. The fox looked at the row, and then at the sky, and said: as many as there are toes on my "
-    "foot, and one more. The owl laughed so that she nearly fell from her branch. From then on the fox counted everything: the trees "
-    "of the wood, the steps to the river, and on clear nights, until she fell asleep, the stars.",
+    TREE: "Play a little every day. Begin with both hands apart, slowly, and count aloud. When a passage is safe, play "
+    "it with both hands, and only then a little faster. Learn one short piece by heart, so that you always have "
+    "something to play.",
+    RACE: "A fox lived at the edge of the wood and could not count. One evening she found three eggs in the grass, and "
+    "then she found two more. She laid them in a row and touched each with her nose: one, two, three, four, five. "
+    "The owl, who had watched from the old oak, asked how many there were. The fox looked at the row, and then at "
+    "the sky, and said: as many as there are toes on my foot, and one more. The owl laughed so that she nearly "
+    "fell from her branch. From then on the fox counted everything: the trees of the wood, the steps to the "
+    "river, and on clear nights, until she fell asleep, the stars.",
 }
 
 

@@ -1,7 +1,7 @@
 """A browser, a server without a model and the page that it shows: what the tests of the page share.
 
-Needs Debian's or any other system Chromium (CHROMIUM names another one); tests are skipped, and say so, where there is
-none. OUTRIDER_SCREENSHOTS=folder writes pictures there.
+Needs Debian's or any other system Chromium (CHROMIUM names another one); without one tests are skipped, and say so.
+OUTRIDER_SCREENSHOTS=folder writes pictures there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium found: apt-get install chromium, or set CHROMIUM"
 )
 FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-]  # fmt: skip
+]
 STORY = (
-    "A fox lived at the edge of the wood and could not count. One evening she found three eggs, and then she found two more. "
-    "She laid them in a row and touched each with her nose: one, two, three, four, five. From then on she counted everything."
+    "A fox lived at the edge of the wood and could not count. One evening she found three eggs, and then she "
+    "found two more. She laid them in a row and touched each with her nose: one, two, three, four, five. "
+    "From then on she counted everything."
 )
 MARKDOWN = """## Reversing
 

@@ -306,16 +306,15 @@ def test_a_replay_shows_drafts_as_ghosts_and_counts_the_time_saved(page: Any) ->
         const replay = new Replay({ plain: new ScheduledSeq(get("lane-plain")), spec: new ScheduledSeq(get("lane-spec")) });
         const shown = (id) => [...get(id).querySelector(".text").children].map((n) => n.innerHTML).join("|");
         replay.load(plain, spec);
-        const look = (t) => { replay.seek(t); return [shown("lane-plain"), shown("lane-spec"), get("saved").textContent]; };
+        const now = () => [shown("lane-plain"), shown("lane-spec"), get("saved").textContent];
+        const look = (t) => { replay.seek(t); return now(); };
         return [1.1, 1.9, 2.1, 2.9, 3, 5, 1.9].map(look);
     }""",
         [plain, spec],
     )
-    ghosts = "The|<i> fox</i><i> sat</i>"
-    assert [line[1] for line in seen] == [
-        "The", ghosts, "The| fox| ran|<s> sat</s>", "The| fox| ran|<i> off</i>", "The| fox| ran| off|.",
-        "The| fox| ran| off|.", ghosts,
-    ]  # fmt: skip
+    ghosts, struck, whole = "The|<i> fox</i><i> sat</i>", "The| fox| ran|<s> sat</s>", "The| fox| ran| off|."
+    next_ghost = "The| fox| ran|<i> off</i>"
+    assert [line[1] for line in seen] == ["The", ghosts, struck, next_ghost, whole, whole, ghosts]
     assert [line[0] for line in seen] == [
         "The",
         "The",

@@ -1,5 +1,4 @@
-"""Conversations on the page: kept, branched, queued, found, moved between files and windows, and alive after a
-reload."""
+"""Conversations on the page: kept, branched, queued, found, moved between files and windows, alive after a reload."""
 
 from __future__ import annotations
 
@@ -166,7 +165,8 @@ def test_a_reload_in_mid_stream_loses_neither_question_nor_answer(page: Any, ser
     assert page.locator(".message.assistant .body").all_inner_texts() == [STORY, STORY]
     page.evaluate(  # as a window leaves it that was closed in mid-stream
         """() => {
-        const key = Object.keys(localStorage).filter((k) => k.includes("/")).sort().at(-1), kept = JSON.parse(localStorage.getItem(key));
+        const key = Object.keys(localStorage).filter((k) => k.includes("/")).sort().at(-1);
+        const kept = JSON.parse(localStorage.getItem(key));
         const left = { content: kept.content.slice(0, 30), done: false, window: "gone", beat: 0, marks: "" };
         localStorage.setItem(key, JSON.stringify({ ...kept, ...left }));
     }"""
@@ -333,8 +333,8 @@ def test_images_are_attached_where_the_model_sees(page: Any, served: Served) -> 
     give = """([how, bytes]) => {
         const data = new DataTransfer(), raw = Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0));
         data.items.add(new File([raw], `${how}.png`, { type: "image/png" }));
-        const event = how === "paste" ? new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true })
-          : new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
+        const options = { bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data };
+        const event = how === "paste" ? new ClipboardEvent(how, options) : new DragEvent(how, options);
         document.getElementById("prompt").dispatchEvent(event);
     }"""
     for how in ("paste", "drop"):

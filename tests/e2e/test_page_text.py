@@ -88,8 +88,7 @@ def rendered(page: Any, source: str) -> str:
 
 
 def test_an_underscore_stands_clear_of_the_mark_beneath_it(page: Any) -> None:
-    """At scale 1, in prose and in code: the line of an accepted token is a row of pixels or more below the
-    underscore."""
+    """At scale 1, in prose and in code: the line of an accepted token is at least a row of pixels below it."""
     page.evaluate("document.body.dataset.marks = 'full'")
     marked = '<span class="accepted">____</span>'
     code = f'<div class="code"><pre><code>{marked}</code></pre></div>'
@@ -159,7 +158,7 @@ def test_code_is_highlighted_and_stays_the_code(page: Any) -> None:
     changed = page.evaluate(
         """async (source) => {
         const { highlight } = await import("./page/highlight.js");
-        const names = ["python", "js", "ts", "c", "java", "go", "rust", "bash", "sql", "json", "yaml", "css", "html", "diff", "other", ""];
+        const names = "python js ts c java go rust bash sql json yaml css html diff other".split(" ").concat("");
         return names.filter((name) => highlight(name, source).map((p) => p[1]).join("") !== source);
     }""",
         code + "\n/* open <!-- 'a\n\"b` ${x} \\",
