@@ -99,7 +99,8 @@ class Model:
 
     def branch(self, on: bool) -> None:
         """As with --tree 12: whatever pays here, the picture shows branches."""
-        self.llm.engine.spec = replace(self.llm.engine.spec, tree=12 if on else None)
+        policy = self.llm.engine.policy
+        policy.spec = replace(policy.spec, tree=12 if on else None)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def answer(
 ) -> list[int]:
     """One request, alone, with a controller of its own: its tokens. What it took is added to each of `to`."""
     engine, tokens, stats = llm.engine, list[int](), None
-    engine.controller = controller
+    engine.policy.controller = controller
     (request,) = llm.requests(ids, params, k, tree=tree)
     engine.submit(request)
     while engine.busy:

@@ -19,9 +19,10 @@ from ..ops.lowrank import Adapter
 from ..spec.controller import Controller
 from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
-from ..spec.plan import AUTO_NODES, DraftContext, VerifiedTree, branching
+from ..spec.plan import VerifiedTree, branching
 from ..spec.protocols import Target
-from ..types import GREEDY_EPS, MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError, RequestStats
+from ..types import MAX_DRAFT, OutriderError, RequestStats
+from .draft_policy import DraftPolicy
 from .eager import EagerExecutor
 from .graphs import GraphExecutor
 from .host import HostExecutor
@@ -85,7 +86,7 @@ class Engine:
     ):
         """agree: several processes that share a model must have the same room. image_rows: most rows of an image."""
         self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
-        self.drafter, self.controller, self.clock, self.device = drafter, controller, time.perf_counter, model.device
+        self.drafter, self.clock, self.device = drafter, time.perf_counter, model.device
         self.can = model.ops.capabilities
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
@@ -132,6 +133,8 @@ class Engine:
         if drafter is not None and drafter.kv_specs:  # it reads every pass, which captured steps do not show it
             self.graphs = False
         self.executors = self._executors()
+        trees = self.executors[0].trees
+        self.policy = DraftPolicy(controller, drafter, spec, self.can, self.max_context, self.graphs, trees)
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
         self._last_read_at = 0.0  # when the last step was read
         self._prompted = 0.0  # seconds spent on prompts before the last step
@@ -149,6 +152,10 @@ class Engine:
             log.warning(
                 "more than %d sequences at once: answers may then depend on their company", self.can.independent_rows
             )
+
+    @property
+    def controller(self) -> Controller:
+        return self.policy.controller
 
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one takes everything."""
@@ -208,12 +215,12 @@ class Engine:
         self.validate(request)
         params = request.params
         seq = Seq(request, self.clock(), list(request.prompt), adapter=self._adapter(request.adapter))
-        seq.drafts_from_hidden = self._drafts_from_hidden(seq)
+        seq.drafts_from_hidden = self.policy.drafts_from_hidden(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         seq.answer = OutputProcessor(
             params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None
         )
-        if "ngram" in self.controller.drafters and self._copies(request):
+        if "ngram" in self.controller.drafters and self.policy.copies(request):
             seq.ngram = NgramIndex([*request.hint, *request.prompt])
         seq.stats.prompt_tokens = seq.prompt_len
         self._seqs[request.id] = seq
@@ -272,7 +279,7 @@ class Engine:
             self._complete()  # a grammar's next masks hang on what was emitted
         if self.store.disk is not None:
             self.store.disk.drain()
-        batch = self.scheduler.plan(self._choose_drafts)
+        batch = self.scheduler.plan(self.policy.plan)
         if (
             self.drafter is not None
             and batch.decode
@@ -376,104 +383,6 @@ class Engine:
     def _count_pages(self) -> None:
         self.metrics.free_pages = {name: group.pool.free for name, group in self.store.groups.items()}
         self.metrics.kv_bytes = self.store.taken()
-
-    # ---- how far to draft ---------------------------------------------------------------------------------------
-    def _choose_drafts(self, ready: list[Seq]) -> list[DraftPlan]:
-        """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
-        widest = self.can.widest(len(ready), self.graphs)
-        asked = [self._asked(seq) for seq in ready]
-        if None not in asked:
-            return [self._fixed(seq, k or 0, widest) for seq, k in zip(ready, asked)]
-        planned = self.controller.reuse_plan([seq.id for seq in ready])
-        if planned is not None:
-            planned = [c if c.k <= self._room(s, widest) else NO_DRAFT for c, s in zip(planned, ready)]
-        else:
-            views = []
-            for s, k in zip(ready, asked):
-                offers = self._offers(s, widest) if k is None else ({}, 0)
-                nodes, unread = (self._nodes(s, widest), self._unread(s)) if k is None else (0, 0)
-                views.append(DraftContext(s.id, *offers, s.remaining, len(s.tokens), k is not None, nodes, unread))
-            planned = self.controller.plan(views)
-        return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
-
-    def _unread(self, seq: Seq) -> int:
-        return self.drafter.unread(seq.id, seq.tokens) if self.drafter is not None else 0
-
-    def _asked(self, seq: Seq) -> int | None:
-        """The K this request shall have; None: whatever is fastest."""
-        if not seq.request.drafter:
-            return 0
-        return seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
-
-    def _drafts_from_hidden(self, seq: Seq) -> bool:
-        """May a draft of this request start from the target's hidden states?"""
-        if self.drafter is None or self.drafter.starts_from == "tokens":
-            return False
-        return seq.request.drafter in (True, self.drafter.name) and self._asked(seq) != 0
-
-    def _fixed(self, seq: Seq, k: int, widest: int) -> DraftPlan:
-        if k == 0:
-            return NO_DRAFT
-        offers, _ = self._offers(seq, widest)
-        name = next((n for n in self.controller.drafters if offers.get(n)), None)
-        if name is None:
-            return NO_DRAFT
-        if name == "ngram":
-            return DraftPlan(name, min(k, offers[name]))
-        nodes = self._nodes(seq, widest) if self._tree(seq) is not None else 0
-        return DraftPlan(name, min(k, offers[name]), nodes=nodes if nodes > 1 else 0)
-
-    def _tree(self, seq: Seq) -> int | None:
-        """Most tokens of a tree of drafts that was asked for; None: whatever is fastest."""
-        return seq.request.tree if seq.request.tree is not None else self.spec.tree
-
-    def _nodes(self, seq: Seq, widest: int) -> int:
-        """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a
-        tree (the backend says), and where choosing is not coupled. What nobody asked for must also be fast (the
-        executor says) and pay: on a CPU second guesses bring 14 to 21 % where tokens are drawn, and nothing to greedy
-        decoding (docs/drafting.md); on a GPU rows cost little."""
-        asked, params = self._tree(seq), seq.request.params
-        if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
-            return 0
-        if asked is None:
-            pays = not params.processed if self.graphs else seq.temperature_only and params.temperature >= GREEDY_EPS
-            asked = AUTO_NODES if self.executors[0].trees and pays and seq.adapter is None else 0
-        return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
-
-    def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
-        """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found
-        again."""
-        offers: dict[str, int] = {}
-        room, match, asked = self._room(seq, widest), 0, seq.request.drafter
-        if asked and room > 0:
-            if (
-                self.drafter is not None
-                and seq.has_features
-                and seq.stats.drafter_off is None
-                and asked in (True, self.drafter.name)
-            ):
-                offers[self.drafter.name] = min(room, self.drafter.max_tokens)
-            if seq.ngram is not None:
-                match = seq.ngram.match()
-                if match:
-                    offers["ngram"] = room
-        return offers, match
-
-    def _copies(self, request: Request) -> bool:
-        """May copies of earlier text be drafted? A network's draft needs nothing from the host; a copy is as old as
-        what the host has seen. So beside a network in steps that are read one behind, copies are made only where they
-        were asked for by name."""
-        return request.drafter == "ngram" or (request.drafter is True and (self.drafter is None or not self.graphs))
-
-    def _room(self, seq: Seq, widest: int) -> int:
-        """Most tokens a draft may have: what may be emitted, what the context holds, and what keeps rows
-        independent."""
-        return min(
-            seq.remaining - 1 - (seq.num_inflight_tokens > 0),
-            self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1,
-            widest,
-            MAX_DRAFT,
-        )
 
     # ---- commit ---------------------------------------------------------------------------------------------------
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:

@@ -12,7 +12,7 @@ DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (branching)
 READING = 48  # unread tokens of the round by which reading is timed
 AUTO_NODES = (
-    MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
+    MAX_DRAFT  # most tokens of a tree where nobody said how many (DraftPolicy._nodes says where there are trees at all)
 )
 
 

@@ -90,7 +90,7 @@ def test_rows_are_cut_to_what_was_drafted(params: dict[str, Any]) -> None:
     want = run(tiny_engine(model=MODEL, names=()), asked)
     drafter, controller = Knows(want), Told("knows", 0.4, 0.3)
     engine = tiny_engine(drafter=drafter, model=MODEL, names=(), k=None)
-    engine.controller = controller
+    engine.policy.controller = controller
     rows: list[int] = []
     logits = engine.model.logits
     engine.model.logits = lambda hidden: (rows.append(hidden.shape[0]), logits(hidden))[1]
@@ -140,7 +140,7 @@ def test_beside_a_longer_copy_nothing_is_said_of_tokens_that_were_not_drafted() 
     want = run(tiny_engine(model=MODEL, names=()), asked)
     controller = Beside("knows")
     engine = tiny_engine(drafter=Whole(want), model=MODEL, k=None)
-    engine.controller = controller
+    engine.policy.controller = controller
     assert run(engine, asked) == want and engine.metrics.drafter_failures == 0
     told = [sure for _, _, sure in controller.observed if sure is not None]
     assert controller.copies and max(map(len, told)) == 2 and all(p == 0.5 for sure in told for p in sure)
