@@ -4,19 +4,15 @@ is needed."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from tests.parity.test_triton_attention import cache
 from tests.unit.ops import test_cuda_experts as experts
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 from outrider.ops.cuda import runtime
-from outrider.ops.triton import few_queries, moe_gemv_int8, w4a16_wgmma, wna16_gemv
-from outrider.ops.triton.attention_config import ReductionSpec
+from outrider.ops.triton import moe_gemv_int8, w4a16_wgmma, wna16_gemv
 from outrider.ops.triton.quant import Extras
-from outrider.types import AttnSpec
 
 pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
 
@@ -32,7 +28,7 @@ def test_few_rows(name: str) -> None:
     w = every_code()[name]
     gated = list(every_code()).index(name) % 2 == 0
     flags = wna16_gemv.flags_of(w, Extras(act="silu" if gated else "", gated=gated), 1 if gated else 8, 24)
-    chunk, code = wna16_gemv.WeightChunk.of(w), "Coded<VALUES, HALF, PER, LIFT, FACTOR>"
+    chunk, code = wna16_gemv.WeightChunk.of(w), "Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR>"
     check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
     assert compiles(f"{wna16_gemv.SOURCE.read_text()}\n{check}\n", "90", flags)
 
@@ -41,7 +37,7 @@ def test_few_rows(name: str) -> None:
 def test_more_rows(rows: int, form: str) -> None:
     """And a block takes as much of shared memory there as is asked for here."""
     w = {"group 32": weight, "group 128": lambda: weight(group=128), "Q4_K": lambda: every_code()["Q4_K"]}[form]()
-    groups, has_zero_point = 8 // w.per, w.lift is not None
+    groups, has_zero_point = 8 // w.per, w.zero_point is not None
     block = w4a16_wgmma.choose_block(rows, groups, has_zero_point, ROOM)
     assert block is not None
     check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"
@@ -57,13 +53,6 @@ def test_experts(rows: int) -> None:
     assert plan is not None and compiles(
         moe_gemv_int8.SOURCE.read_text(), "90", moe_gemv_int8.flags_of(plan, "gelu_tanh")
     )
-
-
-@pytest.mark.parametrize("heads,kv_heads,keys", [(4, 2, 64), (8, 1, 32)])
-def test_few_queries(heads: int, kv_heads: int, keys: int) -> None:
-    spec = AttnSpec(heads, kv_heads, 256, 0, True, window=100, scale=0.3)
-    flags = few_queries.flags_of(spec, cache(spec, [(5, 2)], 16, torch.bfloat16), ReductionSpec(keys, keys), None)
-    assert compiles(few_queries.SOURCE.read_text(), "90", flags)
 
 
 def test_what_does_not_compile_is_said() -> None:

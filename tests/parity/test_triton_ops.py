@@ -177,8 +177,8 @@ def test_tiles_that_are_cut_among_programs(
         GemmReduction(16, 16, splits, 2),
         dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {},
     )
-    monkeypatch.setattr(gemm, "processors_of", lambda device: 3)
-    monkeypatch.setattr(gemm, "DEALT_UNCUT", 0)
+    monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
+    monkeypatch.setattr(gemm, "STREAMK_MAX_WHOLE_TILES", 0)
     want = dense_gemm(x, w, ops.semaphores, tile=tile, shape=Rows(64, 16, 16, 2), **extra)
     for rows in (50, 30):
         for more in (16, 32):
@@ -194,7 +194,7 @@ def test_tiles_that_are_cut_among_programs(
 def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut ones need more shared memory than the stages of whole ones leave: on 114 sms 31B's qkv asked for more than
     there is."""
-    monkeypatch.setattr(gemm, "processors_of", lambda device: 78)
+    monkeypatch.setattr(gemm, "sm_count", lambda device: 78)
     x, w, seen = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,))
     )
@@ -209,10 +209,10 @@ def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.M
         tile=None,
         shape=None,
     )
-    monkeypatch.setattr(gemm, "fetchable", lambda t: True)
-    monkeypatch.setattr(gemm, "tiles_of", lambda t, rows, columns: t)
-    launch = gemm._call(x, w, seen, shared=gemm.SHARED, **rest)  # type: ignore[arg-type]
-    assert launch.kernel is gemm.dealt_kernel and launch.grid == (128,) and launch.options["CUT"] is False
+    monkeypatch.setattr(gemm, "tma_aligned", lambda t: True)
+    monkeypatch.setattr(gemm, "tile_descriptor", lambda t, rows, columns: t)
+    launch = gemm._call(x, w, seen, shared=gemm.MAX_SMEM, **rest)  # type: ignore[arg-type]
+    assert launch.kernel is gemm.streamk_kernel and launch.grid == (128,) and launch.options["CUT"] is False
 
 
 @pytest.mark.parametrize(
@@ -367,10 +367,10 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
     want, join = ops.dense_mlp(h, gate_up, down, "gelu_tanh")
     ops.pdl = True
     assert join() is True and not waits
-    assert CUDA or "aside" not in vars(ops)
+    assert CUDA or "side_stream" not in vars(ops)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
-    ops.__dict__["aside"] = twin, Stream("side")
+    ops.__dict__["side_stream"] = twin, Stream("side")
     ops.semaphores = SimpleNamespace(is_cuda=True, device=DEVICE)  # type: ignore[assignment]  # no counters: nothing runs here
     got, join = ops.dense_mlp(h[:SIDE_STREAM_ROWS], gate_up, down, "gelu_tanh")
     assert waits == [("side", "main")]

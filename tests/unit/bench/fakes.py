@@ -63,7 +63,7 @@ class FakeLLM:
     def __init__(self, ms=None, wrong=False):
         self.engine, self._ids = FakeEngine(ms or {0: 10.0, 3: 5.0, 4: 8.0}, wrong), itertools.count()
 
-    def asked(self, text):
+    def encode_chat(self, text):
         return [len(word) for word in text.split()] or [1]
 
     def requests(self, ids, params, draft_tokens, drafter, tree=None):

@@ -32,7 +32,7 @@ def refused(raw: dict[str, Any], kind: type = ModelConfig) -> str:
 
 def test_unknown_model_type_names_the_known_ones() -> None:
     message = refused({"model_type": "mamba", "hidden_size": 8})
-    assert "'mamba'" in message and "gemma4" in message and "llama" in message
+    assert "'mamba'" in message and "Gemma 4" in message and "Llama" in message
 
 
 def test_a_config_without_model_type() -> None:

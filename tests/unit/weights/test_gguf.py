@@ -77,7 +77,7 @@ class PackingOps(ReferenceOps):
     def __init__(self) -> None:
         self.dense = 0
 
-    def hold(self, parts: Sequence[Weight], device: Any) -> Any:
+    def pack_weights(self, parts: Sequence[Weight], device: Any) -> Any:
         return None if parts[0].format.name == "Q8_0" else list(parts)
 
     def prepare(self, x: Tensor) -> Tensor:
