@@ -53,7 +53,7 @@ class Replica:
 
     @property
     def healthy(self) -> bool:
-        return bool(self._server.shelf.healthy)
+        return bool(self._server.pool.healthy)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.name, self.healthy, self._server.admission.in_flight, self._server.metrics.text().decode())
