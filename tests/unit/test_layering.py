@@ -18,7 +18,7 @@ ALLOWED = {
     "prompts": set(),
     "ops": set(),
     "models": {"ops"},
-    "weights": {"models.config", "models.builtin_configs", "models.split", "ops"},
+    "weights": {"models.config", "models.builtin_configs", "models.split", "models.vision_config", "ops"},
     "cache": {"models.config", "ops.cpu.memory"},
     "spec": {"cache.store", "models", "weights", "ops"},
     "engine": {"spec", "cache", "models", "ops"},
@@ -47,7 +47,7 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "prompts",
-    "models/config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
+    "models/config", "models/vision_config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics",

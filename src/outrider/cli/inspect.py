@@ -16,6 +16,7 @@ from ..bench.predict import machine
 from ..config import LoadSettings
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import context_that_fits, drafter_size, model_size, report
+from ..models.vision_config import VisionConfig
 from ..types import OutriderError
 from . import common
 from .common import out
@@ -138,11 +139,14 @@ def inspect(
     data["rounded_activations"] = rounded_activations(files.config)
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
+    vision = VisionConfig.from_hf(files.config) if files.gguf is None else None
+    data["vision_bytes"] = 0 if vision is None else vision.nbytes()
     beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
     if small is not None:
         data["drafter"], beside = draft_model(files, small, data["bytes_per_token"], bits)
     if gpu is not None:
-        data["gpu"] = on_card(gpu, config, total if bits is not None else kept.gpu, beside, kv_item)
+        seen = beside + data["vision_bytes"]
+        data["gpu"] = on_card(gpu, config, total if bits is not None else kept.gpu, seen, kv_item)
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
     if quality or (quantize is not None and gpu is None):
@@ -284,6 +288,10 @@ def show(data: ForeignDict) -> None:
         facts.add_row(
             "weights",
             f"{amount(data['bytes'], 'B')}: " + ", ".join(f"{amount(n, 'B')} {name}" for name, n in kinds.items()),
+        )
+    if data["vision_bytes"]:
+        facts.add_row(
+            "vision", f"{amount(data['vision_bytes'], 'B')} in 16 bits for images (--no-vision leaves it out)"
         )
     if data["mmproj"]:
         facts.add_row("projector", f"{data['mmproj']} (mmproj, next to the model)")
