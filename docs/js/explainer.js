@@ -63,6 +63,18 @@ function drawCycle({ k, a, draft, row }, alone) {
   return frame(600, 280, `Speed-up by K when a drafted token is right with chance ${a}`, axes + ticks + plain + line(curve, `stroke="${ink.main}" stroke-width="2.5"`) + dot, alone);
 }
 
+function drawSteps({ step }, alone) {
+  const drafts = ["blue", "because", "of", "rain"], chosen = ["blue", "because", "of", "sunlight"], x = (i) => 120 + i * 115;
+  let body = text(10, 40, "text so far") + box(120, 18, 330, 34, "The sky is") + text(10, 98, "drafter") + text(10, 158, "target") + text(10, 218, "kept");
+  for (let i = 0; i < 4; i++) {
+    const right = drafts[i] === chosen[i];
+    if (step > 0) body += box(x(i), 76, 100, 34, drafts[i], step > 1 && !right ? `stroke="${ink.bad}"` : 'stroke-dasharray="4 3"');
+    if (step > 1) body += box(x(i), 136, 100, 34, chosen[i], `stroke="${ink.main}"`) + text(x(i) + 50, 128, right ? "=" : "≠", mid);
+    if (step > 2) body += box(x(i), 196, 100, 34, chosen[i], `stroke="${right ? ink.good : ink.main}" stroke-width="2.5"`);
+  }
+  return frame(600, 240, "A cycle step by step: four drafted tokens, the target's choices, three accepted and one corrected", body, alone);
+}
+
 function drawExperts({ rows }, alone) {
   const x = (r) => 50 + (Math.log2(r) / 6) * 510, y = (n) => 230 - (n / 128) * 195;
   const all = Array.from({ length: 64 }, (_, r) => r + 1);
@@ -112,7 +124,14 @@ function drawBlock(_, alone) {
 // ---- the page
 
 const percent = (v) => `${Math.round(v * 100)} %`;
+const STEPS = [
+  "Before the cycle: only the text so far is known.",
+  "Draft: a small network proposes four tokens, one after the other.",
+  "Verify: one pass of the target gives its own choice at every position.",
+  "Accept: three drafted tokens equal the target's choice; the fourth is replaced by the target's own. Four tokens from one pass.",
+];
 const FIGURES = {
+  steps: { draw: drawSteps, start: { step: 3 }, sliders: [["step", "step", 0, 3, 1]], says: ({ step }) => STEPS[step] },
   roofline: {
     draw: drawRoofline, start: { rows: 1, bits: 16 },
     sliders: [["rows", "rows in one pass", 1, 512, 1], ["bits", "bits per weight", 4, 16, 4]],

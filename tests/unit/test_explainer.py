@@ -51,6 +51,6 @@ def test_images_are_what_the_script_draws() -> None:
 def test_page_has_a_fallback_for_every_figure_and_nothing_is_fetched() -> None:
     page = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
     figures = re.findall(r'<div data-figure="(\w+)"><img src="([^"]+)" alt="([^"]{20,})"></div>', page)
-    assert len(figures) == page.count("data-figure=") == 7
+    assert len(figures) == page.count("data-figure=") == 8
     assert all(source == f"images/explain-{name}.svg" for name, source, _ in figures)
     assert not re.search(r"https?://(?!www\.w3\.org)|fetch\(|import\(|localStorage", SCRIPT.read_text(encoding="utf-8"))
