@@ -67,7 +67,7 @@ class ImageEncoder:
     def encode(self, image: object) -> EncodedImage:
         """A path, the bytes of a file, a data URL, a PIL image or an array [h, w, 3 or 4 or nothing] of uint8."""
         made = np.ascontiguousarray(self._pixels(image))
-        digest = hashlib.blake2b(made, digest_size=16, salt=VERSION)
+        digest = hashlib.blake2b(made.tobytes(), digest_size=16, salt=VERSION)
         digest.update(str(made.shape).encode())
         key = digest.digest()
         with self._lock:  # one image at a time: its bits depend on no other

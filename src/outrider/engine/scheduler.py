@@ -109,9 +109,9 @@ class Scheduler:
             start, count = self._next_chunk(seq)
             if beside:
                 count = min(count, self.prefill_with_decodes // 2 if len(waiting) > 1 and not batch.prompts else budget)
-            whole = seq.request.images and seq.chunk_end(start, start + count) - start
-            count = whole or count
-            if count <= 0 or (count > budget and batch.prompts and not whole):
+            planned, count = count, seq.chunk_end(start, start + count) - start
+            unbroken = count > planned  # an image that may not be cut: the budget gives way, or it would never run
+            if count <= 0 or (count > budget and batch.prompts and not unbroken):
                 continue
             if self._reserve(seq, start + count):
                 ends = start + count == len(seq.tokens) - 1

@@ -1,7 +1,7 @@
 """Anthropic's Messages API, as a translation: a body becomes a chat request of ours, our answer becomes a message.
 
 Text, images, tools, tool results, prefill, stop sequences, thinking, structured output, streaming, counting tokens.
-Other documents are refused, and so are tools that Anthropic's servers would run.
+Documents are refused, and so are tools that Anthropic's servers would run.
 """
 
 from __future__ import annotations

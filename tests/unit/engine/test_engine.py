@@ -155,7 +155,9 @@ class CountingCache:
     def restoring(self, tokens: object, granularity: int, root: bytes) -> Iterator[None]:
         return iter(())
 
-    def open(self, tokens: object, granularity: int, reuse: bool = True, root: bytes = b"") -> tuple[Counted, int]:
+    def open(
+        self, tokens: object, granularity: int, reuse: bool = True, root: bytes = b"", unbroken: object = None
+    ) -> tuple[Counted, int]:
         self.free_slots -= 1
         return Counted(self.free_slots), 0
 
