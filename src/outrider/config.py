@@ -107,7 +107,7 @@ class LoadSettings:
     drafter: Annotated[
         str,
         "Who guesses: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
-        "a folder or id of an MTP drafter or Medusa heads | draft:MODEL (a small model).",
+        "a folder or id of an MTP, DFlash, DSpark or EAGLE-3 drafter or Medusa heads | draft:MODEL (a small model).",
     ] = "auto"
     draft_tokens: Annotated[
         int | str | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..bench.predict import machine
 from ..config import LoadSettings
+from ..models.block_config import BlockConfig, is_block
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import context_that_fits, drafter_size, model_size, report
 from ..models.vision_config import VisionConfig
@@ -64,7 +65,10 @@ def show_cpu(asked: bool) -> None:
 def inspect(
     model: common.Model,
     drafter: Annotated[
-        str | None, typer.Option(help="Does this MTP drafter, or draft:MODEL, fit, and what does a step cost?")
+        str | None,
+        typer.Option(
+            help="Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL) fit, and what does a step cost?"
+        ),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of context for which FLOP a byte is reckoned.")] = 1024,
     bits: Annotated[
@@ -125,7 +129,9 @@ def inspect(
     files, config, kept = read(model, quantize if gpu is not None else None)
     size, total = per_weight(config, kept), kept.total
     small = drafter[6:] if drafter is not None and drafter.startswith("draft:") else None
-    helper, helper_size = read_drafter(drafter) if drafter is not None and small is None else (None, 2.0)
+    named = drafter_files(drafter) if drafter is not None and small is None else None
+    block = named if named is not None and is_block(named.config) else None
+    helper, helper_size = read_drafter(drafter) if drafter is not None and small is block is None else (None, 2.0)
     if bits is not None:
         size = helper_size = bits / 8
         total = model_size(config).total * size
@@ -144,6 +150,8 @@ def inspect(
     beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
     if small is not None:
         data["drafter"], beside = draft_model(files, small, data["bytes_per_token"], bits)
+    if block is not None:
+        data["drafter"], beside = block_drafter(block, config, data["bytes_per_token"], bits, kv_item)
     if gpu is not None:
         seen = beside + data["vision_bytes"]
         data["gpu"] = on_card(gpu, config, total if bits is not None else kept.gpu, seen, kv_item)
@@ -218,12 +226,54 @@ def draft_model(target: Files, name: str, target_token: float, bits: float | Non
     return about, total
 
 
+def block_drafter(
+    files: Files, target: ModelConfig, target_token: float, bits: float | None, kv_item: float
+) -> tuple[ForeignDict, float]:
+    """What `show` says of a DFlash, DSpark or EAGLE-3 drafter, and the bytes of its weights. A step is one draft of all
+    its tokens; EAGLE-3's is one token. The target's head is read as well where the drafter has none."""
+    from ..spec.block_load import block_bytes
+    from ..weights.load import translate
+
+    config = translate(BlockConfig.from_hf, files)
+    reason = config.misfit(target)
+    config = replace(config, taps=config.tapped(target))
+    parameters, total = block_bytes(files, config)
+    total = total if bits is None else parameters * bits / 8
+    attn = [layer.attn for layer in config.layers]
+    kv_bytes = sum(2 * spec.kv_heads * spec.head_dim * kv_item for spec in attn)
+    about = {
+        "model_type": config.kind,
+        "layout": config.layout,
+        "fits": reason is None,
+        "reason": reason,
+        "parameters": parameters,
+        "bytes_per_step": round(total),
+        "share_of_target": round(total / target_token, 4),
+        "reads": [],
+        "taps": list(config.taps or ()),
+        "block": config.block,
+        "layers": len(config.layers),
+        "kv_bytes_per_token": round(kv_bytes),
+        "clusters": 0,
+        "clusters_scored": 0,
+        "draft_tokens": config.max_tokens,
+    }
+    return about, total
+
+
+def drafter_files(name: str) -> Files:
+    from ..weights import hub
+
+    return hub.resolve(name, "drafter", weights=False)
+
+
 def read_drafter(name: str) -> tuple[DrafterConfig, float]:
     """A drafter's configuration and the bytes of a weight, on average."""
-    from ..weights import hub
     from ..weights.sizes import stored_size
 
-    files = hub.resolve(name, "drafter", weights=False)
+    files = drafter_files(name)
+    if is_block(files.config):
+        raise OutriderError(f"{name}: predictions know MTP drafters only; --drafter none predicts plain decoding")
     config = DrafterConfig.from_hf(files.config)
     return config, stored_size(files, config).mean
 
@@ -283,6 +333,14 @@ def show(data: ForeignDict) -> None:
             f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
             f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}",
         )
+        if "taps" in drafter:
+            facts.add_row(
+                "",
+                f"{drafter['model_type']} ({drafter['layout']}), {drafter['layers']} layers, up to"
+                f" {drafter['draft_tokens']} tokens a draft; reads the target after layers"
+                f" {', '.join(map(str, drafter['taps']))}; its own K/V take"
+                f" {amount(drafter['kv_bytes_per_token'], 'B')} a token",
+            )
     kinds = {name: nbytes for name, nbytes in data.get("formats", {}).items() if nbytes >= 0.001 * data["bytes"]}
     if len(kinds) > 1 or (kinds and "dense" not in kinds):
         facts.add_row(

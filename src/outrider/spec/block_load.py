@@ -193,11 +193,12 @@ def dummy_block(config: BlockConfig, target: TextModel, dtype: torch.dtype, seed
     return weights
 
 
-def block_bytes(files: Files, config: BlockConfig) -> float:
-    """Bytes of the weights: as the files' headers say, or by the configuration where there are no files yet."""
-    how, item, total = recipe(files.config, files.name), item_bytes(files.config), 0.0
+def block_bytes(files: Files, config: BlockConfig) -> tuple[int, float]:
+    """Parameters, and the bytes of the weights, by the configuration alone."""
+    how, item, total, parameters = recipe(files.config, files.name), item_bytes(files.config), 0.0, 0
     for plan in block_plan(config, ()).values():
         for source, shape in zip(plan.sources, plan.source_shapes, strict=True):
             stored = how(source.removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
             total += stored.format.nbytes(shape) if stored is not None else prod(shape) * item
-    return total
+            parameters += prod(shape)
+    return parameters, total

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 from tests import quantised, tiny
+from tests.block_drafters import LAYOUTS
 from typer.testing import CliRunner
 
 from outrider.bench.predict import machine
@@ -25,6 +26,19 @@ def call(*words: str) -> str:
         raise done.exception
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def test_a_block_drafter_by_its_config_alone(tmp_path: Path) -> None:
+    """Kind, layers it reads, memory and whether it fits; of one for another model the reason."""
+    tiny._config("gemma4_moe").save_pretrained(tmp_path / "t")
+    for name, changes in (("d", {"vocab_size": 288}), ("other", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**LAYOUTS["z-lab"], **changes}))
+    data = json.loads(call(str(tmp_path / "t"), "--drafter", str(tmp_path / "d"), "--json"))["drafter"]
+    assert data["fits"] and data["model_type"] == "dflash" and data["taps"] == [0, 1] and data["draft_tokens"] == 5
+    assert data["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2 and data["parameters"] > 0
+    shown = " ".join(call(str(tmp_path / "t"), "--drafter", str(tmp_path / "other")).split())
+    assert "does not fit" in shown and "vocabulary has 64 tokens" in shown and "after layers 0, 1" in shown
 
 
 def test_json_from_a_config_alone(tmp_path: Path) -> None:

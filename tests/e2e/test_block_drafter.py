@@ -1,0 +1,55 @@
+"""A block drafter from a folder, as a user has it: `LLM.load(model, drafter=FOLDER)` on the CPU kernels and on the
+reference ones; the text is that of plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import tiny
+from tests.block_drafters import LAYOUTS, tensors, write
+
+from outrider.llm import LLM
+from outrider.types import OutriderError, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_target("gemma4_e2b", tmp_path_factory.mktemp("target"))
+
+
+def folder(path: Path, layout: str) -> Path:
+    raw = {**LAYOUTS[layout], "vocab_size": 288}
+    if "transformer_layer_config" in raw:
+        raw["transformer_layer_config"] = {**raw["transformer_layer_config"], "vocab_size": 288}
+    return write(path, raw, tensors(raw))
+
+
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@pytest.mark.parametrize("layout", ["z-lab", "dspark", "speculators-eagle3"])
+def test_loaded_and_run(model: Path, tmp_path: Path, layout: str, ops: str) -> None:
+    plain = LLM.load(str(model), drafter="none", ops=ops, max_context=256)
+    drafted = LLM.load(str(model), drafter=str(folder(tmp_path, layout)), draft_tokens=4, ops=ops, max_context=256)
+    kind = "eagle3" if "eagle" in layout else "dflash" if layout == "z-lab" else layout
+    assert drafted.drafter_note.startswith(f"drafter: {kind} ")
+    for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9, seed=3)):
+        want, got = (llm.generate(["Hello there", "a b a b a b"], params) for llm in (plain, drafted))
+        assert [c.token_ids for c in got] == [c.token_ids for c in want]
+        assert all(c.stats.drafted and c.stats.drafter_off is None for c in got)
+    with pytest.raises(OutriderError, match="drafter must be"):
+        drafted.generate("x", drafter="oracle")
+    assert drafted.generate("x", SamplingParams(max_tokens=3), drafter=kind)[0].stats.drafted
+
+
+def test_the_controller_chooses_k(model: Path, tmp_path: Path) -> None:
+    drafted = LLM.load(str(model), drafter=str(folder(tmp_path, "dspark")), ops="reference", max_context=256)
+    plain = LLM.load(str(model), drafter="none", ops="reference", max_context=256)
+    params = SamplingParams(max_tokens=32)
+    assert drafted.generate("Hello", params)[0].text == plain.generate("Hello", params)[0].text
+
+
+def test_a_mismatch_is_one_line(model: Path, tmp_path: Path) -> None:
+    wrong = write(tmp_path, LAYOUTS["z-lab"], tensors(LAYOUTS["z-lab"]))
+    with pytest.raises(OutriderError, match="vocabulary has 64 tokens, the target's 288") as caught:
+        LLM.load(str(model), drafter=str(wrong))
+    assert "\n" not in str(caught.value)
