@@ -30,7 +30,7 @@ class Context(Drafter):
     def at(self, kv: KVView, row_seq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return kv.tables["full"][row_seq, positions // kv.page_size].long(), positions % kv.page_size
 
-    def extend(self, streams: tuple[Tensor, ...], kv: KVView) -> None:
+    def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
         page, slot = self.at(kv, kv.row_seq, kv.positions)
         kv.keys[self.layer][page, 0, slot] = streams[0]
 
