@@ -194,7 +194,7 @@ def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.Mon
 
     ops = TritonOps(DEVICE, pdl=False)
     dense = rand(3, 40, 160, seed=3, scale=0.05).to(DEVICE, torch.bfloat16)
-    format = next(f for f in quant_ops.MODES[mode] if f.border() <= 1 or 160 % f.border() == 0)
+    format = next(f for f in quant_ops.MODES[mode] if f.alignment() <= 1 or 160 % f.alignment() == 0)
     whole = hold_experts(format.quantise(dense))
     monkeypatch.setattr(quant_moe, "SLICE", 64 * 160)
     held = ops.quantize(dense, mode)
