@@ -96,3 +96,17 @@ def test_a_quantised_base_gets_the_same_change(quantize: str, tmp_path: Path) ->
             assert (adapted.linear(x, weights[name]) - want).abs().max().item() <= 1e-4
             changed += len(plan.sources)
     assert changed == len(updates) == 7 * len(config.layers)
+
+
+def test_modules_of_a_vision_tower_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An adapter of all linear modules holds the towers' too: text has peft's logits without them."""
+    reference = tiny.target("gemma3_4b")
+    model = loaded(tiny.write(reference, tmp_path / "base", tokenizer=False), ReferenceOps())
+    adapted = peft_model(reference, tmp_path / "adapter", target_modules=r".*\.[qkv]_proj")
+    with torch.no_grad():
+        theirs = adapted(IDS[0][None]).logits[0]
+    adapter = load_adapter("a", tmp_path / "adapter", model.config, model.ops, model.dtype, model.device)
+    assert "3 modules of the vision or audio tower are not applied" in caplog.text
+    assert (logits_of(model, [adapter, None])[0] - theirs).abs().max().item() <= 1e-4

@@ -137,19 +137,21 @@ class AdaptedOps:
         """The backend's operation for rows whose dense MLP is not changed, and its parts one by one for the others."""
         base, rows = self.base, self.touched(h, mlp_gate_up, mlp_down)
         experts = (router, expert_scale, gate_up, down, top_k, act)
-        ends = (out_w, scale, next_w, eps)
+        ends = (out_w, scale, next_w)
         norms = (dense_w, post_w)
         if rows is None:
-            return base.moe_with_shared_mlp(router_in, x, *experts, h, mlp_gate_up, mlp_down, *norms, stream, *ends)
+            return base.moe_with_shared_mlp(
+                router_in, x, *experts, h, mlp_gate_up, mlp_down, *norms, stream, *ends, eps
+            )
         dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
         routed = base.moe(router_in, x, *experts)
         y = base.residual_norm(base.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
-        out = base.residual_norm(stream, y, *ends)
+        out = base.residual_norm(stream, y, *ends, eps)
         if rows.shape[0] < x.shape[0]:
             kept = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
             kept[rows] = False
             few = base.moe_with_shared_mlp(
-                router_in[kept], x[kept], *experts, h[kept], mlp_gate_up, mlp_down, *norms, stream[kept], *ends
+                router_in[kept], x[kept], *experts, h[kept], mlp_gate_up, mlp_down, *norms, stream[kept], *ends, eps
             )
             for whole, part in zip(out, few):
                 whole[kept] = part

@@ -170,7 +170,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         updates[source] = Update(a, b, scale)
     if skipped:
-        log.info("%s: %d modules outside the text model are not used", folder.name, skipped)
+        log.warning("%s: %d modules of the vision or audio tower are not applied", folder.name, skipped)
     _check_complete(folder, settings, updates, sources)
     return LoraFile(str(folder), updates)
 
