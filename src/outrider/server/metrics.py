@@ -102,9 +102,10 @@ class _EngineCollector:
         }
         for name, (value, text) in totals.items():
             yield CounterMetricFamily(f"outrider_{name}", text, value=value)
-        for name, by_adapter in (("drafted", m.drafted_by_adapter), ("accepted", m.accepted_by_adapter)):
-            text = f"Tokens {name} for requests with a LoRA adapter."
-            family = CounterMetricFamily(f"outrider_adapter_{name}", text, labels=["adapter"])
+        by_name = (("adapter_drafted", m.drafted_by_adapter), ("adapter_accepted", m.accepted_by_adapter))
+        for name, by_adapter in by_name:
+            text = f"Tokens {name.removeprefix('adapter_')} for requests with a LoRA adapter."
+            family = CounterMetricFamily(f"outrider_{name}", text, labels=["adapter"])
             for adapter, count in list(by_adapter.items()):
                 family.add_metric([adapter], count)
             yield family
