@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
@@ -316,6 +317,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr and "--quiet" not in command  # which hides a dead anchor
+    heavy = [p.name for p in (tmp_path / "site").rglob("*.html") if p.stat().st_size > 300_000]
+    assert not heavy, f"over 300 KB: {heavy}"
+    searched = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    places = {entry["location"].partition("#")[0] for entry in searched}
+    assert "how-it-works.html" in places
+    assert not {p for p in places if p.startswith(("lab/", "history/", "changelog"))}, "records are not searched"
     cli = (tmp_path / "site" / "reference" / "cli.html").read_text()
     assert f"Outrider {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}" in cli
     assert "outrider doctor" in cli and "outrider batch" in cli and "--max-concurrent" in cli
