@@ -60,6 +60,19 @@ def test_alone_in_a_batch_and_with_drafts(folders: tuple[Path, Path], ops: str, 
     llm.close()
 
 
+def test_captured_steps_read_one_behind(folders: tuple[Path, Path]) -> None:
+    """Decoding as graphs (on a CPU the captured function itself): prompts of images run in passes of their own."""
+    params = SamplingParams(temperature=0.9, max_tokens=16, seed=5, ignore_eos=True)
+    plain = load(folders, "cpu")
+    alone = [plain.generate(prompt, params, drafter=False)[0].token_ids for prompt in prompts()]
+    plain.close()
+    captured = load(folders, "cpu", graphs=True, draft_tokens=4)
+    assert captured.engine.executors[0].name == "graphs"
+    assert [answer.token_ids for answer in captured.generate(prompts(), params)] == alone
+    captured.engine.check()
+    captured.close()
+
+
 def test_preempted_and_cut(folders: tuple[Path, Path]) -> None:
     """With few pages sequences give theirs up and are computed again; with a small chunk an image is longer than it."""
     params = SamplingParams(max_tokens=32, seed=3, ignore_eos=True)

@@ -52,6 +52,10 @@ class ImageDecoder:
         return np.frombuffer(body, np.uint8).reshape(height, width, 3)
 
     def close(self) -> None:
+        """Who waits for an image is told that it was refused."""
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
             self._end()
 

@@ -41,3 +41,5 @@ class LoadedModel:
         self.tokenizer_process.close()
         self.backend.tokenizer.render_elsewhere = None
         self.template.close()
+        if not isinstance(self.backend.vision, str):
+            self.backend.vision.close()
