@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
-from .config import GEMMA4_ROPE, Foreign, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _rope
+from .config import GEMMA4_ROPE, Foreign, ForeignDict, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _rope
 
 Kind = Literal["dflash", "dflash2", "dspark", "eagle3"]
 Markov = Literal["vanilla", "gated", "rnn"]
@@ -275,7 +275,7 @@ def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign,
     return (False,) * len(sliding) if kind == "dspark" else sliding
 
 
-def _common(raw: Foreign, body: Foreign, gemma: bool) -> dict[str, object]:
+def _common(raw: Foreign, body: Foreign, gemma: bool) -> ForeignDict:
     vocab, hidden = _field(body, "vocab_size", int), _field(body, "hidden_size", int)
     draft_vocab = raw.get("draft_vocab_size")
     default_act = "gelu_pytorch_tanh" if gemma else "silu"
@@ -319,7 +319,7 @@ def _block(kind: Kind, layout: Layout, raw: Foreign, body: Foreign, extra: Forei
         softcap=_softcap(extra.get("final_logit_softcapping")),
         **_common(raw, body, gemma),
         **own_scale,
-    )  # type: ignore[arg-type]
+    )
     return _with_heads(made, extra)
 
 
@@ -337,13 +337,15 @@ def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
     if config.kind != "dspark":
         return config
     rank, named = int(extra.get("markov_rank", 256)), extra.get("markov_head_type") or "vanilla"
-    if rank < 0 or named not in ("vanilla", "gated", "rnn"):
+    heads: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
+    head = next((h for h in heads if h == named), None)
+    if rank < 0 or head is None:
         raise OutriderError(f"config.json: markov_rank {rank} with markov_head_type {named!r} is not supported")
     sure = bool(extra.get("enable_confidence_head", config.layout != "deepseek"))
     reads = bool(extra.get("confidence_head_with_markov", rank > 0))
     if sure and reads and not rank:
         raise OutriderError("config.json: confidence_head_with_markov needs a markov_rank above 0")
-    return replace(config, markov_rank=rank, markov=named, confidence=sure, confidence_reads_markov=sure and reads)
+    return replace(config, markov_rank=rank, markov=head, confidence=sure, confidence_reads_markov=sure and reads)
 
 
 def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
@@ -373,4 +375,4 @@ def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
         fc_norms=bool(raw.get("fc_norm", False)),
         norm_output=bool(raw.get("norm_output", False)),
         **_common(raw, body, gemma),
-    )  # type: ignore[arg-type]
+    )

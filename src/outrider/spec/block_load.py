@@ -46,7 +46,7 @@ UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.
 def load_block(
     files: Files, target: TextModel, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
 ) -> BlockNet:
-    config = translate(BlockConfig.from_hf, files).bound(target.config)  # type: ignore[type-var]
+    config = translate(BlockConfig.from_hf, files).bound(target.config)
     if target.together.tp.world > 1:
         raise OutriderError(f"{files.name}: {config.kind} drafters run in one process only: leave out tensor_parallel")
     if load_format == "dummy":

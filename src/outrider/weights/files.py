@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ..models.config import (
-    ASSISTANT_TYPES,
-    OWN_DRAFTER_TYPES,
-    DrafterConfig,
-    ForeignDict,
-    ModelConfig,
-    supported,
-    text_part,
-)
+from ..models.config import ASSISTANT_TYPES, OWN_DRAFTER_TYPES, ForeignDict, ModelConfig, supported, text_part
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
 from .gguf_text import RANGES, advised
@@ -26,7 +18,7 @@ from .source import TensorSource
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-C = TypeVar("C", ModelConfig, DrafterConfig)
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
