@@ -88,7 +88,9 @@ class EngineConfig:
 class SpecConfig:
     draft_tokens: int | None = None  # None: the controller chooses K every cycle
     verify: Verify = "coupled"
-    tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are lines; None: where it pays (DraftPolicy._nodes)
+    tree: int | None = (
+        None  # most tokens of a tree of drafts; 0: drafts are lines; None: where it pays (DraftPolicy._nodes)
+    )
 
     def __post_init__(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:

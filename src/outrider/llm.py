@@ -277,7 +277,9 @@ class LLM:
         """{"text": ..., "images": [...]}: images stand where the text has `<|image|>`, or before it."""
         unknown = set(prompt) - {"text", "images"}
         if unknown or not isinstance(prompt.get("text"), str | list):
-            raise OutriderError("a prompt with images is {'text': ..., 'images': [...]}, and nothing else")
+            raise OutriderError(
+                "a prompt with images is {'text': ..., 'images': [...]}, and nothing else (conversations: LLM.chat)"
+            )
         ids, images = self._encode(prompt["text"]), list(prompt.get("images") or ())
         if not images:
             return ids

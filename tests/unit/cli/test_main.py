@@ -66,10 +66,10 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["demo", "m", "--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
         (["cluster-head", "d", "--out", "o", "--clusters", "0"], "--clusters must be at least 1, got 0"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--lr", "nan"], "--lr must be above 0, got nan"),
-        (["train", "--target", "m", "--data", "d", "--out", "o", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["train", "--target", "m", "--data", "d", "--out", "o", "--limit", "0"], "at least 1, got 0"),
         (
             ["train", "--target", "m", "--data", "d", "--out", "o", "--temperature", "-1"],
-            "--temperature must be in [0, 100], got -1",
+            "the key temperature of a recipe",
         ),
     ],
 )
