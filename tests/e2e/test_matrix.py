@@ -195,7 +195,7 @@ def inspect(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeyp
 
 def train(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('layers = 1\nunroll = 2\nheldout = 2\nslots = 4\nanchors = 64\ndtype = "float32"\n')
+    recipe.write_text('layers = 1\nunroll = 2\nheldout = 2\nslots = 4\nbatch_anchors = 64\ndtype = "float32"\n')
     code, _, err = outrider(
         *("train", "--target", place.model(kind), "--data", place.prompts, "--out", tmp_path / "run"),
         *("--steps", 2, "--max-new", 8, "--recipe", recipe, "--json"),
