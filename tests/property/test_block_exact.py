@@ -20,7 +20,7 @@ from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.step import Request
 from outrider.spec.block import BlockDrafter, read_rows
 from outrider.spec.drafter import DraftBatch
-from outrider.types import Draft
+from outrider.types import Draft, DraftPlan
 
 MODELS = {name: tiny_model(name) for name in ("llama", "mistral", "dense", "edge")}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5, 8, 8, 9, 21]
@@ -147,6 +147,34 @@ def test_other_verifiers_keep_greedy_texts(folder: Path, layout: str, verify: st
     jobs = [request("a", PROMPT, k=4), request("b", PROMPT[4:], k=3, temperature=1.0, seed=3)]
     assert run(engine, jobs)["a"] == plain("llama", jobs[:1])["a"]
     assert engine.metrics.drafted > 0 and engine.metrics.drafter_failures == 0
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_confidence_ends_drafts(folder: Path, layout: str) -> None:
+    """Trust in no confidence: a token that falls below `drop` is left out, one below `stop` is the last; trust in all:
+    drafts go on to the end."""
+
+    class Ended(BlockDrafter):
+        trusted, plan, lengths = 0.0, DraftPlan("", 4), set[int]()
+
+        def propose(self, batch: DraftBatch, k: int) -> Draft:
+            batch.plans, batch.trust = [self.plan] * len(batch.ids), [self.trusted] * 16
+            made = super().propose(batch, k)
+            self.lengths.update(made.lengths.tolist())
+            assert bool(((made.confidence >= 0) & (made.confidence <= 1)).all())
+            return made
+
+    want = plain("llama", [request("a", PROMPT, max_tokens=8)])
+    for trusted, plan, length in (
+        (0.1, DraftPlan("", 4, drop=0.5), 0),
+        (0.1, DraftPlan("", 4, stop=0.5), 1),
+        (1.0, DraftPlan("", 4, stop=0.5, drop=0.2), 4),
+    ):
+        made = Ended(drafter(folder / layout, layout, MODELS["llama"]).block)
+        made.trusted, made.plan, made.lengths = trusted, plan, set()
+        engine = tiny_engine("llama", made, names=(), model=MODELS["llama"])
+        assert run(engine, [request("a", PROMPT, k=4, max_tokens=8)]) == want
+        assert engine.metrics.drafter_failures == 0 and max(made.lengths) == length
 
 
 def test_a_request_for_a_tree_gets_a_chain(folder: Path) -> None:

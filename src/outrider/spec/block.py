@@ -124,13 +124,14 @@ class BlockDrafter(Drafter):
             else:  # the drafter's own probability of the token it chose
                 place = token if ids is None else (ids == token[:, None]).int().argmax(1)
                 confidence[:, j] = batch.sampling.likely(logits, place)
-            if batch.trust is None or batch.stop is None or batch.drop is None:
+            if batch.trust is None or batch.plans is None:
                 return False
             for b, p in enumerate(confidence[:, j].tolist()):
                 if live[b]:
                     path[b] *= batch.trust[min(BINS - 1, int(p * BINS))]
-                    live[b] = path[b] >= max(batch.stop[b], batch.drop[b])
-                    lengths[b] = wide if live[b] else j if path[b] < batch.drop[b] else j + 1
+                    plan = batch.plans[b]
+                    live[b] = path[b] >= max(plan.stop, plan.drop)
+                    lengths[b] = wide if live[b] else j if path[b] < plan.drop else j + 1
             return not any(live)
 
         def scored(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
