@@ -245,8 +245,8 @@ class LLM:
         listed = list(messages)
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in listed):
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
-        listed, images = take_images(listed)
-        ids = self._tokenizer().chat(listed, tools)
+        texts, images = take_images(listed)
+        ids = self._tokenizer().chat(texts, tools)
         return self.images().expand(ids, images) if images else ids
 
     def encode_chat(self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = ()) -> list[int]:

@@ -91,8 +91,8 @@ class VisionModel:
         v = rms_norm(self._heads(here + "self_attn.v_proj", h, config.kv_heads), None, eps)
         q, k = rotate(norm(q, "self_attn.q_norm"), cos, sin), rotate(norm(k, "self_attn.k_norm"), cos, sin)
         group = config.heads // config.kv_heads
-        k, v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
-        mixed = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), scale=1.0)[0]
+        q, k, v = (t.repeat_interleave(n, 1).transpose(0, 1)[None] for t, n in ((q, 1), (k, group), (v, group)))
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=1.0)[0]
         attended = self._linear(here + "self_attn.o_proj", mixed.transpose(0, 1).reshape(x.shape[0], -1))
         x = x + norm(attended, "post_attention_layernorm")
         h = norm(x, "pre_feedforward_layernorm")
