@@ -79,7 +79,7 @@ class LoraFile:
             one = self.updates[name]
             made.update(f"{name} {one.scale!r} {one.a.dtype} {tuple(one.a.shape)} {tuple(one.b.shape)}\n".encode())
             for matrix in (one.a, one.b):
-                made.update(matrix.contiguous().view(torch.uint8).numpy())
+                made.update(matrix.contiguous().view(torch.uint8).numpy().tobytes())
         return made.digest()
 
 
