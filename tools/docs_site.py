@@ -15,8 +15,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
-import history  # noqa: E402
 import reference  # noqa: E402
+
+import history  # noqa: E402
 
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"  # guides come first in the site's search
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)(#[^)\s]*)?(\))")

@@ -127,7 +127,7 @@ def _information(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
     async def model(name: str) -> Json:
         cards = model_info.cards(list(server.pool.slots.values()), server.started)["data"]
-        found = next((card for card in cast(list[dict[str, Json]], cards) if card["id"] == name), None)
+        found = next((card for card in cast(list[Json], cards) if card["id"] == name), None)
         return found or model_info.card(server.pool.find(name), server.started)
 
     @app.get("/tokenizer_info", response_model=None, include_in_schema=False)
