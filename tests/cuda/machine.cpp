@@ -98,7 +98,7 @@ int launch(const Launch& asked, void (*kernel)(void**), char* variables, char* v
     return why == 2;
 }
 
-void wait_for_kernel_ahead() { the.now->alone = true; }
+void pdl_wait() { the.now->alone = true; }
 
 void* operands_of(Warp& warp, int lane) { return warp.lanes[lane]->operands; }
 int lanes_of(Warp& warp) { return warp.size; }

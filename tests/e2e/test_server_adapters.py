@@ -129,5 +129,5 @@ def test_many_loads_under_traffic_leave_memory_where_it_was(http: httpx.Client, 
 
 def test_run_time_loading_is_off_by_default(llm: LLM) -> None:
     with HttpServer(ServedModel.of(llm), ServerSettings("tiny", port=0)).running() as url:
-        refused = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/x"})
+        refused = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/x"}, timeout=60)
     assert refused.status_code == 403 and "--runtime-adapters" in refused.text

@@ -86,12 +86,12 @@ def test_what_nobody_needs_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors[1][3000] = 7
     used = {*range(1, 100), 3000}
     free = [row for row in range(1, 10 * 512) if row not in used]
-    assert ahead.release(free[:-1][: ahead._rows + 5]) == 0, "too little to be worth it"
-    given = ahead.release(free)
+    assert ahead.give_back(free[:-1][: ahead._rows + 5]) == 0, "too little to be worth it"
+    given = ahead.give_back(free)
     assert given > 2 * 7 * HUGE and ahead.bytes == 2 * 10 * HUGE - given
     assert all(not present(t, 5000) and not present(t, 2999 - 1) and present(t, 400) for t in tensors)
     assert tensors[1][3000].eq(7).all() and not tensors[1][5000].any()
-    assert ahead.release(free) == 0, "once is enough"
+    assert ahead.give_back(free) == 0, "once is enough"
     ahead.need(free[ahead._rows])
     settle()
     assert all(present(t, free[ahead._rows]) for t in tensors) and tensors[1][3000].eq(7).all()

@@ -14,7 +14,7 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import W_Q4, PackedWeight
 from outrider.spec import draft_model
 from outrider.spec.draft_model import DraftModel, shortlist
-from outrider.types import SamplingParams
+from outrider.types import DraftPlan, SamplingParams
 from outrider.weights.load import dummy_weights
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64}
@@ -76,7 +76,7 @@ def test_drafts_end_in_the_call_where_they_end_step_by_step():
         made = []
         for drafter in (DraftModel(model, LISTED), stepwise(model, LISTED)):
             some = batch(texts)
-            some.trust, some.stop, some.drop = trust, [stop] * 3, [drop, 0.0, drop]
+            some.trust, some.plans = trust, [DraftPlan("draft_model", 6, stop, each) for each in (drop, 0.0, drop)]
             made.append(drafter.propose(some, 5))
         assert made[0].lengths.tolist() == made[1].lengths.tolist()
         for i, n in enumerate(made[0].lengths.tolist()):

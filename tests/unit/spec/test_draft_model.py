@@ -10,7 +10,7 @@ from outrider.spec import draft_model
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.draft_model import PAGE, DraftModel
 from outrider.spec.drafter import DraftBatch
-from outrider.types import SamplingParams
+from outrider.types import DraftPlan, SamplingParams
 
 
 def batch(
@@ -71,7 +71,8 @@ def test_doubtful_guesses_end_a_draft():
         for row in whole.confidence
     ]
     old, some = DraftModel(model), batch(texts)
-    some.trust, some.stop, some.drop = trust, [path[0][1] + 1e-9, 2.0, 0.0], [0.0, 0.0, path[2][2] + 1e-9]
+    ends = [(path[0][1] + 1e-9, 0.0), (2.0, 0.0), (0.0, path[2][2] + 1e-9)]
+    some.trust, some.plans = trust, [DraftPlan("draft_model", 5, *each) for each in ends]
     got = old.propose(some, 5)
     first = lambda row, below: next(i for i, p in enumerate(row) if p < below)
     assert got.lengths.tolist() == [first(path[0], path[0][1] + 1e-9) + 1, 1, first(path[2], path[2][2] + 1e-9)]
