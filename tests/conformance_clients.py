@@ -74,7 +74,7 @@ many("tool_choice", {
 many("history", {
     "refusal": lambda api: holds("cannot" in api.post("/apply-template", {"messages": history({"type": "refusal", "refusal": "I cannot"})})["prompt"]),
     "thoughts": lambda api: same(api.post("/apply-template", {"messages": history({"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"})}), api.post("/apply-template", {"messages": history({"type": "text", "text": "yes"})})),
-    "image": lambda api: holds("'image_url' can't be read" in api.chat(400, messages=history({"type": "image_url", "image_url": {"url": "x"}}))["error"]["message"]),
+    "image": lambda api: holds("image" in api.chat(400, messages=history({"type": "image_url", "image_url": {"url": "x"}}))["error"]["message"]),
     "no_text": lambda api: holds("text is missing" in api.chat(400, messages=history({"type": "text"}))["error"]["message"]),
     "null_arguments": lambda api: api.chat(messages=call_with(None, type=None)),
     "arguments_cut_off": lambda api: holds('{"zone": "U' in api.post("/apply-template", {"messages": call_with('{"zone": "U')})["prompt"].replace('\\"', '"')),

@@ -260,7 +260,8 @@ def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, served: Served)
         and page.locator("#cycle-dialog #tree").bounding_box()["width"] > 600
     )
     page.keyboard.press("Escape")
-    assert page.locator("aside #tree").count() == 1 and page.evaluate("document.activeElement.id") == "cycle-larger"
+    page.wait_for_selector("aside #tree", state="attached")  # the dialog's end is told a moment later
+    page.wait_for_function("document.activeElement.id === 'cycle-larger'")
     served.engine.draft, drafts = 0, served.engine.draft
     try:
         ask(page, "And none.")
@@ -302,8 +303,8 @@ def test_a_replay_shows_drafts_as_ghosts_and_counts_the_time_saved(page: Any) ->
     page.emulate_media(reduced_motion="reduce")
     seen = page.evaluate(
         """async ([plain, spec]) => {
-        const { ScheduledSeq, Replay } = await import("./page/replay.js"), get = (id) => document.getElementById(id);
-        const replay = new Replay({ plain: new ScheduledSeq(get("lane-plain")), spec: new ScheduledSeq(get("lane-spec")) });
+        const { Lane, Replay } = await import("./page/replay.js"), get = (id) => document.getElementById(id);
+        const replay = new Replay({ plain: new Lane(get("lane-plain")), spec: new Lane(get("lane-spec")) });
         const shown = (id) => [...get(id).querySelector(".text").children].map((n) => n.innerHTML).join("|");
         replay.load(plain, spec);
         const now = () => [shown("lane-plain"), shown("lane-spec"), get("saved").textContent];

@@ -457,6 +457,8 @@ def test_paths_stay_private() -> None:
             "drafter: mtp /home/me/secret/drafter (as asked)",
         )
 
+        adapters, vision = None, "no images"
+
         class config:
             vocab_size = VOCAB
 

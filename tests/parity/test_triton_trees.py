@@ -52,7 +52,7 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
         fronts = [
             x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)
         ]
-        for name in ("tokens", "before", "node", "line"):
+        for name in ("tokens", "before", "node", "chain"):
             got, want = (getattr(f, name).view(batch, WIDTH)[fronts[1].chance > 0] for f in fronts)
             assert torch.equal(got, want), (level, name)
         assert torch.allclose(fronts[0].chance, fronts[1].chance, rtol=1e-4, atol=1e-9)
@@ -73,7 +73,7 @@ def test_combed_alike(ops: TritonOps) -> None:
     got, want = (x.chain_with_runner_ups(scores[:, :, :37], ids[:, :, :37]) for x in (ops, REF))
     there = want.chance > 0
     assert int((~there).sum()) == 2 and torch.equal(got.chance > 0, there)
-    for name in ("tokens", "parents", "line"):
+    for name in ("tokens", "parents", "chain"):
         assert torch.equal(getattr(got, name)[there], getattr(want, name)[there]), name
     assert torch.allclose(got.chance, want.chance, rtol=1e-4)
     planted = ops.build_fixed_tree(want, 6, 3)
@@ -90,7 +90,9 @@ def test_walked_alike(ops: TritonOps) -> None:
     for limit in (None, torch.tensor([3, 1, 2, 2], device=DEVICE)):
         for _ in range(12):
             chosen, ids = (torch.randint(0, 2, (len(seq),), generator=g).to(DEVICE) for _ in range(2))
-            got, want = (x.walk(chosen, ids, tree.parent_rows, seq, start, tree.deepest, limit) for x in (ops, REF))
+            got, want = (
+                x.accept_path(chosen, ids, tree.parent_rows, seq, start, tree.deepest, limit) for x in (ops, REF)
+            )
             assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 

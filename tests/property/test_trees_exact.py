@@ -172,7 +172,7 @@ class Planter(MTPDrafter):
         super().__init__(of.model, of.target)
         self.truth, self.rng = truth, random.Random(3)
 
-    def plant(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
+    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
         rows, above = [], []
         for at in batch.position.tolist():
             tokens, parents, tips = [], [], [0]  # where the true path has got to

@@ -56,7 +56,7 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisation
 
 
 @dataclass(frozen=True)
-class Update:
+class LoraUpdate:
     """The change of one tensor of the base checkpoint: scale · B A."""
 
     a: Tensor  # [r, in]
@@ -70,7 +70,7 @@ class Update:
 @dataclass(frozen=True)
 class LoraFile:
     where: str
-    updates: Mapping[str, Update]  # by the base checkpoint's tensor (names.tensor_plan's sources)
+    updates: Mapping[str, LoraUpdate]  # by the base checkpoint's tensor (names.tensor_plan's sources)
 
     def digest(self) -> bytes:
         """Of the content: K/V that was computed with other values must never be taken for this adapter's."""
@@ -150,7 +150,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         if found is None:
             raise OutriderError(f"{folder}: tensor {key[:120]} is {_kind(key)}, which is not supported")
         pairs.setdefault(found[1], {})[found[2]] = (key, entry)
-    updates: dict[str, Update] = {}
+    updates: dict[str, LoraUpdate] = {}
     sources, skipped = _sources(config), 0
     for module, pair in pairs.items():
         where = f"{folder}: tensor {next(iter(pair.values()))[0]}"
@@ -168,7 +168,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         if a.shape[0] != rank:
             raise OutriderError(f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        updates[source] = Update(a, b, scale)
+        updates[source] = LoraUpdate(a, b, scale)
     if skipped:
         log.warning("%s: %d modules of the vision or audio tower are not applied", folder.name, skipped)
     _check_complete(folder, settings, updates, sources)
@@ -214,7 +214,7 @@ def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default
 
 
 def _check_complete(
-    folder: Path, settings: ForeignDict, updates: Mapping[str, Update], sources: Mapping[str, tuple[int, ...]]
+    folder: Path, settings: ForeignDict, updates: Mapping[str, LoraUpdate], sources: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Modules that the settings name are there in every layer of the base; otherwise the base is another one, or the
     file is cut."""
@@ -254,7 +254,7 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
     alpha = file.meta.get("adapter.lora.alpha")
     if not isinstance(alpha, int | float) or not 0 < abs(alpha) < 1e6:
         raise OutriderError(f"{path}: adapter.lora.alpha should be a positive number, got {str(alpha)[:40]}")
-    sources, updates = _sources(config), dict[str, Update]()
+    sources, updates = _sources(config), dict[str, LoraUpdate]()
     for key, entry in file.tensors.items():
         if not key.endswith((".lora_a", ".lora_b")):
             raise OutriderError(f"{path}: tensor {key} is no LoRA matrix, which is not supported")
@@ -273,7 +273,7 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
         if file.arch == "llama" and projection in ("q_proj", "k_proj"):  # rows are permuted there, as the base's are
             attn = config.layers[int(source.split(".")[2])].attn
             b = b[torch.from_numpy(unpermute(attn.heads if projection == "q_proj" else attn.kv_heads, b.shape[0]))]
-        updates[source] = Update(a, b, alpha / a.shape[0])
+        updates[source] = LoraUpdate(a, b, alpha / a.shape[0])
     return LoraFile(str(path), updates)
 
 
