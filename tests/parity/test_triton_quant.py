@@ -246,11 +246,11 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
             rand(8, k).to(DEVICE, DTYPE),
             Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras(),
         )
-        want = quant_linear(x, held, few.seen, extras, True)
+        want = quant_linear(x, held, few.semaphores, extras, True)
         for rows in range(1, 9):
             got = few.product(x[:rows], held, extras, True)
             assert got is not None and torch.equal(got, want[:rows]), (n, k, rows)
-        assert not few.seen.any()
+        assert not few.semaphores.any()
 
 
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU is needed")

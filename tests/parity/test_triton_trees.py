@@ -58,7 +58,7 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
         assert torch.allclose(fronts[0].chance, fronts[1].chance, rtol=1e-4, atol=1e-9)
     for count in (4, 9):
         got, want = ops.build_fixed_tree(found[1], count, depth), REF.build_fixed_tree(found[1], count, depth)
-        for name in ("tokens", "depth", "paths", "above"):
+        for name in ("tokens", "depth", "ancestors", "parent_rows"):
             assert torch.equal(getattr(got, name), getattr(want, name)), (count, name)
 
 
@@ -77,7 +77,7 @@ def test_combed_alike(ops: TritonOps) -> None:
         assert torch.equal(getattr(got, name)[there], getattr(want, name)[there]), name
     assert torch.allclose(got.chance, want.chance, rtol=1e-4)
     planted = ops.build_fixed_tree(want, 6, 3)
-    assert torch.equal(planted.ancestors, REF.build_fixed_tree(want, 6, 3).paths) and int(planted.depth.max()) <= 3
+    assert torch.equal(planted.ancestors, REF.build_fixed_tree(want, 6, 3).ancestors) and int(planted.depth.max()) <= 3
 
 
 def test_walked_alike(ops: TritonOps) -> None:

@@ -123,7 +123,7 @@ class Rig:
         x = self.memory.hold(x, ahead=True)
         with self.memory:
             out = self.few.product(x, self.weight, self.case.extras, True)
-        assert out is not None and not self.few.seen.any()  # the next launch finds no spans done
+        assert out is not None and not self.few.semaphores.any()  # the next launch finds no spans done
         return out
 
 

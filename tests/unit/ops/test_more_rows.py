@@ -119,12 +119,12 @@ def both(
     patch.setattr(w4a16_wgmma, "units_of", wna16_gemv.units_of)
     patch.setattr(w4a16_wgmma, "choose_block", lambda *_: block)
     patch.setattr(w4a16_wgmma, "group_sums", sums_of_groups)
-    more = W4A16Wgmma(torch.device("cpu"), rig.few.seen)
+    more = W4A16Wgmma(torch.device("cpu"), rig.few.semaphores)
     more.sms, more.source = blocks, source
     x = rig.memory.hold(x)
     with rig.memory:
         out = more.product(x, rig.weight, case.extras, False)
-    assert out is not None and not more.seen.any()  # the next launch finds no spans done
+    assert out is not None and not more.semaphores.any()  # the next launch finds no spans done
     return out, few
 
 
