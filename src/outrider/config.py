@@ -1,8 +1,8 @@
 """Settings, validated once, frozen. Torch-free.
 
-A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, its default
-and its help stand here and nowhere else (`OPTIONS`). What is refused is told by the field's name; commands write it as
-the option it was (cli.common).
+A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, its
+default and its help stand here and nowhere else (`OPTIONS`). What is refused is told by the field's name; commands
+write it as the option it was (cli.common).
 """
 
 from __future__ import annotations

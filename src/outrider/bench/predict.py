@@ -1,16 +1,18 @@
-"""How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table of
-machines.
+"""How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table
+of machines.
 
 The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the
-arithmetic (on a CPU: both, one after the other), plus what every kernel costs however little it does, plus what every
-further row costs a layer.
+arithmetic (on a CPU: both, one after the other), plus what every kernel costs however little it does, plus what
+every further row costs a layer.
 
-    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead + layers · (R -
+    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead + layers ·
+    (R -
     1) · row
 
-`bytes` counts each weight once for all rows (a mixture of experts: the experts that R tokens are expected to ask for),
-and the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps (docs/benchmarks.md
-says which); elsewhere bandwidth and rate are the vendors' and the constants are carried over. Torch-free.
+`bytes` counts each weight once for all rows (a mixture of experts: the experts that R tokens are expected to ask
+for), and the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps
+(docs/benchmarks.md says which); elsewhere bandwidth and rate are the vendors' and the constants are carried over.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..types import MAX_DRAFT, OutriderError
 from .several import Link, Need, Several, SplitLayout, cheapest
 
-# launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and write
+# launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and
+# write
 KERNELS = 9
 PLE_KERNELS = 3  # more where a layer has its own embeddings, counted
 MOE_KERNELS = 10  # more of them in a layer of experts, as time: fitted to one size
@@ -122,7 +125,8 @@ def machine(name: str) -> Hardware:
     return found
 
 
-# ---- acceptance ------------------------------------------------------------------------------------------------------
+# ---- acceptance
+# ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Acceptance:
     """`survive[j]`: the chance that the first j + 1 drafted tokens are all right."""
@@ -175,8 +179,8 @@ class Acceptance:
 
 
 def chance(share: float, k: int) -> float:
-    """That a drafted token is right, given those before it were: one for all positions, such that `share` of k tokens
-    is accepted."""
+    """That a drafted token is right, given those before it were: one for all positions, such that `share` of k
+    tokens is accepted."""
     if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
         raise ValueError(share)
     low, high = 0.0, 1.0
@@ -186,7 +190,8 @@ def chance(share: float, k: int) -> float:
     return high
 
 
-# ---- a step ----------------------------------------------------------------------------------------------------------
+# ---- a step
+# ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Setup:
     target: ModelConfig
@@ -205,8 +210,8 @@ class Setup:
 
     @property
     def part(self) -> ModelConfig:
-        """What the fullest GPU has of the target. Of K/V more than its share: heads are kept by several where there are
-        few."""
+        """What the fullest GPU has of the target. Of K/V more than its share: heads are kept by several where there
+        are few."""
         return self.target if self.several is None else self.several.part(self.target)
 
 
@@ -328,7 +333,8 @@ def predict(setup: Setup, accept: Acceptance) -> Prediction:
     }
 
 
-# ---- several GPUs ----------------------------------------------------------------------------------------------------
+# ---- several GPUs
+# ----------------------------------------------------------------------------------------------------
 COUNTS = (1, 2, 4, 8)  # GPUs that may share a model
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -424,7 +430,8 @@ def roofline(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[str, f
     return roof, points
 
 
-# ---- against what was measured ---------------------------------------------------------------------------------------
+# ---- against what was measured
+# ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Check:
     what: str
@@ -447,8 +454,8 @@ class Measured(TypedDict):
 
 def read_measured(path: Path) -> list[Measured]:
     """Lines with measured cycles: {"model", "k", "cycle_ms", "batch"?, "context"?}, {"model", "cycles_ms": {k: ms},
-    ...} (K = 0 is a plain step), or summary rows of `outrider bench`. Lines marked superseded are of kernels that are
-    no more."""
+    ...} (K = 0 is a plain step), or summary rows of `outrider bench`. Lines marked superseded are of kernels that
+    are no more."""
     out = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

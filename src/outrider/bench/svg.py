@@ -1,5 +1,5 @@
-"""Small charts as SVG text: bars with intervals, and lines on logarithmic axes. No library, so that every report has
-its plots."""
+"""Small charts as SVG text: bars with intervals, and lines on logarithmic axes. No library, so that every report
+has its plots."""
 
 from __future__ import annotations
 

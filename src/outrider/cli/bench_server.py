@@ -94,7 +94,8 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # a pipe that nobody reads would fill up
     process = subprocess.Popen([*command, "--max-concurrent", str(most), "--max-queued", "1024"], stderr=log)
     url = f"http://127.0.0.1:{port}"
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its server must not outlive it
+    # its server must not outlive it
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         deadline = time.monotonic() + 600
         while True:
@@ -134,7 +135,8 @@ def table(rows: list[Summary]) -> Table:
     two = lambda d: f"{short(1e3 * d['p50'])}/{short(1e3 * d['p95'])}"  # noqa: E731
     for r in rows:
         shown.add_row(
-            str(r["concurrency"]), str(r["draft_tokens"]), short(r["tokens_per_s"]), short(r["stream_tokens_per_s"]),
+            str(r["concurrency"]), str(r["draft_tokens"]), short(r["tokens_per_s"]),
+            short(r["stream_tokens_per_s"]),
             two(r["ttft_s"]),
             two(r["token_s"]), two(r["wait_s"]), f"{r['tokens_per_cycle']:.2f}" if r["tokens_per_cycle"] else "–",
             str(r["errors"]),

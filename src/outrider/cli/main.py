@@ -123,7 +123,8 @@ def run() -> int:
         return 2
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
         command = f"outrider {named}" if named in COMMANDS else "outrider"
-        if told := error.format_message():  # without arguments the help was printed, and there is nothing else to say
+        # without arguments the help was printed, and there is nothing else to say
+        if told := error.format_message():
             print(f"outrider: {told.rstrip('.')}: `{command} --help` lists what there is", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):

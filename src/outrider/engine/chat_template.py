@@ -1,10 +1,11 @@
-"""Chat templates: a template is a foreign program, so it runs in jinja's sandbox, and for a server in a process with
-limits.
+"""Chat templates: a template is a foreign program, so it runs in jinja's sandbox, and for a server in a process
+with limits.
 
-`ChatTemplate` renders here. `TemplateProcess` renders in a process of its own under limits of processor time, memory
-and output: a loop without an end or a text that doubles a hundred times ends that process and is an error of the
-request; the next request starts another. Run as a script, this file is that process: frames of JSON come on stdin (the
-template, then variables) and go out on stdout. It imports nothing of this package, so that the process stays small.
+`ChatTemplate` renders here. `TemplateProcess` renders in a process of its own under limits of processor time,
+memory and output: a loop without an end or a text that doubles a hundred times ends that process and is an error of
+the request; the next request starts another. Run as a script, this file is that process: frames of JSON come on
+stdin (the template, then variables) and go out on stdout. It imports nothing of this package, so that the process
+stays small.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 SECONDS, MEMORY, OUTPUT = 2.0, 512 << 20, 16 << 20  # of one rendering: processor time, bytes, characters
 LENGTH = struct.Struct("<I")  # bytes that follow
-# Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself defines.
+# Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself
+# defines.
 RESERVED = frozenset(
     (
         "messages",

@@ -1,9 +1,9 @@
 """The step as one call of a C library (`Backend.host_cycle`), for requests whose tokens are chosen greedily or by a
 temperature alone, with or without logprobs.
 
-Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept short:
-no tensor operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`. An MTP
-drafter's round is part of the call; a draft model's is a call of its own before it.
+Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept
+short: no tensor operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`. An
+MTP drafter's round is part of the call; a draft model's is a call of its own before it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class HostExecutor(Executor):
         )
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """A verify pass of guesses from outside; or a whole cycle with the draft of `part`, which runs within it."""
+        """A verify pass of guesses from outside; or a whole cycle with the draft of `part`, which runs within
+        it."""
         sampling = self._probes.get(batch)  # built once for a batch, not once a cycle, as in earnest
         if sampling is None:
             params = [SamplingParams()] * batch

@@ -38,7 +38,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """K/V as the cache holds it. Eight-bit floats know no infinity: what is larger than their largest becomes that."""
+    """K/V as the cache holds it. Eight-bit floats know no infinity: what is larger than their largest becomes
+    that."""
     return x.clamp(-FP8_MOST, FP8_MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
@@ -104,13 +105,13 @@ class ReferenceOps(TreeOps):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
-        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are none
-        of this model."""
+        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are
+        none of this model."""
         return None
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
-        """A draft model's rounds in one call each, scoring the rows `head` of the tokens `listed` (None: all). None:
-        step by step."""
+        """A draft model's rounds in one call each, scoring the rows `head` of the tokens `listed` (None: all).
+        None: step by step."""
         return None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
@@ -132,8 +133,8 @@ class ReferenceOps(TreeOps):
     def per_layer_inputs(
         self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
     ) -> Tensor:
-        """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own part
-        added."""
+        """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own
+        part added."""
         shape = (ids.shape[0], -1, w.shape[0])
         token = self.embed(ids, table, w.shape[0] ** 0.5).view(shape)
         context = self.rms_norm((projected * scale).view(shape), w, eps)
@@ -253,12 +254,13 @@ class ReferenceOps(TreeOps):
         return mixed.reshape(rows, -1).to(q.dtype)
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
-        """As `attend`, of the rows of one image in one sequence: each sees the keys up to position `end` - 1, and the
-        window bounds only those before it."""
+        """As `attend`, of the rows of one image in one sequence: each sees the keys up to position `end` - 1, and
+        the window bounds only those before it."""
         return self._attend_rows(q, spec, kv, 0, kv.positions, torch.full_like(kv.positions, end - 1))
 
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
-        """Each row by itself over the keys of its own path in the order of positions, as if it were decoded plainly."""
+        """Each row by itself over the keys of its own path in the order of positions, as if it were decoded
+        plainly."""
         assert kv.ancestors is not None
         base, paths, positions = int(kv.positions[lo]), kv.ancestors[lo:hi].tolist(), kv.positions[lo:hi].tolist()
         k, v = self.gather_kv(b, base + hi - lo, spec, kv)
@@ -300,20 +302,21 @@ class ReferenceOps(TreeOps):
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside the
-        dense MLP of the same layer."""
+        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside
+        the dense MLP of the same layer."""
         dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
         routed = self.moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
         y = self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
         return self.residual_norm(stream, y, out_w, scale, next_w, eps)
 
-    # ---- drafting and choosing ------------------------------------------------------------------------------------
+    # ---- drafting and choosing
+    # ------------------------------------------------------------------------------------
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows in
-        cluster order); cluster_bonus [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R,
-        top, S] float32."""
+        """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows
+        in cluster order); cluster_bonus [R, C] float32, added to the clusters' scores -> cluster ids [R, top],
+        logits [R, top, S] float32."""
         score = self.linear(g, centroids).float()
         best = (score if cluster_bonus is None else score + cluster_bonus).topk(top, dim=-1).indices
         return best, torch.einsum("rtsh,rh->rts", as_tensor(rows)[best].float(), g.float())
@@ -321,11 +324,12 @@ class ReferenceOps(TreeOps):
     def cluster_bonus(
         self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
     ) -> Tensor:
-        """How far sampling leans towards each cluster: temperature times the largest noise of its tokens, 0 where cold.
+        """How far sampling leans towards each cluster: temperature times the largest noise of its tokens, 0 where
+        cold.
 
-        The noise of a draft is known before anything is scored, so the clusters that hold a lucky token can be told at
-        once. tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled bool
-        [R] -> float32 [R, C]."""
+        The noise of a draft is known before anything is scored, so the clusters that hold a lucky token can be told
+        at once. tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled
+        bool [R] -> float32 [R, C]."""
         luck = gumbel(seed[:, None, None], position[:, None, None], tokens).amax(-1)
         return torch.where(sampled[:, None], temperature[:, None] * luck, 0.0)
 
@@ -338,16 +342,16 @@ class ReferenceOps(TreeOps):
     ) -> Tensor:
         """argmax over the last axis of z + gumbel(seed, position, token) where `sampled`, else of z.
 
-        z [R, N] float32, already divided by the temperature; seed, position int64 [R]; sampled bool [R]; tokens [R, N]
-        are the token ids of the columns (None: 0..N-1)."""
+        z [R, N] float32, already divided by the temperature; seed, position int64 [R]; sampled bool [R]; tokens [R,
+        N] are the token ids of the columns (None: 0..N-1)."""
         noise = gumbel(
             seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens
         )
         return torch.where(sampled[:, None], z + noise, z).argmax(-1)
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-        """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones'
-        logprobs and ids (a float32 holds ids up to 2^24)."""
+        """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest
+        ones' logprobs and ids (a float32 holds ids up to 2^24)."""
         logp = torch.log_softmax(logits.float(), -1)
         best = logp.topk(top, dim=-1)
         return torch.cat((logp.gather(1, tokens[:, None]), best.values, best.indices.to(torch.float32)), 1)

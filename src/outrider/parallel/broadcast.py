@@ -1,10 +1,10 @@
 """Rank 0 schedules, the others follow: every step is described as plain data, told to all, and run by all.
 
-The seam is the `Executor`. Rank 0's executors are wrapped: before one runs a step it tells the others the `StepBatch`,
-what of its sequences they do not know yet (prompt, parameters, new tokens) and which pages they were given; the same
-executor then runs the same step in every process. Each process drafts, verifies and chooses for itself. It comes to the
-same tokens: sums and logits are the same bits everywhere, and noise is a function of seed and position. Only what rank
-0 alone can know is told on the way: the masks of grammars.
+The seam is the `Executor`. Rank 0's executors are wrapped: before one runs a step it tells the others the
+`StepBatch`, what of its sequences they do not know yet (prompt, parameters, new tokens) and which pages they were
+given; the same executor then runs the same step in every process. Each process drafts, verifies and chooses for
+itself. It comes to the same tokens: sums and logits are the same bits everywhere, and noise is a function of seed
+and position. Only what rank 0 alone can know is told on the way: the masks of grammars.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """A process of its own in which grammars are tried before the server compiles them: `python -m
 outrider.server.grammar_sandbox`.
 
-A few bytes of schema can take a compiler any time and any memory, or overflow its stack, and nothing inside a process
-can stop that. So this process holds a tokenizer and forks a child for each grammar under limits of processor time,
-address space and stack; the answer is whether the child compiled it, or which limit it ran into. Lines of JSON come on
-stdin (the set-up, then grammars and cancellations) and go out on stdout. It ends with its stdin. Its children leave
-most of the processor to those who decode: an ordinary grammar is done in milliseconds, and one that is not gets only
-what nobody else wants. Of a schema that is refused a second child looks for the part at fault.
+A few bytes of schema can take a compiler any time and any memory, or overflow its stack, and nothing inside a
+process can stop that. So this process holds a tokenizer and forks a child for each grammar under limits of
+processor time, address space and stack; the answer is whether the child compiled it, or which limit it ran into.
+Lines of JSON come on stdin (the set-up, then grammars and cancellations) and go out on stdout. It ends with its
+stdin. Its children leave most of the processor to those who decode: an ordinary grammar is done in milliseconds,
+and one that is not gets only what nobody else wants. Of a schema that is refused a second child looks for the part
+at fault.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class SandboxChild:
 
 class GrammarSandbox:
     def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int, patience: float) -> None:
-        """Of one trial: seconds of processor time, bytes, and seconds by the clock: on a busy machine it waits for its
-        own."""
+        """Of one trial: seconds of processor time, bytes, and seconds by the clock: on a busy machine it waits for
+        its own."""
         self.compiler, self.seconds, self.memory, self.patience = compiler, seconds, memory, patience
         self.children: dict[int, SandboxChild] = {}  # by the pipe it speaks through
 

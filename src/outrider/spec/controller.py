@@ -1,15 +1,15 @@
 """Chooses the drafter and K for every sequence, every cycle, so that speculation is never slower. Pure, torch-free.
 
 A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller picks
-the K in 0..16 (0 is plain decoding) with the most tokens a second, jointly over the batch. C comes from the measured
-`CostTable`. a_j, the chance that position j is right given that all before it were, is learnt from what the target
-accepted: exponentially weighted per request, drawn towards the running estimate over all requests, which itself starts
-from the model card's prior. A rejection hides the positions behind it; they are not counted.
+the K in 0..16 (0 is plain decoding) with the most tokens a second, jointly over the batch. C comes from the
+measured `CostTable`. a_j, the chance that position j is right given that all before it were, is learnt from what
+the target accepted: exponentially weighted per request, drawn towards the running estimate over all requests, which
+itself starts from the model card's prior. A rejection hides the positions behind it; they are not counted.
 
 Verification is coupled (same seed, same text whatever was drafted), so nothing decided here can change a text.
 
-Safety, in order: a new drafter starts with short drafts until something was accepted; plain decoding is left only for a
-predicted gain of more than `MARGIN`; a request that has lost time to drafting must earn it back before it may
+Safety, in order: a new drafter starts with short drafts until something was accepted; plain decoding is left only
+for a predicted gain of more than `MARGIN`; a request that has lost time to drafting must earn it back before it may
 risk more (`SeqState.loss_budget`); exploring may cost at most `EXPLORE` of all time, with intervals that double.
 """
 
@@ -33,22 +33,25 @@ DEFAULT_PRIOR = (
     0.74,
     0.76,
 )  # a_j where no drafter's card says better; later positions take the last value
-# The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a 135M
-# model show: the longer a copy has lasted, the surer it goes on.
+# The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a
+# 135M model show: the longer a copy has lasted, the surer it goes on.
 NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.88, 0.9), (0.95, 0.97))
-REQUEST_WEIGHTS = (8.0,) * MAX_DRAFT  # how many observations of this request the estimate over all requests is worth
+# how many observations of this request the estimate over all requests is worth
+REQUEST_WEIGHTS = (8.0,) * MAX_DRAFT
 REQUEST_KEEP = 0.97  # what an observation in this request still weighs when the next one is made
 RISK, RISK_RATE = (
     1.0,
     0.04,
 )  # plain steps a request may lose to drafting: from the start, and for each token it has emitted
-UNPROVEN_RISK = (0.25, 0.02)  # the same while nothing says that the drafter is any good: 3 % of an answer of 32 tokens
+# the same while nothing says that the drafter is any good: 3 % of an answer of 32 tokens
+UNPROVEN_RISK = (0.25, 0.02)
 MARGIN = 0.01  # predicted gain below which a single sequence keeps decoding plainly
-# The same for a batch: so much, more for each sequence in it (every one of them pays for a wrong guess), and no more
-# than this.
+# The same for a batch: so much, more for each sequence in it (every one of them pays for a wrong guess), and no
+# more than this.
 BATCH_MARGIN = (0.02, 0.006, 0.12)
 REST, HOLD = 15, 2  # how many steps a batch's plan is kept at most: while it decodes plainly, and while it drafts
-HOLD_MANY = 16  # sequences that make a drafting batch's plan last a step longer: planning takes time by the sequence
+# sequences that make a drafting batch's plan last a step longer: planning takes time by the sequence
+HOLD_MANY = 16
 HOLD_ONE = 3  # the same for a single sequence whose drafts end themselves
 UNTOLD = 16  # observations that may pile up before they are learnt from
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
@@ -78,8 +81,9 @@ class Controller:
         trust: Mapping[str, Sequence[float]] | None = None,
         counts: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, `counts`: how
-        many tokens were judged at each position, as its card has them. A prior without counts is taken as it is."""
+        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, `counts`:
+        how many tokens were judged at each position, as its card has them. A prior without counts is taken as it
+        is."""
         for name, values in (prior or {}).items():
             if not values or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
@@ -110,7 +114,8 @@ class Controller:
         cost = CostTable.from_json(self.cost.to_json())
         return Controller(cost, drafters, self._prior, self._trust, self._counts)
 
-    # ---- before a cycle ----------------------------------------------------------------------------------------------
+    # ---- before a cycle
+    # ----------------------------------------------------------------------------------------------
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
         if len(seqs) == 1:
             return [self._single(seqs[0])]
@@ -195,9 +200,9 @@ class Controller:
         return seq.choice
 
     def _catch_up_cost(self, view: DraftContext, name: str) -> float:
-        """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins to
-        draft with it must believe that it pays, in the tokens that are left, or in so many where nobody knows how many
-        will come."""
+        """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins
+        to draft with it must believe that it pays, in the tokens that are left, or in so many where nobody knows
+        how many will come."""
         return (
             view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, HORIZON))
             if view.unread
@@ -225,7 +230,8 @@ class Controller:
 
     def _yield(self, seq: SeqState, name: str, shared: DrafterStats, times: Sequence[float]) -> float:
         """Tokens a second that drafts which end themselves bring in this request."""
-        if shared.worth is None:  # nothing was drafted yet: start from what the best fixed K would bring by the card
+        # nothing was drafted yet: start from what the best fixed K would bring by the card
+        if shared.worth is None:
             expected = self._expected(seq, (name, 0), shared)
             k = max(range(1, len(expected)), key=lambda j: expected[j] / times[j])
             shared.worth = CycleStats(expected[k], k, k, YIELD_WEIGHT)
@@ -295,8 +301,8 @@ class Controller:
         return NGRAM_PRIOR[bucket] if name == "ngram" else DEFAULT_PRIOR
 
     def _risk(self, seq: SeqState, shared: DrafterStats, times: Sequence[float], plain: float, cap: int) -> int:
-        """The longest draft whose total loss this request could still bear: so that even a prompt on which nothing is
-        ever accepted stays within a few percent of plain decoding."""
+        """The longest draft whose total loss this request could still bear: so that even a prompt on which nothing
+        is ever accepted stays within a few percent of plain decoding."""
         start, rate = (RISK, RISK_RATE) if shared.proven else UNPROVEN_RISK
         allowed = (seq.loss_budget + start + rate * seq.tokens) * plain
         k = cap
@@ -316,8 +322,8 @@ class Controller:
     def reuse_plan(self, ids: Sequence[str]) -> list[DraftPlan] | None:
         """The last plan of a batch, if it still holds; None: it is time to plan. Planning takes a few percent of a
         step, so a plan is kept for two steps where the batch drafts, and where the same sequences go on decoding
-        plainly for one, three, seven, then fifteen. The caller leaves out a draft that has become longer than what is
-        left of the answer."""
+        plainly for one, three, seven, then fifteen. The caller leaves out a draft that has become longer than what
+        is left of the answer."""
         if self._rest == 0 or self._resting != ids:
             return None
         self._rest -= 1
@@ -335,9 +341,9 @@ class Controller:
         return choices
 
     def _joint(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
-        """The plan with most expected tokens a second for the whole batch: a widest K that holds for all, and within it
-        for each sequence the K behind which a further token is worth less than its row costs. What a row costs in
-        tokens depends on the rate that the plan reaches, so there are two passes."""
+        """The plan with most expected tokens a second for the whole batch: a widest K that holds for all, and
+        within it for each sequence the K behind which a further token is worth less than its row costs. What a row
+        costs in tokens depends on the rate that the plan reaches, so there are two passes."""
         size, context = len(seqs), sum(v.context for v in seqs) // len(seqs)
         verify = np.asarray(self.cost.curve(None, size, context))
         states = [self._seq(view.id) for view in seqs]
@@ -406,13 +412,14 @@ class Controller:
         seq.key = (choice.drafter or "", _bucket(view.match_len) if choice.drafter == "ngram" else 0)
         self._time += curve[min(choice.k, len(curve) - 1)] / plain * share
 
-    # ---- after a cycle -----------------------------------------------------------------------------------------------
+    # ---- after a cycle
+    # -----------------------------------------------------------------------------------------------
     def observe(
         self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None,
         tree: VerifiedTree | None = None,
     ) -> None:  # fmt: skip
-        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted` counts
-        all its tokens."""
+        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted`
+        counts all its tokens."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(
                 f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
@@ -426,8 +433,9 @@ class Controller:
             self._apply_observations()
 
     def _apply_observations(self) -> None:
-        """Learn from what was observed since the last plan, several cycles at once: between two passes over the weights
-        all code is out of the processor's caches, and the second call of a function costs a fraction of the first."""
+        """Learn from what was observed since the last plan, several cycles at once: between two passes over the
+        weights all code is out of the processor's caches, and the second call of a function costs a fraction of the
+        first."""
         told, self._untold = self._untold, []  # each once, whatever comes of it
         for learn in told:
             learn()
@@ -519,7 +527,8 @@ class Controller:
         self._apply_observations()
         self._seqs.pop(id, None)
 
-    # ---- looking in --------------------------------------------------------------------------------------------------
+    # ---- looking in
+    # --------------------------------------------------------------------------------------------------
     @property
     def warnings(self) -> list[str]:
         """Each said once, in the order they were noticed."""

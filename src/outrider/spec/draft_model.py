@@ -1,11 +1,11 @@
 """A small model of the same vocabulary drafts, token by token, with pages of its own.
 
-It first catches up on the tokens it has not seen (the whole prompt, the first time), then runs K - 1 steps on its own
-guesses. K/V is written at positions: a rejected guess is simply overwritten, an accepted one is already there.
+It first catches up on the tokens it has not seen (the whole prompt, the first time), then runs K - 1 steps on its
+own guesses. K/V is written at positions: a rejected guess is simply overwritten, an accepted one is already there.
 Pages are taken as needed and given back by `forget`; the pool grows by doubling.
 
-A guess need not be exact, so a draft model is cheapened where it is loaded (llm._load_drafter): weights in about four
-bits (`Backend.coarse`), and a head over a shortlist of tokens. Where the backend has whole rounds in one call
+A guess need not be exact, so a draft model is cheapened where it is loaded (llm._load_drafter): weights in about
+four bits (`Backend.coarse`), and a head over a shortlist of tokens. Where the backend has whole rounds in one call
 (`Backend.draft_chain`) they are taken; requests with filters, and verifiers that draw, go step by step.
 """
 
@@ -38,8 +38,8 @@ LISTED = 49_152
 BESIDE = 512  # and of a text's own, beside those
 NO_RESULT = DraftResult([], [], 0)
 # What the controller takes for granted of a draft model before it has seen any: acceptance by position, and by
-# confidence in 16 bins, as counted on 1,340 greedy and 640 drawn tokens of Qwen2.5-Coder-0.5B beside a stand-in for the
-# 1.5B (benchmarks/cpu_standin.py).
+# confidence in 16 bins, as counted on 1,340 greedy and 640 drawn tokens of Qwen2.5-Coder-0.5B beside a stand-in for
+# the 1.5B (benchmarks/cpu_standin.py).
 ACCEPTED = (0.72, 0.76, 0.78, 0.81, 0.83)
 TRUST = (0.2, 0.25, 0.25, 0.25, 0.32, 0.4, 0.38, 0.38, 0.48, 0.54, 0.55, 0.7, 0.72, 0.74, 0.82, 0.97)
 
@@ -222,8 +222,8 @@ class DraftModel(Drafter):
             self._pass(spans, [])  # nobody reads what becomes of them
 
     def _pass(self, spans: Sequence[tuple[Track, Sequence[int], int, int]], ends: Sequence[int]) -> Tensor:
-        """Run (start, count) of each text through the model; its track holds their K/V from then on. Hidden states of
-        the last rows of those whose numbers are `ends` [len(ends), H]."""
+        """Run (start, count) of each text through the model; its track holds their K/V from then on. Hidden states
+        of the last rows of those whose numbers are `ends` [len(ends), H]."""
         view = self.pages.view([s[0] for s in spans], [s[2] for s in spans], [s[3] for s in spans])
         ids = [token for _, text, start, count in spans for token in text[start : start + count]]
         for track, text, start, count in spans:
@@ -270,8 +270,8 @@ class DraftModel(Drafter):
         return drafted
 
     def _scores(self, beside: Sequence[Sequence[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """hidden [F, H] -> logits [F, N], and whose they are [N] (None: all tokens'). beside: each sequence's own that
-        are not listed."""
+        """hidden [F, H] -> logits [F, N], and whose they are [N] (None: all tokens'). beside: each sequence's own
+        that are not listed."""
         model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
         if listed is None and self.vocab == model.config.vocab_size:
             return model.logits, None
@@ -292,8 +292,8 @@ class DraftModel(Drafter):
 
     def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int], names: Tensor | None) -> tuple[Draft, int]:
         """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step
-        (plan.DraftPlan); and the steps it took. A step costs as much as a token of a small model: far too much for a
-        guess that will hardly be read."""
+        (plan.DraftPlan); and the steps it took. A step costs as much as a token of a small model: far too much for
+        a guess that will hardly be read."""
         size, device = len(fit), batch.last.device
         confidence = torch.zeros((size, k), device=device)
         lengths, path, live = [k] * size, [1.0] * size, [True] * size
@@ -315,7 +315,8 @@ class DraftModel(Drafter):
         return Draft(tokens, torch.tensor(lengths, device=device), confidence=confidence), made.shape[1]
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
-        """Run what each sequence's pages do not hold, at least its newest token; returns the hidden states of those."""
+        """Run what each sequence's pages do not hold, at least its newest token; returns the hidden states of
+        those."""
         done = [min(t.agree(text), len(text) - 1) for t, text in zip(tracks, texts)]
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)

@@ -1,9 +1,10 @@
 """The clustered head: the vocabulary in C clusters of one size, so that a draft step scores only the best few.
 
-`balanced_kmeans` groups the head's rows: plain k-means where every cluster takes exactly V / C rows, filled best fit
-first. Centroids start as the clusters' means and are trained along with the drafter (`cluster_loss`): what they must do
-is rank the cluster of the token that the target will choose, which a mean alone does not. Their label is the answer's
-own token: the best one in a greedy answer, a drawn one (so, over many, the whole distribution) in a sampled answer.
+`balanced_kmeans` groups the head's rows: plain k-means where every cluster takes exactly V / C rows, filled best
+fit first. Centroids start as the clusters' means and are trained along with the drafter (`cluster_loss`): what they
+must do is rank the cluster of the token that the target will choose, which a mean alone does not. Their label is
+the answer's own token: the best one in a greedy answer, a drawn one (so, over many, the whole distribution) in a
+sampled answer.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from torch import Tensor
 from ..types import OutriderError
 
 TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # clusters scored a step that a drafter may have
-BANDS = (16, 8, 4)  # likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
+# likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
+BANDS = (16, 8, 4)
 CPU_WIDTH, CPU_ITERATIONS = 128, 5  # k-means of 151,936 rows of 896 numbers took minutes on two cores
 MEANING = 1.0  # likely_together: weight of the head's rows beside the profiles
 
 
 @torch.no_grad()
 def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """rows [V, h] -> token_ordering int64 [V] (cluster after cluster, V / C tokens each) and the clusters' means [C,
-    h]."""
+    """rows [V, h] -> token_ordering int64 [V] (cluster after cluster, V / C tokens each) and the clusters' means
+    [C, h]."""
     vocab = rows.shape[0]
     if clusters < 1 or vocab % clusters:
         raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
@@ -56,9 +58,9 @@ def closest(x: Tensor, rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
-    """Every row to one cluster, `size` rows a cluster. In rounds: rows ask for their best cluster that still has room,
-    a cluster with more askers than room keeps the closest. A row near many full clusters ends in the best of the
-    rest."""
+    """Every row to one cluster, `size` rows a cluster. In rounds: rows ask for their best cluster that still has
+    room, a cluster with more askers than room keeps the closest. A row near many full clusters ends in the best of
+    the rest."""
     vocab, clusters = x.shape[0], centres.shape[0]
     owner = torch.full((vocab,), -1, dtype=torch.int64, device=x.device)
     room = torch.full((clusters,), size, dtype=torch.int64, device=x.device)
@@ -85,11 +87,11 @@ def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
 def likely_together(
     g: Tensor, head: Tensor, clusters: int, *, bands: tuple[int, ...] = BANDS, width: int = 256
 ) -> Tensor:
-    """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by how
-    likely they are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped by the
-    places where they are likely (√q over the states, projected at random). A context then needs few clusters: at T = 1
-    the mass that the best clusters hold grows, which k-means of the head's rows, rare and frequent tokens mixed, does
-    not give."""
+    """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by
+    how likely they are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped
+    by the places where they are likely (√q over the states, projected at random). A context then needs few
+    clusters: at T = 1 the mass that the best clusters hold grows, which k-means of the head's rows, rare and
+    frequent tokens mixed, does not give."""
     vocab = head.shape[0]
     if clusters < 1 or vocab % clusters:
         raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
@@ -130,8 +132,8 @@ def cluster_of(order: Tensor, clusters: int) -> Tensor:
 def cluster_loss(
     g: Tensor, centroids: Tensor, label: Tensor, pull: float = 0.0, weight: Tensor | None = None
 ) -> Tensor:
-    """Cross-entropy of the clusters' scores, summed: g [A, h], label [A] clusters, weight [A] (None: 1 each). `pull`:
-    share of its gradient that reaches the drafter (0: it is not bent to its index)."""
+    """Cross-entropy of the clusters' scores, summed: g [A, h], label [A] clusters, weight [A] (None: 1 each).
+    `pull`: share of its gradient that reaches the drafter (0: it is not bent to its index)."""
     fixed = g.detach()
     seen = fixed + pull * (g - fixed) if pull else fixed
     z = (seen @ centroids.T).float()

@@ -2,11 +2,11 @@
 
 Plain style (Llama-family targets, our own model_type): layers read target layers spread over the upper part of the
 depth, the width is the target's, the head is the target's embedding. Each layer starts as the attention and the
-strongest MLP neurons of the layer it reads, and the input projection is fitted so that what enters the first layer is,
-as nearly as a linear map can, the residual stream that enters the target layer it imitates.
+strongest MLP neurons of the layer it reads, and the input projection is fitted so that what enters the first layer
+is, as nearly as a linear map can, the residual stream that enters the target layer it imitates.
 
-Gemma style (Gemma targets): Gemma 4's own layout, three sliding layers and a full one on the last layers that own K/V,
-with a head of its own, which starts as the target's embedding in its principal directions.
+Gemma style (Gemma targets): Gemma 4's own layout, three sliding layers and a full one on the last layers that own
+K/V, with a head of its own, which starts as the target's embedding in its principal directions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 
 
 def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
-    """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last one
-    included. Which layers are read is worth more than anything else, and the upper ones are best (docs/training.md)."""
+    """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last
+    one included. Which layers are read is worth more than anything else, and the upper ones are best
+    (docs/training.md)."""
     owners = target.kv_layers
     if count > len(owners):
         raise OutriderError(
@@ -45,8 +46,8 @@ def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
 
 
 def default_clusters(vocab: int) -> int:
-    """The divisor of the vocabulary nearest to 4.2·√V: 1024 of 49,152; 2048 of 262,144; 1187 of 151,936. 0: there is
-    none near it."""
+    """The divisor of the vocabulary nearest to 4.2·√V: 1024 of 49,152; 2048 of 262,144; 1187 of 151,936. 0: there
+    is none near it."""
     aim = 4.2 * vocab**0.5
     divisors = [d for d in range(8, vocab // 4 + 1) if vocab % d == 0]
     best = min(divisors, key=lambda d: abs(math.log(d / aim)), default=0)
@@ -81,7 +82,8 @@ def plain(
     return DrafterConfig(
         model_type="outrider_drafter", backbone_hidden=target.hidden, hidden=width, vocab_size=target.vocab_size,
         layers=tuple(layers),
-        reads=reads, norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top,
+        reads=reads, norm_eps=target.norm_eps, activation=target.activation, clusters=clusters,
+        cluster_top=cluster_top,
         position_offset=position_offset, tied_to_target=True, taps=taps, target_hash=target_hash, style="plain",
     )  # fmt: skip
 
@@ -96,7 +98,8 @@ def gemma(
     cluster_top: int = 0,
     target_hash: str | None = None,
 ) -> DrafterConfig:
-    """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own model_type."""
+    """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own
+    model_type."""
     layers = []
     for kind in ["sliding"] * sliding + ["full"]:
         donor = target.layers[target.donor(kind)]
@@ -144,10 +147,12 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
     return replace(made, target_hash=target_hash)
 
 
-# ---- where the weights start ----------------------------------------------------------------------------------------
+# ---- where the weights start
+# ----------------------------------------------------------------------------------------
 @torch.no_grad()
 def start_from_target(net: DrafterModule, model: TextModel) -> None:
-    """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP neurons."""
+    """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP
+    neurons."""
     for i, layer in enumerate(net.layers):
         block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
         net.weight(at + "attn_norm").copy_(block.attn_norm)
@@ -159,7 +164,8 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
         keep = (
             (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
         )
-        mine, count = net.weight(at + "gate_up"), keep.numel()  # a wider MLP than the target's keeps its random rest
+        # a wider MLP than the target's keeps its random rest
+        mine, count = net.weight(at + "gate_up"), keep.numel()
         mine[:count], mine[layer.intermediate : layer.intermediate + count] = gate[keep], up[keep]
         net.weight(at + "down")[:, :count] = down[:, keep]
     net.weight("norm").copy_(model.blocks[-1].next_norm)
@@ -167,8 +173,9 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
 
 @torch.no_grad()
 def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> None:
-    """Qwen 2's queries have biases, larger than what they are added to; a drafter's have none. What enters a layer has
-    a direction u with u · x = 1 nearly everywhere, so the queries of each layer get bias · uᵀ added to their matrix."""
+    """Qwen 2's queries have biases, larger than what they are added to; a drafter's have none. What enters a layer
+    has a direction u with u · x = 1 nearly everywhere, so the queries of each layer get bias · uᵀ added to their
+    matrix."""
     if not model.config.qkv_bias:
         return
     reads = [layer.attn.kv_layer for layer in net.layers]
@@ -198,14 +205,15 @@ def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 
 @torch.no_grad()
 def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> float:
-    """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the token
-    fed. How much the solution is held back is chosen on a quarter of the rows. Returns the share of their variance that
-    is explained."""
+    """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the
+    token fed. How much the solution is held back is chosen on a quarter of the rows. Returns the share of their
+    variance that is explained."""
     config, eps = net.config, net.config.norm_eps
     layer = max(0, net.layers[0].attn.kv_layer - 1)
     width = config.backbone_hidden * (2 + len(config.taps))
     device = model.device
-    gram = [torch.zeros(width, width, device=device) for _ in range(2)]  # of the rows to fit, and of those to judge by
+    # of the rows to fit, and of those to judge by
+    gram = [torch.zeros(width, width, device=device) for _ in range(2)]
     cross = [torch.zeros(width, config.hidden, device=device) for _ in range(2)]
     power = [0.0, 0.0]
     for batch in batches:
@@ -232,9 +240,9 @@ def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) 
 
 @torch.no_grad()
 def start_gemma(net: DrafterModule, model: TextModel, batch: TrainBatch) -> None:
-    """Gemma style. The head: the target's rows in the principal directions of their spread, widest first. Projections
-    at the scale of what they read and write (Gemma's hidden states are large), q norms as the donor layers have
-    them."""
+    """Gemma style. The head: the target's rows in the principal directions of their spread, widest first.
+    Projections at the scale of what they read and write (Gemma's hidden states are large), q norms as the donor
+    layers have them."""
     config = net.config
     table = held_dense(model.head).float()  # [V, Hb]
     _, vectors = torch.linalg.eigh(table.T @ table)
@@ -277,8 +285,8 @@ def drawn_states(net: DrafterModule, model: TextModel, data: Sequences) -> tuple
 
 
 def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int:
-    """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn along.
-    Returns the number of states looked at."""
+    """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn
+    along. Returns the number of states looked at."""
     g, token = drawn_states(net, model, data)
     clusters, head = (
         net.config.clusters,

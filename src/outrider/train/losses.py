@@ -2,20 +2,21 @@
 
 p is the target's distribution at the position, q the drafter's. Per row, weighted:
 
-    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)  +  second · −log q'(argmax
+    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)  +  second · −log
+    q'(argmax
     p)
 
-Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK losses);
-`hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is q without
-that token, so it asks for the right one in the second place. Rows may have mixes of their own: greedy answers and
-sampled ones want different things. The head is the dear part of training a drafter (a vocabulary a row and step), so
-the logits are made in chunks, turned into their own gradient in place, and multiplied back at once: nothing of size
-[rows, V] outlives its chunk. The head itself gets a gradient only if it wants one (a head tied to the target is
-frozen).
+Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK
+losses); `hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is
+q without that token, so it asks for the right one in the second place. Rows may have mixes of their own: greedy
+answers and sampled ones want different things. The head is the dear part of training a drafter (a vocabulary a row
+and step), so the logits are made in chunks, turned into their own gradient in place, and multiplied back at once:
+nothing of size [rows, V] outlives its chunk. The head itself gets a gradient only if it wants one (a head tied to
+the target is frozen).
 
 On a CPU even that is too dear for a large vocabulary. There a batch's loss looks at some thousands of tokens
-(`Scored`): those that the target finds likely somewhere in the batch, those that were said, and random ones which stand
-for all the others.
+(`Scored`): those that the target finds likely somewhere in the batch, those that were said, and random ones which
+stand for all the others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
 from ..types import OutriderError
 
-CHUNK_BYTES, CPU_CHUNK_BYTES = 1 << 30, 1 << 25  # of logits made at once; plain torch makes about eight more like them
+# of logits made at once; plain torch makes about eight more like them
+CHUNK_BYTES, CPU_CHUNK_BYTES = 1 << 30, 1 << 25
 LIKELY = 8  # tokens of each of the target's distributions that the loss must look at
 RANDOM_SHARE = 0.25  # of the scored tokens that are drawn from the others
 
@@ -86,9 +88,9 @@ class Scored:
 
     @staticmethod
     def choose(likely: Tensor, said: Tensor, count: int, vocab: int, seed: tuple[int, ...]) -> Scored:
-        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. What must
-        be there is there even if that makes more than `count`; then the likely ones found most often; the rest is
-        drawn."""
+        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. What
+        must be there is there even if that makes more than `count`; then the likely ones found most often; the rest
+        is drawn."""
         must = torch.cat((likely[:, 0], said)).unique()
         found, often = likely.unique(return_counts=True)
         wanted = found[often.argsort(descending=True, stable=True)][
@@ -105,9 +107,9 @@ class Scored:
 
 
 def drawn(weight: Tensor, count: int, luck: float) -> tuple[Tensor, Tensor]:
-    """`count` of the rows with weight [A], each as often as its weight says, and how many rows each of them stands for
-    [count]: over luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the line of
-    summed weights; nothing waits for the device."""
+    """`count` of the rows with weight [A], each as often as its weight says, and how many rows each of them stands
+    for [count]: over luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the line
+    of summed weights; nothing waits for the device."""
     ends = weight.double().cumsum(0)
     marks = (torch.arange(count, device=weight.device, dtype=torch.float64) + luck) * (ends[-1] / count)
     some = torch.searchsorted(ends, marks, right=True).clamp_(max=weight.shape[0] - 1)
@@ -151,8 +153,8 @@ def capped(z: Tensor, cap: float | None) -> Tensor:
 
 
 def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
-    """Float32 logits; on a GPU straight from the bf16 product's accumulators, so that near ties are not rounded into
-    ties."""
+    """Float32 logits; on a GPU straight from the bf16 product's accumulators, so that near ties are not rounded
+    into ties."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16 and isinstance(model.head, Tensor):
         return capped(torch.mm(hidden, model.head.T, out_dtype=torch.float32), model.config.softcap)
     return model.logits(hidden)
@@ -245,7 +247,7 @@ class HeadLoss(torch.autograd.Function):
 def head_loss(
     g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit
-    [A]). mix float32 [A, 5]: soft, tv, hard, lk, second."""
+    """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A],
+    hit [A]). mix float32 [A, 5]: soft, tv, hard, lk, second."""
     loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, mix, bias)
     return loss, terms[:, 1], terms[:, 2]

@@ -1,10 +1,10 @@
 """The drafter as a trainable network: the arithmetic of `models/drafter.py`, batched over all anchors of whole
 sequences.
 
-Anchor a is a position that the target has seen: hidden state a, keys 0..a. Step j is fed the embedding of token a + j
-(for all anchors at once: the sequence shifted by j) and predicts token a + j + 1. The K/V, the mask and the rotary
-position are those of the anchor in every step, so each step is one causal attention of the last Tq positions over all
-T. Parameters carry the canonical weight names.
+Anchor a is a position that the target has seen: hidden state a, keys 0..a. Step j is fed the embedding of token a +
+j (for all anchors at once: the sequence shifted by j) and predicts token a + j + 1. The K/V, the mask and the
+rotary position are those of the anchor in every step, so each step is one causal attention of the last Tq positions
+over all T. Parameters carry the canonical weight names.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class DrafterModule(nn.Module):
                 self.weight(name).copy_(weights[name])
 
     def export(self) -> dict[str, Tensor]:
-        """What is written: where the layers were trained as 4 bits hold them, those values, so that every device drafts
-        with them."""
+        """What is written: where the layers were trained as 4 bits hold them, those values, so that every device
+        drafts with them."""
         return {name: w.detach().clone() for name, w in self.cast(torch.float32, self.config.weight_bits).items()}
 
     def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
@@ -136,8 +136,8 @@ class DrafterModule(nn.Module):
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
     ) -> Iterator[Tensor]:
-        """The draft loop of training and evaluation: g [B, Tq, h] of steps 1..steps, from all anchors at once. Step j
-        is fed the true token j places on."""
+        """The draft loop of training and evaluation: g [B, Tq, h] of steps 1..steps, from all anchors at once. Step
+        j is fed the true token j places on."""
         with torch.no_grad():
             ids = F.pad(batch.ids[:, batch.first :], (0, steps))
             embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)  # [B, Tq + steps, Hb]
@@ -149,8 +149,8 @@ class DrafterModule(nn.Module):
 
 
 def four_bits(w: Tensor) -> Tensor:
-    """w [N, K] rounded as the CPU packs "int4" (ops/cpu/packing.py): 16 levels from the smallest to the largest value
-    of each 32, scale and smallest value in float16. The gradient passes as if nothing had been rounded."""
+    """w [N, K] rounded as the CPU packs "int4" (ops/cpu/packing.py): 16 levels from the smallest to the largest
+    value of each 32, scale and smallest value in float16. The gradient passes as if nothing had been rounded."""
     with torch.no_grad():
         b = w.float().unflatten(-1, (-1, QUANT_BLOCK))
         low, high = b.amin(-1, keepdim=True), b.amax(-1, keepdim=True)
@@ -162,8 +162,8 @@ def four_bits(w: Tensor) -> Tensor:
 
 
 def four_bits_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """`four_bits` of matrices whose rows are whole blocks, as one: a block knows nothing of its row, so a drafter takes
-    some twenty kernels a batch, not that many a matrix."""
+    """`four_bits` of matrices whose rows are whole blocks, as one: a block knows nothing of its row, so a drafter
+    takes some twenty kernels a batch, not that many a matrix."""
     if not matrices:
         return []
     flat = torch.cat([w.reshape(-1, QUANT_BLOCK) for w in matrices])

@@ -1,8 +1,8 @@
 """How compressed-tensors checkpoints store quantised matrices: packed integers, plain int8, FP8, NVFP4.
 
-`config_groups` of the checkpoint's `quantization_config` say which modules have which scheme, `ignore` which are dense.
-The result is a `QuantScheme`: a module's name to how its matrix is stored (weights.stored). A scheme that is not known
-is refused by name.
+`config_groups` of the checkpoint's `quantization_config` say which modules have which scheme, `ignore` which are
+dense. The result is a `QuantScheme`: a module's name to how its matrix is stored (weights.stored). A scheme that is
+not known is refused by name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ METHOD = "compressed-tensors"
 
 
 def spread(where: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int] | None = None) -> Tensor:
-    """A scale of the whole tensor, of each row, or of blocks of rows and columns, as float32 [N, 1] or [N, K / columns
-    of a block]."""
+    """A scale of the whole tensor, of each row, or of blocks of rows and columns, as float32 [N, 1] or [N, K /
+    columns of a block]."""
     rows, columns = shape[-2], shape[-1]
     if scale.numel() == 1:
         return scale.float().reshape(1, 1).expand(*shape[:-1], 1).contiguous()
@@ -37,7 +37,8 @@ def spread(where: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, 
 
 @dataclass(frozen=True)
 class PackedIntegers:
-    """`weight_packed` int32 [N, K · bits / 32], the first column in the lowest bits, stored with 2^(bits - 1) added."""
+    """`weight_packed` int32 [N, K · bits / 32], the first column in the lowest bits, stored with 2^(bits - 1)
+    added."""
 
     bits: int
     group: int
@@ -125,7 +126,8 @@ class Floats:
 
 @dataclass(frozen=True)
 class PackedFloats:
-    """NVFP4: `weight_packed` uint8 [N, K / 2]; the scale above the groups' is divided by (`weight_global_scale`)."""
+    """NVFP4: `weight_packed` uint8 [N, K / 2]; the scale above the groups' is divided by
+    (`weight_global_scale`)."""
 
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
     optional = ACTIVATION_SCALES

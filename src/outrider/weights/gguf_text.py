@@ -1,7 +1,8 @@
 """The tokenizer and the chat template inside a GGUF file, rebuilt for the `tokenizers` library.
 
-Three families: byte-level BPE with stored merges ("gpt2": SmolLM2, Qwen, Llama 3), SentencePiece-like BPE with scores,
-whose merges are recovered from the scores ("llama": Llama 2, Gemma 3), and the same with stored merges ("gemma4").
+Three families: byte-level BPE with stored merges ("gpt2": SmolLM2, Qwen, Llama 3), SentencePiece-like BPE with
+scores, whose merges are recovered from the scores ("llama": Llama 2, Gemma 3), and the same with stored merges
+("gemma4").
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def build(file: GGUF) -> Tokenizer:
         tokenizer = _sentencepiece(file, tokens, _scored_merges(file, tokens, types), prefix=True)
     elif family == "gemma4":
         tokenizer = _sentencepiece(file, tokens, _stored_merges(file), prefix=False)
-        types = np.where([t != "" and not t.strip("\n") for t in tokens], USER, types)  # a run of newlines is never cut
+        # a run of newlines is never cut
+        types = np.where([t != "" and not t.strip("\n") for t in tokens], USER, types)
     else:
         raise OutriderError(f"{file.path}: tokenizer model {family!r} is not supported; known: gpt2, llama, gemma4")
     from tokenizers import AddedToken

@@ -1,12 +1,13 @@
-"""Products y = x · wᵀ whose rows stand alone: a row has the same bits whether it comes by itself or among 2,048 others.
+"""Products y = x · wᵀ whose rows stand alone: a row has the same bits whether it comes by itself or among 2,048
+others.
 
-The weight's own cut (gemm_config.py) fixes a sum: the inner dimension falls into `splits` spans, a span is one chain
-of matrix instructions of 16 columns each, and the spans are added in order. Everything else follows from the number of
-rows and changes no bit: how many rows and columns a program takes, which of the two operands is on the long side of the
-instruction, how many columns are fetched at a time, and whether the spans of a tile run in several programs (the last
-one to epilogue adds them up) or one after the other in a single program, which is what a pass of many rows does. Where
-TMA fetches, passes of several hundred rows go to `gemm_tma`, and those whose rows are a power of two and some more to
-`gemm_streamk`.
+The weight's own cut (gemm_config.py) fixes a sum: the inner dimension falls into `splits` spans, a span is one
+chain of matrix instructions of 16 columns each, and the spans are added in order. Everything else follows from the
+number of rows and changes no bit: how many rows and columns a program takes, which of the two operands is on the
+long side of the instruction, how many columns are fetched at a time, and whether the spans of a tile run in several
+programs (the last one to epilogue adds them up) or one after the other in a single program, which is what a pass of
+many rows does. Where TMA fetches, passes of several hundred rows go to `gemm_tma`, and those whose rows are a power
+of two and some more to `gemm_streamk`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def linear_kernel(
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
 ):
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
-    SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are powers
-    of two, batches not)."""
+    SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are
+    powers of two, batches not)."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
@@ -118,7 +119,8 @@ def linear_kernel(
             if BM2 > 0:
                 also = _gather(base + BM * WIDE, more < M, BM2, WIDE, SIZE, SPLITS)
                 _finish(
-                    also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP
+                    also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL,
+                    SOFTCAP
                 )
     else:
         _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
@@ -152,8 +154,8 @@ def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def weight_rows(first, N, BN: tl.constexpr, GATED: tl.constexpr):
-    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate and
-    eight of up in turns, so that the two halves of a pair meet in one thread."""
+    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate
+    and eight of up in turns, so that the two halves of a pair meet in one thread."""
     if GATED:
         r = tl.arange(0, 2 * BN)
         row = tl.minimum(first + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
@@ -172,10 +174,11 @@ def gate_and_up(acc, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def chain(
     x_row, row_ok, w_row, k_from, k_to,
-    BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr,
+    PREC: tl.constexpr,
 ):
-    """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM, WN].
-    SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
+    """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM,
+    WN]. SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
     ks = tl.arange(0, BK)
     x_ptr, w_ptr = x_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
     acc = tl.zeros((WN, BM) if SWAP_AB else (BM, WN), dtype=tl.float32)
@@ -254,8 +257,8 @@ def variant(kind: GemmKind, rows: int) -> GemmConfig:
 
 
 def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
-    """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the real
-    ones."""
+    """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the
+    real ones."""
 
     def shell(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -274,7 +277,8 @@ def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
 
 
 def dense_gemm(
-    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
+    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None,
+    act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
     tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None,
     shared: int | None = None,
@@ -324,7 +328,8 @@ def _call(
     assert not shape.bm2 or (shape.swap_ab and not serial_splitk)
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     ends: dict[str, int | str | bool] = dict(
-        GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None, SPLITS=splits,
+        GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None,
+        SPLITS=splits,
         PDL=pdl,
         num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
     )
@@ -352,8 +357,8 @@ def _call(
         return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(CUT=cut), out)
     if use_tma:
         tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
-        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its
-        # fetching needs.
+        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that
+        # its fetching needs.
         several = splits == 1 and out_dtype.itemsize == 2
         programs = min(tiles, sm_count(x.device)) if several else tiles
         fetches = (

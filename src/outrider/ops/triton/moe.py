@@ -1,4 +1,5 @@
-"""Mixture of experts: each needed expert is read once a tile of pairs, and a row's answer depends on that row alone.
+"""Mixture of experts: each needed expert is read once a tile of pairs, and a row's answer depends on that row
+alone.
 
 A pair is (row, slot): one of a row's chosen experts. `routing` picks the experts of each row and lists the pairs by
 expert; the grouped_gemm products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their
@@ -32,8 +33,8 @@ def experts_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile of
-    pairs, counted through the experts; programs past the last tile leave at once."""
+    """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile
+    of pairs, counted through the experts; programs past the last tile leave at once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
     pdl_start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
@@ -73,8 +74,9 @@ def mix_epilogue_kernel(
     NEXT: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes of x
-    and both. PARTS: dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is done."""
+    """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes
+    of x and both. PARTS: dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is
+    done."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -142,7 +144,8 @@ Cut = ExpertTiling | ExpertTile
 
 
 def grouped_gemm(
-    source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, cut: Cut | None
+    source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool,
+    cut: Cut | None
 ) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     if isinstance(w, QuantExperts):
@@ -160,15 +163,16 @@ def grouped_gemm(
     experts_kernel[(triton.cdiv(n, bn), pairs.tiles(g.pairs))](
         source, as_tensor(w), pairs.members, pairs.counts, to, n, k,
         EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
-        BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", PDL=pdl,
+        BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32",
+        PDL=pdl,
         num_warps=g.warps, num_stages=2 if float32 else g.stages, **({"launch_pdl": True} if pdl else {}),
     )
 
 
 @dataclass(frozen=True)
 class MoeEpilogue:
-    """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is added
-    to."""
+    """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is
+    added to."""
 
     dense: Tensor  # [R, H]; or float32 [parts, R, H]: spans that are still to be added
     dense_w: Tensor
@@ -219,8 +223,8 @@ def experts(
 
 
 def mix(pair_out: Tensor, weight: Tensor, beside: MoeEpilogue, pdl: bool) -> tuple[Tensor, Tensor]:
-    """pair_out [pairs, H], weight float32 [pairs] -> the residual stream, and its norm by next_w (itself where there is
-    none)."""
+    """pair_out [pairs, H], weight float32 [pairs] -> the residual stream, and its norm by next_w (itself where
+    there is none)."""
     (rows, hidden), x = beside.x.shape, beside.x.contiguous()
     whole = rows < PROMPT  # else two launches: more programs at a time are worth more than what one would save
     next_w, given = beside.next_w, (beside.out_w, beside.scale, beside.next_w)

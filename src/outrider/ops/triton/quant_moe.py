@@ -1,11 +1,11 @@
-"""Experts that stay in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers, as
-`quant` does it.
+"""Experts that stay in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers,
+as `quant` does it.
 
 Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program
 takes BN rows of one expert and up to BM of its pairs, the weights on the long side of the matrix instruction.
 
-**Order of sums**: planes in order, chunks in order, one chain for a pair whatever the tile: its answer depends on that
-pair alone.
+**Order of sums**: planes in order, chunks in order, one chain for a pair whatever the tile: its answer depends on
+that pair alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
                 whole.setdefault(name, t.new_empty((tiles * each, *t.shape[1:])))[lo * each : lo * each + len(t)] = t
     assert part is not None
     held = replace(
-        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), zero_point=whole.get("zero_point"),
+        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"),
+        zero_point=whole.get("zero_point"),
         factor=whole.get("factor"),
         high=whole.get("high"),
     )
@@ -89,9 +90,9 @@ def quant_experts_kernel(
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N
-    / 2]). Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at
-    once."""
+    """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out
+    [pairs, N / 2]). Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile
+    leave at once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
@@ -132,7 +133,8 @@ def quant_experts_kernel(
                 lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
             at_sums = sums + chunk * GROUPS * sums_stride + source
             acc, _ = add_chunk(
-                acc, acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, x_ptr, live, live, at_sums, sums_stride,
+                acc, acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, x_ptr, live, live, at_sums,
+                sums_stride,
                 K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, ZERO_POINT, BM, 0, BN, EVEN, PLAIN, PREC,
             )
         _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
@@ -184,7 +186,8 @@ def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> Exper
 
 
 def quant_product(
-    source: Tensor, w: QuantExperts, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, tile: ExpertTile
+    source: Tensor, w: QuantExperts, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool,
+    tile: ExpertTile
 ) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     m, (count, n, k) = w.matrix, w.shape
@@ -198,9 +201,11 @@ def quant_product(
         sums, to if m.factor is None else m.factor,
         pairs.members, pairs.counts, to, n, k, m.chunks, sums.stride(0),
         EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
-        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, ZERO_POINT=m.zero_point is not None,
+        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half,
+        ZERO_POINT=m.zero_point is not None,
         FACTOR=m.factor is not None,
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if pdl else {}),
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **({"launch_pdl": True} if pdl else {}),
     )

@@ -1,6 +1,6 @@
 """Adapters on a GPU: mixed batches against each request alone, on the kernels' real shapes, and what a step costs.
 
-    PYTHONPATH=src:.:benchmarks python3 benchmarks/gpu_lora.py [SIZE...]
+    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py [SIZE...]
 
 Sizes are Gemma 4's, with few layers and random weights. Tokens and log-probabilities must be equal to the last bit.
 """
