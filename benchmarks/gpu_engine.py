@@ -99,7 +99,7 @@ def graph_ms(engine: Engine) -> float:
         return 0.0
     captured = engine.executors[0]
     assert isinstance(captured, GraphExecutor)
-    return time_ms(captured._graphs[pending.payload.key].graph.replay, 20)
+    return time_ms(captured.cache.graphs[pending.payload.key].graph.replay, 20)
 
 
 def table(found: Sequence[Figures]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outrider.engine.engine import Engine
 from outrider.engine.prefill_graphs import ROWS
-from outrider.engine.step import Emitted, PendingStep, ScheduledSeq, StepBatch
+from outrider.engine.step import Emitted, PendingStep, Plan, ScheduledSeq, StepBatch
 
 LAUNCHES = 20  # how often a captured step or pass lets go of the interpreter
 LAUNCH_S = 8e-6  # processor time between two of them
@@ -37,10 +37,11 @@ class StandIn:
     trees: bool = False
     _free_at: float = 0.0  # when the device has done what was launched so far
 
-    def takes(self, batch: StepBatch) -> bool:
-        return True
+    def plan(self, batch: StepBatch) -> Plan:
+        return Plan(batch)
 
-    def launch(self, batch: StepBatch) -> PendingStep:
+    def launch(self, plan: Plan) -> PendingStep:
+        batch = plan.batch
         rows = sum(item.count for item in batch.prompts)
         self._let_go(LAUNCHES * -(-rows // ROWS[-1]))  # several captured passes
         began = time.perf_counter()

@@ -79,10 +79,10 @@ def requests(vocab: int, count: int = len(PARAMS)) -> list[tuple[int, Request]]:
 def captured(engine: Engine, refused: bool = True) -> list[Key]:
     """What its graphs were captured for; they are dropped. refused: some steps may have had none."""
     executor = engine.executors[0]
-    assert isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor._refused), (
-        f"no graphs: {executor}"
-    )
-    keys = list(executor._graphs)
+    assert (
+        isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor.cache.refused)
+    ), f"no graphs: {executor}"
+    keys = list(executor.cache.graphs)
     executor.drop()
     return keys
 

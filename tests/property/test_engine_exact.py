@@ -238,7 +238,7 @@ def test_sixty_four_mixed_requests_are_those_alone() -> None:
     engine = tiny_engine(
         "dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=64, graphs=True, k=3
     )
-    engine.executors[-1].launch = lambda batch: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
+    engine.executors[-1].launch = lambda plan: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
     jobs = []
     for i in range(64):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]

@@ -214,7 +214,7 @@ def one(size: str, device: str, dry: bool) -> None:
             verdict(
                 f"{size} {name}: captured",
                 executor.broken is None,
-                executor.broken or f"({len(executor._graphs)} graphs)",
+                executor.broken or f"({len(executor.cache.graphs)} graphs)",
             )
         prompt = prompts(engines["solo"].config.vocab_size, context)[0]
         for k in (0, K):
@@ -346,7 +346,7 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
         verdict(
             f"two ranks ({how}): exchanges captured",
             executor.broken is None,
-            executor.broken or f"({len(executor._graphs)} graphs)",
+            executor.broken or f"({len(executor.cache.graphs)} graphs)",
         )
     began = time.perf_counter()
     llm.close()

@@ -1,4 +1,5 @@
-"""A function captured as a CUDA graph (`Graph`), and the memory that several graphs share (`GraphPool`).
+"""A function captured as a CUDA graph (`Graph`), the memory that several graphs share (`GraphPool`), and graphs by what
+they were captured for (`GraphCache`).
 
 `Graph` runs its function once, captures it, and `replay` runs the captured kernels again on the same tensors. On a
 device without graphs `replay` calls the function itself, so code that uses it is tested on the CPU.
@@ -7,14 +8,16 @@ device without graphs `replay` calls the function itself, so code that uses it i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-ONE = (
-    threading.Lock()
-)  # torch captures one graph at a time in a process, and another model may be loading in another thread
+# torch captures one graph at a time in a process, and another model may be loading in another thread
+ONE = threading.Lock()
+KeyT = TypeVar("KeyT", bound=Hashable)
+GraphT = TypeVar("GraphT")
 
 
 class GraphPool:
@@ -64,3 +67,24 @@ class Graph:
             self.result = self.fn()
         else:
             self.graph.replay()
+
+
+class GraphCache(Generic[KeyT, GraphT]):
+    """Graphs by key, all in one pool of memory, and the keys that could not be captured, which are not tried again."""
+
+    def __init__(self, device: torch.device, pool: GraphPool):
+        self.device, self.pool = device, pool
+        self.graphs: dict[KeyT, GraphT] = {}
+        self.refused: set[KeyT] = set()
+
+    def capture(self, key: KeyT, fn: Callable[[], Tensor | None], strict: bool) -> Graph | str:
+        """The function as a graph, or why it cannot be one, in a line. strict: raise that instead, as on a device
+        without graphs."""
+        try:
+            with torch.inference_mode():
+                return Graph(fn, self.device, self.pool)
+        except Exception as error:
+            if self.device.type != "cuda" or strict:
+                raise
+            self.refused.add(key)
+            return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -23,7 +23,7 @@ from ..types import Draft, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
 from .metrics import Metrics
 from .model_runner import ModelRunner
-from .step import Emitted, Executor, PendingStep, ScheduledSeq, Seq, StepBatch
+from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
 from .tree import Tree, grammar_masks
 
 log = logging.getLogger("outrider")
@@ -56,10 +56,11 @@ class EagerExecutor(Executor):
     def __init__(self, runner: ModelRunner, verify: Verify, metrics: Metrics):
         self.runner, self.verify, self.own_noise, self.metrics = runner, VERIFY[verify], verify != "coupled", metrics
 
-    def takes(self, batch: StepBatch) -> bool:
-        return True
+    def plan(self, batch: StepBatch) -> Plan:
+        return Plan(batch)
 
-    def launch(self, batch: StepBatch) -> PendingStep:
+    def launch(self, plan: Plan) -> PendingStep:
+        batch = plan.batch
         if batch.prompts:
             self.runner.prompts(batch.prompts)
         pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], self.runner.clock())

@@ -288,9 +288,9 @@ class Engine:
             batch.trust = self.controller.trust(self.drafter.name)
         planned, self._prompted = clock(), self.runner.prompt_seconds
         spent["plan"] += planned - began
-        executor = pick(self.executors, batch)
+        executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
-            pending = executor.launch(batch) if batch else None
+            pending = executor.launch(plan) if batch else None
             if pending is not None and (batch.prompts or pending.inflight_tokens):
                 self._launched(pending)
             spent["launch"] += clock() - planned

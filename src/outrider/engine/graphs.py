@@ -30,13 +30,13 @@ from ..spec.choose import SamplingBatch
 from ..spec.plan import DEEPEST, TIMED, VerifiedTree, branching
 from ..types import GREEDY_EPS, MAX_DRAFT, SamplingParams
 from . import graph_dispatch
-from .capture import Graph, GraphPool
+from .capture import Graph, GraphCache, GraphPool
 from .cycle import logprobs
 from .decode import KNOWN, Choosing, DraftSource, Inputs, Key, Output, State, decode_step
 from .model_runner import ModelRunner
 from .prefill_graphs import PrefillGraphs
 from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
-from .step import Emitted, Executor, PendingStep, ScheduledSeq, Seq, StepBatch
+from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
 
 log = logging.getLogger("outrider")
 NODES = (
@@ -64,6 +64,15 @@ class Copied:
     key: Key
     host: Output
     event: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan(Plan):
+    """The graph that a step runs in; None: it has prompts only."""
+
+    graph: CapturedGraph | None = None
+    context: int = 0  # positions that the step itself needs a graph for, as the cost table counts them
+    draft: CapturedGraph | None = None  # the drafts alone, which run first where a grammar's masks hang on them
 
 
 def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
@@ -118,19 +127,12 @@ class GraphExecutor(Executor):
         self.bits: Tensor | None = (
             None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
         )
-        self.pool = GraphPool(self.device)
-        self.prefill_graphs = PrefillGraphs(runner, pass_rows, self.pool)
+        pool = GraphPool(self.device)
+        # What is refused had something special in it and could not be captured: those steps are eager.
+        self.cache: GraphCache[Key, CapturedGraph] = GraphCache(self.device, pool)
+        self.prefill_graphs = PrefillGraphs(runner, pass_rows, pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
-        self._refused: set[Key] = (
-            set()
-        )  # graphs with something special in them that could not be captured: those steps are eager
-        self._graphs: dict[Key, CapturedGraph] = {}
         self._uploaded: dict[str, tuple[object, ...]] = {}
-        self._next: tuple[StepBatch, Key | None, int] = (
-            StepBatch(),
-            None,
-            0,
-        )  # what `takes` was asked last, its graph, and its context
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
@@ -140,17 +142,23 @@ class GraphExecutor(Executor):
         self.fixed = False  # somebody waits for every step: captured is only what no graph holds
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
-    # ---- what it takes
+    # ---- planning: which graph, captured if there is none
     # ------------------------------------------------------------------------------------------------
-    def takes(self, batch: StepBatch) -> bool:
+    def plan(self, batch: StepBatch) -> GraphPlan | None:
         if batch.adapted or any(item.seq.adapter is not None for item in batch.prompts):
-            return False
+            return None
         if not batch.decode:
-            return self.broken is None
+            return GraphPlan(batch) if self.broken is None else None
         wanted = self.key(batch.decode)
-        key = wanted if wanted is None or not self.fixed else self._stand_in(wanted)
-        self._next = (batch, key, 0 if wanted is None else wanted.context)
-        return key is not None and self.ready(key)
+        if wanted is None:
+            return None
+        key = self._stand_in(wanted) if self.fixed else wanted
+        graph, draft = self.capture(key), None
+        if key.k and key.asks.grammar:
+            source = self._source(batch.decode) if any(item.plan.k for item in batch.decode) else "host"
+            draft = self.capture(replace(key, source=source, part="draft", asks=NO_FEATURES))
+            graph = graph if draft is not None else None
+        return GraphPlan(batch, graph, wanted.context, draft) if graph is not None else None
 
     def _stand_in(self, wanted: Key) -> Key:
         """The graph of a server that a step runs in."""
@@ -158,7 +166,7 @@ class GraphExecutor(Executor):
         if found is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(found, wanted)):
             padded = graph_dispatch.padded(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
             if found is None:
-                found = graph_dispatch.cheapest_covering(self._graphs, wanted) or self._spare(padded) or wanted
+                found = graph_dispatch.cheapest_covering(self.cache.graphs, wanted) or self._spare(padded) or wanted
             else:
                 found = self._spare(replace(wanted, context=padded.context)) or found
         self._instead[wanted] = (found, count + 1)
@@ -168,7 +176,7 @@ class GraphExecutor(Executor):
         """This graph, captured now; None where that fails: a step can do without it."""
         self._preparing = True
         try:
-            return key if self.ready(key) else None
+            return key if self.capture(key) is not None else None
         finally:
             self._preparing = False
 
@@ -226,17 +234,19 @@ class GraphExecutor(Executor):
         sources: set[DraftSource] = {"drafter" if item.guess is None else "host" for item in scheduled if item.plan.k}
         return "both" if len(sources) == 2 else sources.pop()
 
-    def ready(self, key: Key) -> bool:
-        """Capture it if that has not been done. A failure ends the use of graphs, with one line."""
-        if key in self._graphs:
-            return True
-        if key in self._refused:
+    def capture(self, key: Key) -> CapturedGraph | None:
+        """The graph of this key, captured if that has not been done. A failure ends the use of graphs, with one
+        line."""
+        if key in self.cache.graphs:
+            return self.cache.graphs[key]
+        if key in self.cache.refused:
             self._joined.clear()  # the eager step leaves what the slots hold of their history behind
-            return False
+            return None
         if self.history.grow(key.asks):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
-            self._graphs = {known: made for known, made in self._graphs.items() if known.asks == NO_FEATURES}
+            kept = {known: made for known, made in self.cache.graphs.items() if known.asks == NO_FEATURES}
+            self.cache.graphs = kept
             self._instead.clear()
         if key.asks.grammar and self.bits is None:
             shape = (self.can.graph_rows, -(-self.runner.vocab // 32))
@@ -254,26 +264,20 @@ class GraphExecutor(Executor):
         def once() -> None:
             step()  # its logits are not kept: they would hold the graph's memory
 
-        try:
-            with torch.inference_mode():
-                graph = Graph(once, self.device, self.pool)
-        except Exception as error:
-            if self.device.type != "cuda" or self.runner.divided:
-                raise
-            self._failed(key, error)
-            return False
+        graph = self.cache.capture(key, once, self.runner.divided)
+        if isinstance(graph, str):
+            self._failed(key, graph)
+            return None
         pinned = self.device.type == "cuda"
         copy = lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned)  # noqa: E731
         hosts = [Output(copy(out.tokens), copy(out.logprobs) if out.logprobs is not None else None) for _ in range(2)]
-        self._graphs[key] = CapturedGraph(key, graph, out, hosts)
-        return True
+        captured = self.cache.graphs[key] = CapturedGraph(key, graph, out, hosts)
+        return captured
 
-    def _failed(self, key: Key, error: Exception) -> None:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    def _failed(self, key: Key, why: str) -> None:
         if self._preparing or key.asks != NO_FEATURES:
-            if not self._preparing or not self._refused:
+            if not self._preparing or self.cache.refused == {key}:
                 log.warning("steps like %s are not captured: it failed (%s)", key, why)
-            self._refused.add(key)
         else:
             self.broken = why
             log.warning("CUDA graphs are off: capturing %s failed (%s)", key, why)
@@ -282,30 +286,30 @@ class GraphExecutor(Executor):
         """All graphs, at the end: what was captured holds on to the libraries whose kernels are in it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._graphs.clear()
-        self.prefill_graphs.drop()
+        self.cache.graphs.clear()
+        self.prefill_graphs.cache.graphs.clear()
 
     # ---- one step
     # -----------------------------------------------------------------------------------------------------
     @torch.inference_mode()
-    def launch(self, batch: StepBatch) -> PendingStep:
-        """Start the step and return at once. `takes` must have been asked: it captures."""
-        before = self.prefill_graphs.ran
+    def launch(self, plan: Plan) -> PendingStep:
+        """Start the step and return at once."""
+        assert isinstance(plan, GraphPlan)
+        batch, before = plan.batch, self.prefill_graphs.ran
         if batch.prompts:
             self.runner.prompts(batch.prompts, self.prefill_graphs.run, self.prefill_graphs.pack)
         pending = PendingStep(
             self, batch, [item.seq.held for item in batch.decode], self.runner.clock(), self.prefill_graphs.ran - before
         )
-        if not batch.decode:
+        if plan.graph is None:
             return pending
-        known, key, context = self._next
-        assert known is batch and key is not None, "takes() comes first: it finds the graph"
+        key = plan.graph.key
         self.runner.store.flush()
         self._upload(batch.decode, key)
         if key.asks.grammar:
-            self._mask(batch.decode, key)
-        pending.payload = self._replay(self._graphs[key])
-        pending.width, pending.context, pending.tree = key.k, context, key.nodes > 0
+            self._mask(batch.decode, key, plan.draft)
+        pending.payload = self._replay(plan.graph)
+        pending.width, pending.context, pending.tree = key.k, plan.context, key.nodes > 0
         pending.inflight_tokens = [item.plan.k + 1 for item in batch.decode]
         return pending
 
@@ -340,17 +344,14 @@ class GraphExecutor(Executor):
             out.append(Emitted(tokens, item.plan.k, likely))
         return out
 
-    def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key) -> None:
+    def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key, draft: CapturedGraph | None) -> None:
         """What the grammars allow behind each drafted token. The drafts come first, from a graph of their own (or the
         host): masks hang on them. The engine has read every step before this one, since they also hang on what was
         emitted."""
         drafts = [list(item.guess or ()) for item in scheduled]
-        if key.k:
-            source = self._source(scheduled) if any(item.plan.k for item in scheduled) else "host"
-            draft = replace(key, source=source, part="draft", asks=NO_FEATURES)
-            assert self.ready(draft), "a draft must be captured before masks can be made"
-            self._upload(scheduled, draft)  # capturing may have used the buffers
-            copied = self._replay(self._graphs[draft])
+        if draft is not None:
+            self._upload(scheduled, draft.key)
+            copied = self._replay(draft)
             if copied.event is not None:
                 copied.event.synchronize()
             drafts = copied.host.tokens[: len(scheduled), : key.k].tolist()
@@ -428,13 +429,13 @@ class GraphExecutor(Executor):
     def prepare(self) -> str:
         began, self._preparing = self.runner.clock(), True
         for key in graph_dispatch.warmup_keys(self._most, bound_of(self._furthest), self.can.graph_rows, self._widths):
-            self.ready(key)
+            self.capture(key)
         self._preparing, self.fixed = False, True
-        if not self._graphs:
+        if not self.cache.graphs:
             self.broken = "no step can be captured"
         passes = self.prefill_graphs.prepare()
         return (
-            f"{len(self._graphs)} steps and {passes} passes over prompts captured in "
+            f"{len(self.cache.graphs)} steps and {passes} passes over prompts captured in "
             f"{self.runner.clock() - began:.1f} s"
         )
 
@@ -449,12 +450,12 @@ class GraphExecutor(Executor):
         what: Literal["cycle", "draft"] = "cycle" if part == "verify" or tree else "draft"
         source: DraftSource | None = "drafter" if what == "draft" or tree else "host" if width else None
         key = Key(rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes)
-        if not self.ready(key):
+        captured = self.capture(key)
+        if captured is None:
             return
         self._put("slots", self.inputs.slots, [self.idle] * rows)
         self._put("cap", self.inputs.cap, [context] * rows)
         self.state.position[self.idle].fill_(context)
-        captured = self._graphs[key]
         captured.graph.replay()
         captured.hosts[0].tokens.copy_(captured.out.tokens)
         self.state.position[self.idle].fill_(1)

@@ -19,7 +19,7 @@ from .cycle import logprobs
 from .eager import switch_off
 from .metrics import Metrics
 from .model_runner import ModelRunner
-from .step import Emitted, Executor, PendingStep, StepBatch
+from .step import Emitted, Executor, PendingStep, Plan, StepBatch
 
 
 class HostExecutor(Executor):
@@ -34,12 +34,12 @@ class HostExecutor(Executor):
         self.drafters = (None, "ngram", *own)  # whose drafts the call can take
         self._probes: dict[int, SamplingBatch] = {}
 
-    def takes(self, batch: StepBatch) -> bool:
+    def plan(self, batch: StepBatch) -> Plan | None:
         fits = all([item.seq.temperature_only and item.plan.drafter in self.drafters for item in batch.decode])
-        return fits and not batch.adapted
+        return Plan(batch) if fits and not batch.adapted else None
 
-    def launch(self, batch: StepBatch) -> PendingStep:
-        runner = self.runner
+    def launch(self, plan: Plan) -> PendingStep:
+        batch, runner = plan.batch, self.runner
         if batch.prompts:
             runner.prompts(batch.prompts)
         pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], runner.clock())
@@ -49,12 +49,12 @@ class HostExecutor(Executor):
             ahead = self._draft_ahead(batch, sampling) if self.ahead is not None else {}
             requests = []
             for i, x in enumerate(batch.decode):
-                plan, guess, drafted = x.plan, x.guess if x.plan.k else None, ahead.get(i)
+                each, guess, drafted = x.plan, x.guess if x.plan.k else None, ahead.get(i)
                 if drafted is not None:
-                    plan = plan._replace(k=min(plan.k, drafted.length))
-                    guess = drafted.tokens[: plan.k] if plan.k else None
+                    each = each._replace(k=min(each.k, drafted.length))
+                    guess = drafted.tokens[: each.k] if each.k else None
                 top = x.seq.request.params.logprobs
-                requests.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, plan, guess, top))
+                requests.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, each, guess, top))
             made = self.cycle.run(requests, sampling, batch.trust)
             for i, drafted in ahead.items():
                 if drafted.confidence:

@@ -30,7 +30,7 @@ from ..models.config import ModelConfig
 from ..models.inspect import flops, model_size
 from ..ops.backend import Capabilities
 from ..types import OutputRows
-from .capture import Graph, GraphPool
+from .capture import Graph, GraphCache, GraphPool
 from .model_runner import ModelRunner
 from .step import ScheduledSeq
 
@@ -79,14 +79,13 @@ class PrefillKey:
 class PrefillGraphs:
     def __init__(self, runner: ModelRunner, most: int, pool: GraphPool):
         """most: rows of the largest pass that is captured (`max_prefill_rows`); 0: none is."""
-        self.runner, self.pool, self.device = runner, pool, runner.device
+        self.runner, self.device = runner, runner.device
+        self.cache: GraphCache[PrefillKey, Graph] = GraphCache(self.device, pool)
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         self.most, self.furthest = most, furthest(runner.store)
         self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
         self.fixed = False  # somebody waits for every step: nothing is captured any more
         self.ran = 0  # rows so far, with those that filled passes up
-        self._refused: set[PrefillKey] = set()  # could not be captured
-        self._graphs: dict[PrefillKey, Graph] = {}
         self._numbers = torch.zeros(
             size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device
         )
@@ -94,14 +93,15 @@ class PrefillGraphs:
     def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
         """One pass over some chunks."""
         key = self.key(scheduled)
-        if key is None or not self.ready(key):
+        graph = None if key is None else self.capture(key)
+        if key is None or graph is None:
             self.ran += sum(item.count for item in scheduled)
             self.runner.run(scheduled)
             return
         self.ran += key.rows
         self.runner.store.flush()
         self._say(scheduled, key)
-        self._graphs[key].replay()
+        graph.replay()
 
     def key(self, scheduled: Sequence[ScheduledSeq]) -> PrefillKey | None:
         """The graph these chunks run in, which may have to be captured; None: there is none, and will be none."""
@@ -110,44 +110,36 @@ class PrefillGraphs:
         if not self.fixed and count <= self.most and len(scheduled) <= SEQUENCES[-1]:
             rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(scheduled))
             key = PrefillKey(rows, sequences, NEAR if end <= NEAR < self.furthest else self.furthest, wanted)
-            if key not in self._refused:
+            if key not in self.cache.refused:
                 return key
-        there = [key for key in self._graphs if key.covers(count, len(scheduled), end, wanted)]
+        there = [key for key in self.cache.graphs if key.covers(count, len(scheduled), end, wanted)]
         return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
 
-    def ready(self, key: PrefillKey) -> bool:
-        """Capture it if that has not been done. After a failure only passes of fewer rows are captured from then on; a
-        line says so."""
-        if key in self._graphs or key in self._refused:
-            return key in self._graphs
+    def capture(self, key: PrefillKey) -> Graph | None:
+        """The graph of this key, captured if that has not been done. After a failure only passes of fewer rows are
+        captured from then on; a line says so."""
+        if key in self.cache.graphs or key in self.cache.refused:
+            return self.cache.graphs.get(key)
         self._say([], key)  # the warm-up runs on the scratch page alone
-        try:
-            with torch.inference_mode():
-                self._graphs[key] = Graph(partial(prompt_pass, self.runner, self._numbers, key), self.device, self.pool)
-        except Exception as error:
-            if self.device.type != "cuda" or self.runner.divided:
-                raise
-            self._refused.add(key)
-            if key.rows <= self.most:
-                self.most = max((n for n in ROWS if n < key.rows), default=0)
-                why = f"{type(error).__name__}: {error}".splitlines()[0]
-                log.warning(
-                    "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, why
-                )
-            return False
-        return True
+        made = self.cache.capture(key, partial(prompt_pass, self.runner, self._numbers, key), self.runner.divided)
+        if not isinstance(made, str):
+            self.cache.graphs[key] = made
+            return made
+        if key.rows <= self.most:
+            self.most = max((n for n in ROWS if n < key.rows), default=0)
+            log.warning(
+                "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, made
+            )
+        return None
 
     def prepare(self) -> int:
         """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing
         after that. Returns how many there are."""
         ends = (False, True) if self.runner.drafter is not None else (False,)
         for key in warmup_keys(self.most, self.furthest, ends):
-            self.ready(key)
+            self.capture(key)
         self.fixed = True
-        return len(self._graphs)
-
-    def drop(self) -> None:
-        self._graphs.clear()
+        return len(self.cache.graphs)
 
     def _say(self, scheduled: Sequence[ScheduledSeq], key: PrefillKey) -> None:
         """What the graph reads: ids, positions and sequence of each row; then of each sequence, the idle one last,

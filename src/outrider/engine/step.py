@@ -1,10 +1,10 @@
 """One step as plain data, and who runs it. Torch-free.
 
 The scheduler decides a `StepBatch`: for every sequence that takes part a `ScheduledSeq`, which is a chunk of its
-prompt, or its newest token with K drafted ones behind it. An `Executor` runs it: `launch` starts the step and returns a
-`PendingStep`, `read` waits for the pending and says what each decoding item emitted. Three executors run the same step:
-`eager` is the definition and takes everything, `host` runs a cycle in one call of a C library, `graphs` replays a CUDA
-graph. `pick` says which, once a step, and is the only place that does.
+prompt, or its newest token with K drafted ones behind it. An `Executor` runs it: `plan` says how it would run the step
+(None: it cannot), `launch` starts the plan and returns a `PendingStep`, `read` waits for that and says what each
+decoding item emitted. Three executors run the same step: `eager` is the definition and plans everything, `host` runs a
+cycle in one call of a C library, `graphs` replays a CUDA graph. `pick` says which, once a step.
 """
 
 from __future__ import annotations
@@ -166,6 +166,13 @@ class StepBatch:
         return any([item.seq.adapter is not None for item in self.decode])
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step as one executor will run it; an executor that has to find something for it adds that in a subclass."""
+
+    batch: StepBatch
+
+
 class Emitted(NamedTuple):
     """What a decoding item brought: accepted drafts and the target's next token."""
 
@@ -199,11 +206,13 @@ class Executor(Protocol):
     async_results: bool = False  # its steps are read after the next one was launched; otherwise at once
     trees: bool = False  # drafts that branch cost no more here than their rows: so the controller may ask for them
 
-    def takes(self, batch: StepBatch) -> bool:
-        """Can this step be run here?"""
+    def plan(self, batch: StepBatch) -> Plan | None:
+        """How this step would run here, with all that has to be made for it first; None: it cannot."""
         ...
 
-    def launch(self, batch: StepBatch) -> PendingStep: ...
+    def launch(self, plan: Plan) -> PendingStep:
+        """Start a step that this executor planned."""
+        ...
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         """One entry a decoding item, in order. Waits for this step, not for later ones."""
@@ -225,9 +234,9 @@ class Executor(Protocol):
         return True
 
 
-def pick(executors: Sequence[Executor], batch: StepBatch) -> Executor:
-    """Who runs this step: the first of the executors, fastest first, that takes it. The last one takes everything."""
+def pick(executors: Sequence[Executor], batch: StepBatch) -> tuple[Executor, Plan]:
+    """The first of the executors, fastest first, that can run this step, and its plan. The last one runs everything."""
     for executor in executors:
-        if executor.takes(batch):
-            return executor
-    raise AssertionError("the last executor takes everything")
+        if (plan := executor.plan(batch)) is not None:
+            return executor, plan
+    raise AssertionError("the last executor runs everything")

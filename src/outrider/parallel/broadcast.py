@@ -22,7 +22,7 @@ from ..cache.store import SeqCache
 from ..engine.engine import Engine
 from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
-from ..engine.step import Emitted, Executor, PendingStep, Request, ScheduledSeq, Seq, StepBatch
+from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, ScheduledSeq, Seq, StepBatch
 from ..types import GroupName, Matcher, OutriderError, SamplingParams
 from .process_group import ProcessGroup
 
@@ -63,7 +63,7 @@ class StepMessage:
 
 @dataclass(frozen=True)
 class Order:
-    """What to do: "takes" or "launch" a step with an executor, "probe" or "prepare" one, or "score" a text."""
+    """What to do: "plan" or "launch" a step with an executor, "probe" or "prepare" one, or "score" a text."""
 
     what: str
     executor: int = 0
@@ -173,17 +173,17 @@ class BroadcastExecutor:
         self.inner, self.index, self.leader = inner, index, leader
         self.name, self.async_results, self.trees = inner.name, inner.async_results, inner.trees
 
-    def takes(self, batch: StepBatch) -> bool:
+    def plan(self, batch: StepBatch) -> Plan | None:
         if not self.async_results or not batch.decode:
-            return self.inner.takes(batch)
+            return self.inner.plan(batch)
         with self.leader.together():  # capturing runs the step
-            self.leader.tell("takes", self.index, batch)
-            return self.inner.takes(batch)
+            self.leader.tell("plan", self.index, batch)
+            return self.inner.plan(batch)
 
-    def launch(self, batch: StepBatch) -> PendingStep:
+    def launch(self, plan: Plan) -> PendingStep:
         with self.leader.together():
-            self.leader.tell("launch", self.index, batch)
-            return self.inner.launch(batch)
+            self.leader.tell("launch", self.index, plan.batch)
+            return self.inner.launch(plan)
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         return self.inner.read(pending)
@@ -250,6 +250,7 @@ class Follower:
         self.engine, self.team = engine, team
         self._seqs: dict[str, Seq] = {}
         self._last: tuple[int, StepBatch] = (0, StepBatch())
+        self._plan: Plan | None = None  # the last one that rank 0 asked for by itself
 
     def execute(self, order: Order) -> None:
         executor, runner = self.engine.executors[order.executor], self.engine.runner
@@ -267,10 +268,12 @@ class Follower:
             return
         assert order.step is not None
         batch = self._batch(order.step)
-        if order.what == "takes":
-            executor.takes(batch)
-        else:
-            executor.launch(batch)
+        if order.what == "plan":
+            self._plan = executor.plan(batch)
+            return
+        plan = self._plan if self._plan is not None and self._plan.batch is batch else executor.plan(batch)
+        assert plan is not None, "rank 0 could plan this step"
+        executor.launch(plan)
 
     def _batch(self, told: StepMessage) -> StepBatch:
         for name in told.left:

@@ -72,6 +72,6 @@ def test_who_runs_a_step_is_decided_in_one_place() -> None:
         ({"logprobs": 0}, "host"), ({"logprobs": 20, "temperature": 1.0}, "host"),
         ({"frequency_penalty": 0.1}, "eager"),
     ):  # fmt: skip
-        assert pick(executors, batch(**params)).name == name, params
+        assert pick(executors, batch(**params))[0].name == name, params
     with_graphs = engine_of("llama", "graphs").executors
-    assert pick(with_graphs, batch(temperature=1.0, top_p=0.5, logprobs=1, frequency_penalty=0.1)).name == "graphs"
+    assert pick(with_graphs, batch(temperature=1.0, top_p=0.5, logprobs=1, frequency_penalty=0.1))[0].name == "graphs"

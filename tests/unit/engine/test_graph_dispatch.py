@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.engines import mtp_drafter, request, run, tiny_engine, tiny_model
 
-from outrider.engine import graph_dispatch, prefill_graphs
+from outrider.engine import capture, graph_dispatch
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine
 from outrider.engine.graph_dispatch import cheapest_covering, covers, padded, warmup_keys
@@ -79,7 +80,21 @@ def test_a_graph_of_more_drafts_has_room_for_their_keys(model: Any, monkeypatch:
     jobs = [request(str(i), prompt, k=k, max_tokens=20) for i, prompt in enumerate(prompts)]
     plain = tiny_engine("dense", model=model, max_context=1024)
     assert all(run(engine, [job]) == run(plain, [replace(job, draft_tokens=0)]) for job in jobs)
-    assert {key.k for key in executor._graphs} == {0, 4}
+    assert {key.k for key in executor.cache.graphs} == {0, 4}
+
+
+def refuse(executor: GraphExecutor, when: Callable[[Key], bool]) -> Any:
+    """As if a GPU had no memory for the graphs of these keys. Returns what captured before."""
+    capture = executor.cache.capture
+
+    def some(key: Key, fn: Any, strict: bool) -> Any:
+        if not when(key):
+            return capture(key, fn, strict)
+        executor.cache.refused.add(key)
+        return "RuntimeError: out of memory"
+
+    executor.cache.capture = some  # type: ignore[method-assign]
+    return capture
 
 
 def test_widths_are_those_of_steps(model: Any) -> None:
@@ -106,7 +121,7 @@ def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch)
     waited."""
     engine, executor = served(model, max_batch=12)
     said = executor.prepare()
-    before = set(executor._graphs)
+    before = set(executor.cache.graphs)
     assert f"{len(before)} steps and " in said and executor.fixed
     jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=9, temperature=float(i % 2)) for i in range(12)]
     alone = [run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs]
@@ -117,15 +132,15 @@ def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch)
             engine.submit(waiting.pop(0))
         for event in engine.step():
             got[event.id] += event.tokens
-    assert set(executor._graphs) == before
+    assert set(executor.cache.graphs) == before
     assert list(got.values()) == alone
     for _ in range(2):
         run(engine, [request("a", PROMPT, k=4, max_tokens=4, logprobs=2)])
-        new = set(executor._graphs) - before
+        new = set(executor.cache.graphs) - before
         assert {(key.batch, key.k, key.asks.logprobs) for key in new} <= {(1, 3, 5), (1, 2, 5), (1, 1, 5), (1, 0, 5)}
     monkeypatch.setattr(graph_dispatch, "OFTEN", 8)
     run(engine, [request(str(i), PROMPT, k=2, max_tokens=30, temperature=1.0) for i in range(3)])
-    assert any(key.k == 2 for key in executor._graphs), "what is wanted again and again has its own"
+    assert any(key.k == 2 for key in executor.cache.graphs), "what is wanted again and again has its own"
 
 
 def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,19 +150,13 @@ def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch
     executor.prepare()
     jobs = [request(str(i), [3 + i], k=0, max_tokens=9) for i in range(18)]
     got = run(engine, jobs)
-    assert {key.batch for key in executor._graphs if key.batch not in graph_dispatch.BATCHES} == {24, 48}, (
+    assert {key.batch for key in executor.cache.graphs if key.batch not in graph_dispatch.BATCHES} == {24, 48}, (
         "48 is all that there can be"
     )
     assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs[:3])
-    ready, executor._instead = executor.ready, {}
-    executor._graphs = {key: made for key, made in executor._graphs.items() if key.batch != 24}
-
-    def some(key: Key) -> bool:
-        if key.batch == 24 and key not in executor._refused:
-            executor._failed(key, RuntimeError("out of memory"))
-        return ready(key)
-
-    executor.ready = some  # type: ignore[method-assign]
+    executor._instead = {}
+    executor.cache.graphs = {key: made for key, made in executor.cache.graphs.items() if key.batch != 24}
+    refuse(executor, lambda key: key.batch == 24)
     assert run(engine, jobs) == got and executor.broken is None, "it is done without"
 
 
@@ -155,37 +164,24 @@ def test_a_step_without_room_to_spare_has_its_own_graph(model: Any) -> None:
     """Where the roomy graph failed, steps with logprobs were launched for ever though their own would have fitted."""
     _, executor = served(model, max_batch=12)
     executor.prepare()
-    ready = executor.ready
-
-    def some(key: Key) -> bool:
-        if key.asks.logprobs >= 0 and key.batch > 3 and key not in executor._refused:
-            executor._failed(key, RuntimeError("out of memory"))
-        return ready(key)
-
-    executor.ready = some  # type: ignore[method-assign]
+    refuse(executor, lambda key: key.asks.logprobs >= 0 and key.batch > 3)
     wanted = replace(PLAIN, batch=3, context=512, asks=SamplingFeatures(logprobs=5))
-    assert executor._stand_in(wanted) == wanted and executor.broken is None and ready(wanted)
+    assert executor._stand_in(wanted) == wanted and executor.broken is None and executor.capture(wanted)
 
 
 def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     engine, executor = served(model, max_batch=12)
-    ready, most = executor.ready, 20
-
-    def some(key: Key) -> bool:
-        if key.batch * (key.k + 1) > most and key not in executor._refused:
-            executor._failed(key, RuntimeError("out of memory\nand so on"))
-        return ready(key)
-
-    executor.ready = some  # type: ignore[method-assign]
+    most = 20
+    capture = refuse(executor, lambda key: key.batch * (key.k + 1) > most)
     executor.prepare()
-    assert executor.broken is None and executor._graphs and executor._refused and "and so on" not in caplog.text
-    assert all(key.batch * (key.k + 1) > most for key in executor._refused)
-    executor.ready = ready  # type: ignore[method-assign]
+    assert executor.broken is None and executor.cache.graphs and executor.cache.refused
+    assert all(key.batch * (key.k + 1) > most for key in executor.cache.refused)
+    executor.cache.capture = capture  # type: ignore[method-assign]
     jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=6) for i in range(12)]
     got = run(engine, jobs)
     assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs)
-    most, nothing = 0, served(model, max_batch=12)[1]
-    executor, ready, nothing.ready = nothing, nothing.ready, some  # type: ignore[method-assign]
+    nothing = served(model, max_batch=12)[1]
+    refuse(nothing, lambda key: True)
     nothing.prepare()
     assert nothing.broken and len(caplog.records) == 2, "a line each time"
 
@@ -201,10 +197,10 @@ def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.M
         raise RuntimeError("out of memory")
 
     passed, key = served(model)[1].prefill_graphs, PrefillKey(64, 8, 512, False)
-    monkeypatch.setattr(prefill_graphs, "Graph", graph)
+    monkeypatch.setattr(capture, "Graph", graph)
     monkeypatch.setattr(passed, "_say", lambda scheduled, key: None)
-    passed.device, passed.runner.divided = Pretended(), True  # type: ignore[assignment]
+    passed.cache.device, passed.runner.divided = Pretended(), True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="out of memory"):
-        passed.ready(key)
+        passed.capture(key)
     passed.runner.divided = False
-    assert not passed.ready(key), "one alone launches what it cannot capture"
+    assert passed.capture(key) is None, "one alone launches what it cannot capture"

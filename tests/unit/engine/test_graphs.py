@@ -62,7 +62,7 @@ def test_a_step_never_grows_beyond_the_rows_that_are_independent() -> None:
     rows: list[int] = []
     eager = engine.executors[-1]
     launch = eager.launch
-    eager.launch = lambda batch: (rows.append(sum(item.plan.k + 1 for item in batch.decode)), launch(batch))[1]  # type: ignore[method-assign]
+    eager.launch = lambda plan: (rows.append(sum(item.plan.k + 1 for item in plan.batch.decode)), launch(plan))[1]  # type: ignore[method-assign]
     jobs = [request(str(i), [4, 5, 6, 7] * 4 + [i], k=8, max_tokens=20) for i in range(16)]
     got = run(engine, jobs)
     assert 16 < max(rows) <= 48
@@ -76,7 +76,7 @@ def test_the_same_text_at_every_k(variant: str, params: dict[str, Any]) -> None:
         r = request("a", PROMPT, k=k, **params)
         engine = engines(variant)
         assert run(engine, [r])["a"] == alone(variant, r), k
-        assert graphs_of(engine)._graphs, "no cycle went through a graph"
+        assert graphs_of(engine).cache.graphs, "no cycle went through a graph"
         assert (engine.metrics.drafted > 0) == (k > 0)
 
 
@@ -179,7 +179,7 @@ def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bo
     if served:
         graphs_of(engine).prepare()
     eager = engine.executors[-1]
-    eager.launch = lambda batch: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
+    eager.launch = lambda plan: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
     waiting = [
         (at, gone, request(str(i), prompt, k=k, drafter=d, **p)) for i, (prompt, p, k, d, at, gone) in enumerate(jobs)
     ]
@@ -225,7 +225,7 @@ def test_ngram_drafts_go_through_a_graph_too() -> None:
     engine = engines("llama")
     r = request("a", [4, 5, 6, 7] * 6, k=4, max_tokens=40)
     assert run(engine, [r])["a"] == alone("llama", r)
-    assert any(key.source == "host" for key in graphs_of(engine)._graphs)
+    assert any(key.source == "host" for key in graphs_of(engine).cache.graphs)
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -281,16 +281,16 @@ def test_a_failing_capture_leaves_the_eager_cycle(
     engine = engines("dense")
     calls = 0
 
-    def fail(self: GraphExecutor, key: Any) -> bool:
+    def fail(self: GraphExecutor, key: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls < 4:
-            return ready(self, key)
+            return capture(self, key)
         self.broken = "no memory"
-        return False
+        return None
 
-    ready = GraphExecutor.ready
-    monkeypatch.setattr(GraphExecutor, "ready", fail)
+    capture = GraphExecutor.capture
+    monkeypatch.setattr(GraphExecutor, "capture", fail)
     r = request("a", PROMPT, k=3)
     assert run(engine, [r])["a"] == alone("dense", r)
     assert calls == 4
@@ -305,16 +305,16 @@ def test_a_special_graph_that_cannot_be_captured_does_not_end_the_others() -> No
         request("b", PROMPT[3:], k=2, max_tokens=9, repetition_penalty=1.3),
     ]
     jobs.append(request("c", PROMPT[5:], k=0, max_tokens=6, frequency_penalty=0.5))
-    ready = executor.ready
+    capture = executor.capture
 
-    def some(key: Key) -> bool:
+    def some(key: Key) -> Any:
         if key.asks.penalties and key.batch in (1, 2):
-            executor._refused.add(key)
-        return ready(key)
+            executor.cache.refused.add(key)
+        return capture(key)
 
-    executor.ready = some  # type: ignore[method-assign]
+    executor.capture = some  # type: ignore[method-assign]
     got = run(engine, jobs)
-    assert executor._refused and executor._graphs and executor.broken is None
+    assert executor.cache.refused and executor.cache.graphs and executor.broken is None
     assert all(got[r.id] == alone("dense", r) for r in jobs)
 
 

@@ -67,7 +67,7 @@ def test_a_captured_pass_leaves_the_bits_of_any_other(
                 seen += [keys[pages].clone() for keys in held]
         left.append(seen)
         if graphs:
-            keys = captured(engine)._graphs
+            keys = captured(engine).cache.graphs
             assert {key.context for key in keys} == {32, captured(engine).furthest} and len(
                 {key.rows for key in keys}
             ) > 1
@@ -86,13 +86,13 @@ def test_texts_are_the_same_through_captured_passes(models: dict[str, Any]) -> N
 def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str, Any]) -> None:
     engine = tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=True)
     engine.serve()
-    assert not captured(engine)._graphs, "of use on a GPU alone"
+    assert not captured(engine).cache.graphs, "of use on a GPU alone"
     engine.executors[0].prepare()
-    known = set(captured(engine)._graphs)
+    known = set(captured(engine).cache.graphs)
     assert {(key.rows, key.wanted) for key in known} == {(rows, wanted) for rows in LIKELY for wanted in (False, True)}
     assert len(known) <= 24 and {key.sequences for key in known} == {8, 64}
     run(engine, [request(str(n), [t % VOCAB for t in range(n)], max_tokens=3) for n in LENGTHS])
-    assert set(captured(engine)._graphs) == known
+    assert set(captured(engine).cache.graphs) == known
     engine.check()
 
 
@@ -102,13 +102,13 @@ def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> No
     passed, launched, launch = captured(engine), list[int](), engine.runner.run
     passed.most, passed.furthest = 256, 512
     passed.prepare()
-    assert {(key.rows, key.sequences) for key in passed._graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
+    assert {(key.rows, key.sequences) for key in passed.cache.graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
     engine.runner.run = lambda scheduled: (launched.append(sum(item.count for item in scheduled)), launch(scheduled))[1]  # type: ignore[method-assign]
     engine.scheduler.prefill_idle, engine.scheduler.prefill_with_decodes = 1024, 0
     alone = run(engine, [request("a", [t % VOCAB for t in range(81)], max_tokens=3)])
     assert not launched and passed.ran == 128
     many = run(engine, [request(str(i), [t % VOCAB for t in range(81)], max_tokens=3) for i in range(4)])
-    assert launched == [320] and passed.ran == 128 + 320 and len(passed._graphs) == 4
+    assert launched == [320] and passed.ran == 128 + 320 and len(passed.cache.graphs) == 4
     assert {tuple(tokens) for tokens in many.values()} == {tuple(alone["a"])}
 
 
@@ -126,20 +126,22 @@ def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
     class Pretended:
         type = "cuda"
 
-    monkeypatch.setattr(prefill_graphs, "Graph", graph)
+    monkeypatch.setattr(capture, "Graph", graph)
     monkeypatch.setattr(passed, "_say", lambda scheduled, key: None)
-    passed.device = Pretended()  # type: ignore[assignment]
+    passed.cache.device = Pretended()  # type: ignore[assignment]
     passed.prepare()
-    assert passed.most == 640 and {key.rows for key in passed._graphs} == {64, 128, 256, 512}
+    assert passed.most == 640 and {key.rows for key in passed.cache.graphs} == {64, 128, 256, 512}
     said = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
     assert len(said) == len([n for n in LIKELY if n > 512]) and "and so on" not in caplog.text, (
         "a line for each number of rows"
     )
     before = len(tried)
-    assert not any(passed.ready(key) for key in passed._refused) and len(tried) == before, "and is not tried again"
+    assert not any(passed.capture(key) for key in passed.cache.refused) and len(tried) == before, (
+        "and is not tried again"
+    )
     smallest = PrefillKey(ROWS[0], 8, 512, False)
-    monkeypatch.setattr(prefill_graphs, "Graph", lambda *_: 1 / 0)
-    assert not passed.ready(smallest) and passed.most == 0
+    monkeypatch.setattr(capture, "Graph", lambda *_: 1 / 0)
+    assert not passed.capture(smallest) and passed.most == 0
 
 
 def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
@@ -166,7 +168,7 @@ def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_engine_that_is_dropped_leaves_its_cache_at_once(models: dict[str, Any]) -> None:
     engine = tiny_engine("llama", model=models["llama"], graphs=True)
     run(engine, [request("a", [t % VOCAB for t in range(40)], max_tokens=3)])
-    assert captured(engine)._graphs
+    assert captured(engine).cache.graphs
     store = weakref.ref(engine.store)
     gc.collect()
     gc.disable()
@@ -186,7 +188,7 @@ def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None
     engine.scheduler.prefill_idle, engine.scheduler.prefill_with_decodes = 512, 0
     jobs = [request(str(i), [(i + j) % VOCAB for j in range(31)], max_tokens=3) for i in range(8)]
     assert len(run(engine, jobs)) == 8
-    assert rows == [60, 60, 60, 60] and {key.rows for key in passed._graphs} == {64}
+    assert rows == [60, 60, 60, 60] and {key.rows for key in passed.cache.graphs} == {64}
 
 
 def test_only_rows_that_are_independent_are_filled_up() -> None:
@@ -194,4 +196,4 @@ def test_only_rows_that_are_independent_are_filled_up() -> None:
     engine = tiny_engine("llama", graphs=True)
     assert captured(engine).most == 0
     run(engine, [request("a", [3, 4, 5, 6], max_tokens=2)])
-    assert not captured(engine)._graphs
+    assert not captured(engine).cache.graphs
