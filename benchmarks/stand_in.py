@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.engine import Engine
-from outrider.engine.prefill_graphs import ROWS
+from outrider.engine.prefill_budget import LIKELY, ROWS, PrefillBudget
 from outrider.engine.step import Emitted, PendingStep, Plan, ScheduledSeq, StepBatch
 
 LAUNCHES = 20  # how often a captured step or pass lets go of the interpreter
@@ -79,13 +79,7 @@ class StandIn:
 
 def replace(engine: Engine, step: float, row: float) -> None:
     """Prompts are cut as they are on a GPU."""
-    scheduler = engine.scheduler
-    scheduler.chunk, scheduler.prefill_with_decodes, scheduler.max_batched_prefill, scheduler.prefill_idle = (
-        1024,
-        512,
-        2048,
-        8192,
-    )
+    engine.scheduler.prefill = engine.timer.prefill = PrefillBudget(1024, 2048, 8192, 512, LIKELY)
     engine.executors = [StandIn(step, row, engine.model.config.vocab_size)]
 
 

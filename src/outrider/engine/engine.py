@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,31 +19,21 @@ from ..ops.lowrank import Adapter
 from ..spec.controller import Controller
 from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
-from ..spec.plan import VerifiedTree, branching
+from ..spec.plan import VerifiedTree
 from ..spec.protocols import Target
 from ..types import MAX_DRAFT, OutriderError, RequestStats
 from .draft_policy import DraftPolicy
 from .eager import EagerExecutor
 from .graphs import GraphExecutor
 from .host import HostExecutor
-from .memory import (
-    KVBudget,
-    free_bytes,
-    gpu_budget,
-    max_batched_prefill,
-    plan_kv_memory,
-    prefill_idle,
-    prefill_with_decodes,
-    spare_bytes,
-    swap_bytes,
-)
-from .metrics import Metrics
+from .memory import KVBudget, spare_bytes, swap_bytes
+from .metrics import Metrics, count_cycle
 from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
-from .prefill_budget import FEW, PrefillBudget
-from .prefill_graphs import LIKELY, ROWS, max_prefill_rows
+from .prefill_budget import PrefillBudget
 from .scheduler import Scheduler
 from .step import Emitted, Executor, PendingStep, Progress, Request, ScheduledSeq, Seq, pick
+from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
@@ -91,67 +81,45 @@ class Engine:
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv_dtype or model.dtype
-        budget, passes = None, max_prefill_rows(model.config, self.can)
         own = drafter.kv_specs if drafter is not None else ()
-        if self.device.type == "cuda":
-            rows = min(self.can.graph_rows, self.max_batch * (MAX_DRAFT + 1))
-            budget = gpu_budget(config, model.config, self.device, rows, passes)
-        found = plan_kv_memory(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget, own)
-        self.kv_budget = agree(replace(found, pass_rows=passes))
-        ahead = max(self.chunk, MAX_DRAFT + 1, image_rows)
-        self.image_rows = image_rows
+        self.kv_budget = agree(KVBudget.of(config, model.config, self.can, dtype, self.device, own))
+        # one sequence must be able to finish alone
+        self.max_context = min(self.kv_budget.max_context, self.kv_budget.tokens - config.page_size)
+        self.image_rows, ahead = image_rows, max(self.chunk, MAX_DRAFT + 1, image_rows)
         layout = CacheSpec(
             self.max_batch, self.kv_budget.max_context, config.page_size, ahead, self.kv_budget.tokens,
             self.kv_budget.window_tokens, swap_bytes(config)
         )  # fmt: skip
         self.store = KVStore(model.config, layout, dtype, self.device, own)
-        self.max_context = min(
-            self.kv_budget.max_context, self.kv_budget.tokens - config.page_size
-        )  # one sequence must be able to finish alone
-        exact = self.can.prompts_independent
-        self.granularity = config.page_size if exact else self.chunk  # prefixes are shared in multiples of it
-        self.share_answers = exact
-        pack = max_batched_prefill(model.config, self.can.packed_rows)
+        self.share_answers = self.can.prompts_independent
+        # prefixes are shared in multiples of it
+        self.granularity = config.page_size if self.can.prompts_independent else self.chunk
+        self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
         self.scheduler = Scheduler(
-            self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context, pack,
-            prefill_with_decodes(
-                model.config, self.can.prefill_with_decodes, self.can.prefill_flops_with_decodes, self.chunk
-            ),
-            prefill_idle(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
+            self.store, self.max_batch, self.prefill, self.granularity, self.can.replay_rows, config.prefix_cache,
+            self.max_context,
         )  # fmt: skip
-        beside = self.scheduler.prefill_with_decodes
-        self.prefill_budget = PrefillBudget(
-            beside, LIKELY if beside > FEW else range(beside, self.chunk + 1, max(1, beside))
-        )
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
         self.runner = ModelRunner(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
-        self.graphs = self.can.graphs if config.graphs is None else config.graphs
-        if drafter is not None and drafter.kv_specs:  # it reads every pass, which captured steps do not show it
-            self.graphs = False
+        # a drafter with K/V of its own reads every pass, which captured steps do not show it
+        self.graphs = (self.can.graphs if config.graphs is None else config.graphs) and not own
         self.executors = self._executors()
         trees = self.executors[0].trees
         self.policy = DraftPolicy(controller, drafter, spec, self.can, self.max_context, self.graphs, trees)
+        self.timer = StepTimer(self.runner, self.prefill, self.policy)
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
-        self._last_read_at = 0.0  # when the last step was read
-        self._prompted = 0.0  # seconds spent on prompts before the last step
-        self._timed: list[Seq] = []  # the batch whose last step was timed
-        self.host_times = dict.fromkeys(
-            ("plan", "launch", "wait", "commit"), 0.0
-        )  # seconds of the host by part; only `wait` is idle
-        self.meanwhile: Callable[[], None] = lambda: (
-            None
-        )  # called when the host has nothing to do until the device is done with a step
+        # seconds of the host by part; only `wait` is idle
+        self.host_times = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)
+        # called when the host has nothing to do until the device is done with a step
+        self.meanwhile: Callable[[], None] = lambda: None
         self._warned = 0  # how many of the controller's warnings were passed on
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
-        if 0 < self.can.independent_rows < self.max_batch:
-            log.warning(
-                "more than %d sequences at once: answers may then depend on their company", self.can.independent_rows
-            )
+        if 0 < (rows := self.can.independent_rows) < self.max_batch:
+            log.warning("more than %d sequences at once: answers may then depend on their company", rows)
 
     @property
     def controller(self) -> Controller:
@@ -181,7 +149,7 @@ class Engine:
         self.store.take_ahead()
         made = self.executors[0].prepare() if self.device.type == "cuda" else ""
         if self.can.prefill_idle and self.can.prompts_independent:
-            self.scheduler.chunk = min(self.scheduler.chunk, self.can.prefill_idle)
+            self.prefill.chunk = min(self.prefill.chunk, self.can.prefill_idle)
         return made
 
     # ---- requests -----------------------------------------------------------------------------------------------
@@ -280,13 +248,10 @@ class Engine:
         if self.store.disk is not None:
             self.store.disk.drain()
         batch = self.scheduler.plan(self.policy.plan)
-        if (
-            self.drafter is not None
-            and batch.decode
-            and any([item.plan.stop or item.plan.drop for item in batch.decode])
-        ):
+        if self.drafter is not None and any([item.plan.stop or item.plan.drop for item in batch.decode]):
             batch.trust = self.controller.trust(self.drafter.name)
-        planned, self._prompted = clock(), self.runner.prompt_seconds
+        planned = clock()
+        self.timer.begin()
         spent["plan"] += planned - began
         executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
@@ -331,58 +296,17 @@ class Engine:
                 if pending.inflight_tokens:
                     item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
                 self._commit(item, brought, now)
-        self._observe(pending, now)
+        self.timer.observe(pending, now)
         self.host_times["commit"] += self.clock() - now
 
-    def _observe(self, pending: PendingStep, now: float) -> None:
-        """Tell the controller what the step took, and the pace of prompts. The controller not of a step that prompts
-        ran in; and, where steps do not overlap, not of the first of a batch, which finds caches cold and buffers
-        untouched."""
-        scheduled = pending.batch.decode
-        if not scheduled:
-            return
-        if pending.executor.async_results:
-            seconds, known = now - max(pending.began, self._last_read_at), not pending.batch.prompts
-            self._last_read_at = now
-            if self.scheduler.prefill_with_decodes and pending.rows <= ROWS[-1]:
-                self.prefill_budget.observe(pending.rows, seconds)
-                self.scheduler.prefill_with_decodes = self.prefill_budget.rows
-        else:
-            before, self._timed = self._timed, [item.seq for item in scheduled]
-            done, known = self.clock(), before == self._timed
-            seconds = done - pending.began  # with reading and committing
-            if self.scheduler.prefill_with_decodes:
-                self.prefill_budget.observe(0, seconds)
-                if rows := sum(item.count for item in pending.batch.prompts):
-                    self.prefill_budget.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
-                self.scheduler.prefill_with_decodes = self.prefill_budget.rows
-        known = known and not pending.batch.adapted  # the cost table holds the base model's steps
-        if known and not (
-            pending.tree and len(scheduled) > 1
-        ):  # trees are timed for one sequence: the table has no price for several
-            drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
-            drafter = branching(drafter) if pending.tree and drafter is not None else drafter
-            self.controller.observe_step(len(scheduled), pending.width, pending.context, seconds, drafter)
-
     def _measure(self, began: float) -> None:
-        if len(self.controller.warnings) > self._warned:
-            for warning in self.controller.warnings[self._warned :]:
-                log.warning(warning)
-            self._warned = len(self.controller.warnings)
-        m = self.metrics
-        m.steps += 1
-        m.step_seconds += self.clock() - began
-        m.prefill_seconds = self.runner.prompt_seconds
-        m.preemptions, swap = self.scheduler.preemptions, self.store.swap
-        m.swapped_out, m.swapped_in, m.swap_bytes = swap.outs, swap.ins, swap.used
-        if self.store.disk is not None:
-            m.prefix_pages_read, m.prefix_pages_written = self.store.disk.pages_read, self.store.disk.pages_written
-        m.running, m.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        self._count_pages()
-
-    def _count_pages(self) -> None:
-        self.metrics.free_pages = {name: group.pool.free for name, group in self.store.groups.items()}
-        self.metrics.kv_bytes = self.store.taken()
+        for warning in self.controller.warnings[self._warned :]:
+            log.warning(warning)
+        self._warned = len(self.controller.warnings)
+        self.metrics.steps += 1
+        self.metrics.step_seconds += self.clock() - began
+        self.metrics.prefill_seconds = self.runner.prompt_seconds
+        self.metrics.look(self.scheduler, self.store)
 
     # ---- commit ---------------------------------------------------------------------------------------------------
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
@@ -396,7 +320,8 @@ class Engine:
         taken = seq.answer.take(brought.tokens, min(seq.remaining, self.max_context - len(seq.tokens)))
         n = len(taken.texts)
         tokens = brought.tokens[:n]
-        self._count(item, accepted, n, now, brought)
+        self._count(seq, n, now, brought)
+        self.controller.observe(seq.id, item.plan.drafter, brought.drafted, accepted, brought.confidence, tree)
         seq.tokens.extend(tokens)
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
@@ -404,48 +329,28 @@ class Engine:
             seq.ngram.extend(tokens)
         logprobs = brought.logprobs[:n] if brought.logprobs is not None else None
         event = Event(
-            seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree, stopped_by=taken.stopped_by
-        )
-        event.drafts = brought.drafts
+            seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree, stopped_by=taken.stopped_by,
+            drafts=brought.drafts,
+        )  # fmt: skip
         if taken.finish is not None:
             self._events.append(self._finish(seq, event, taken.finish))
         else:
             self.store.commit(seq.held, seq.computed)
             self._events.append(event)
 
-    def _count(self, item: ScheduledSeq, accepted: int, emitted: int, now: float, brought: Emitted) -> None:
-        seq, s, m = item.seq, item.seq.stats, self.metrics
+    def _count(self, seq: Seq, emitted: int, now: float, brought: Emitted) -> None:
+        s, m = seq.stats, self.metrics
         if seq.first_token_at is None:
             seq.first_token_at = now
             s.ttft_s = now - seq.arrived
         s.decode_s = now - seq.first_token_at
-        s.new_tokens += emitted
         s.first_emitted = s.first_emitted or emitted
-        m.new_tokens += emitted
-        tree = brought.branches
-        line, branched = (
-            (brought.drafted, 0) if tree is None else (tree.deepest, accepted - tree.chain_accepted)
-        )  # by position: how deep it went
-        for c in (s, m):
-            c.cycles += 1
-            if not brought.drafted:
-                continue
-            c.drafted += brought.drafted
-            c.accepted += accepted
-            if tree is not None:
-                c.trees += 1
-                c.branched += branched
-            drafted, right = c.drafted_by_position, c.accepted_by_position
-            for j in range(line):
-                drafted[j] += 1
-            for j in range(accepted):
-                right[j] += 1
+        for counts in (s, m):
+            count_cycle(counts, emitted, brought)
+        accepted = len(brought.tokens) - 1
         if seq.adapter is not None and brought.drafted:
-            for counts, count in ((m.drafted_by_adapter, brought.drafted), (m.accepted_by_adapter, accepted)):
-                counts[seq.adapter.name] = counts.get(seq.adapter.name, 0) + count
-        self.controller.observe(
-            seq.id, item.plan.drafter, brought.drafted, accepted, brought.confidence, brought.branches
-        )
+            for by_name, count in ((m.drafted_by_adapter, brought.drafted), (m.accepted_by_adapter, accepted)):
+                by_name[seq.adapter.name] = by_name.get(seq.adapter.name, 0) + count
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats
@@ -467,7 +372,7 @@ class Engine:
         if self.store.disk is not None:
             self.store.disk.drain()
         given = self.store.tidy(unused_s)
-        self._count_pages()
+        self.metrics.look(self.scheduler, self.store)
         return given
 
     def check(self) -> None:

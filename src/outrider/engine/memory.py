@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,20 +18,18 @@ import torch
 from ..cache.store import row_width
 from ..config import EngineConfig
 from ..models.config import ModelConfig
-from ..models.inspect import flops, model_size, work_bytes
+from ..models.inspect import row_numbers, work_bytes
+from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
+from .prefill_budget import max_prefill_rows
 
 UNKNOWN = 1 << 62  # bytes, where nobody tells how many are free
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
 SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
 USUAL = 4096  # tokens; no default is less, unless the model is
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
-PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
-FEWEST = 2048  # rows of such a pass, however long it takes: with fewer the matrix units would wait for memory
-SUMMED, PIECES = (
-    65,
-    88,
-)  # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
+# last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
+SUMMED, PIECES = 65, 88
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,18 @@ class KVBudget:
     tokens: int  # positions of K/V of full layers in all
     window_tokens: int | None = None  # of sliding layers; None: as many as all slots can ever hold
     pass_rows: int = 0  # of the largest pass over prompts that is captured as a CUDA graph
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: ModelConfig, can: Capabilities, dtype: torch.dtype, device: torch.device,
+        extra: Sequence[AttnSpec],
+    ) -> KVBudget:  # fmt: skip
+        """For an engine on this device with K/V of this type. extra: a drafter's own K/V layers."""
+        batch, passes, budget = config.max_batch or can.sequences, max_prefill_rows(model, can), None
+        if device.type == "cuda":
+            budget = gpu_budget(config, model, device, min(can.graph_rows, batch * (MAX_DRAFT + 1)), passes)
+        found = plan_kv_memory(config, model, dtype, free_bytes(device), batch, budget, extra)
+        return replace(found, pass_rows=passes)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -84,11 +94,6 @@ def captured_bytes(model: ModelConfig, rows: int) -> int:
         return 0
     sums = max(layer.attn.heads * layer.attn.head_dim for layer in model.layers)
     return 2 * rows * row_numbers(model) + 4 * SUMMED * PIECES * sums
-
-
-def row_numbers(model: ModelConfig) -> int:
-    """Numbers that a pass makes of one row in its widest layer."""
-    return max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in model.layers) + 8 * model.hidden
 
 
 def spare_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -161,32 +166,6 @@ def swap_bytes(config: EngineConfig) -> int:
     if asked > free:
         raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")
     return asked
-
-
-def max_batched_prefill(model: ModelConfig, most: int) -> int:
-    """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs
-    the host as much as a pass of a large model."""
-    rows, size = most, model_size(model)
-    while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
-        rows //= 2
-    return rows
-
-
-def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) -> int:
-    """Prompt tokens of a step beside sequences that decode: `rows`, or up to `most` where the model is so small that
-    these take no more operations than `work`."""
-    size = model_size(model)
-    while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
-        rows *= 2
-    return rows
-
-
-def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
-    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as the activations of so many rows take
-    at most a quarter of `spare` (see `spare_bytes`), and never fewer than `rows` (see `max_batched_prefill`)."""
-    while most > rows and 2 * most * row_numbers(model) > spare // 4:
-        most //= 2
-    return max(rows, most)
 
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..types import Counts
+
+if TYPE_CHECKING:
+    from ..cache.store import KVStore
+    from .scheduler import Scheduler
+    from .step import Emitted
 
 
 @dataclass
@@ -27,3 +33,31 @@ class Metrics(Counts):
     waiting: int = 0
     kv_bytes: int = 0  # memory that K/V holds
     free_pages: dict[str, int] = field(default_factory=dict)
+
+    def look(self, scheduler: Scheduler, store: KVStore) -> None:
+        """Copy what scheduler and cache count themselves."""
+        self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
+        self.preemptions, swap = scheduler.preemptions, store.swap
+        self.swapped_out, self.swapped_in, self.swap_bytes = swap.outs, swap.ins, swap.used
+        if store.disk is not None:
+            self.prefix_pages_read, self.prefix_pages_written = store.disk.pages_read, store.disk.pages_written
+        self.free_pages = {name: group.pool.free for name, group in store.groups.items()}
+        self.kv_bytes = store.taken()
+
+
+def count_cycle(counts: Counts, emitted: int, brought: Emitted) -> None:
+    """One cycle of a sequence, of whose tokens so many were emitted."""
+    counts.new_tokens += emitted
+    counts.cycles += 1
+    if not brought.drafted:
+        return
+    tree, accepted = brought.branches, len(brought.tokens) - 1
+    counts.drafted += brought.drafted
+    counts.accepted += accepted
+    if tree is not None:
+        counts.trees += 1
+        counts.branched += accepted - tree.chain_accepted
+    for j in range(brought.drafted if tree is None else tree.deepest):
+        counts.drafted_by_position[j] += 1
+    for j in range(accepted):
+        counts.accepted_by_position[j] += 1

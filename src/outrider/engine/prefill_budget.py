@@ -1,41 +1,124 @@
-"""How many prompt tokens a step may have beside sequences that decode: as many as make it at most `LONGER` times as
-long. Torch-free.
+"""How many prompt tokens a step may have. Torch-free.
 
-`PrefillBudget.observe` is told how long each step took and how many prompt rows it had (those that only filled up a
-captured pass included). From that it estimates what a step without prompts takes and what a prompt row adds, so running
-streams are held up by a long prompt as little on a large model as on a small one, at every batch; and a long prompt
-gets about half of the time next to decode steps that take long, as those of several sequences with drafts do.
+`PrefillBudget` is made once by `PrefillBudget.of` from the model and its backend; the scheduler asks it, and the engine
+tells it what steps took (`observe`). Next to sequences that decode, a step has as many prompt tokens as make it at most
+`LONGER` times as long: from steps with and without prompts the budget estimates what a step without prompts takes and
+what a prompt row adds, so running streams are held up by a long prompt as little on a large model as on a small one, at
+every batch. Where many sequences wait for their prompt, or none decodes, whole passes of it run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..models.inspect import flops, model_size, row_numbers
+
+if TYPE_CHECKING:
+    from ..models.config import ModelConfig
+    from ..ops.backend import Capabilities
 
 LONGER = 2.3  # times a step without prompts; streams notice three
 FEW = 64  # rows: a pass of fewer takes what reading the weights takes, which says nothing of a row
 OLD = 0.85  # what the last measurement leaves of those before it
+WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: few numbers of rows to have kernels for
+PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
+FEWEST = 2048  # rows of such a pass, however long it takes: with fewer the matrix units would wait for memory
+# rows of captured passes over prompts: from 256 on a fifth at most fills up
+ROWS = (16, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+LAUNCHING = 1.6e13  # operations of 30 ms on an H200, which the host takes at least to launch a pass kernel by kernel
+LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # of these, what a server captures before its first request
 
 
+@dataclass
 class PrefillBudget:
-    def __init__(self, rows: int, choices: Sequence[int]) -> None:
-        """`rows`: before anything is known. The budget never falls below a quarter of them; below all of them where
-        they are few to begin with (a CPU)."""
-        self.rows, self._least, self._choices = rows, rows // 4 if rows > FEW else rows, choices
-        self._few = min(FEW, rows)
-        self._plain = 0.0  # seconds of a step without prompts
-        self._row = 0.0  # seconds of a row
+    """Prompt tokens of a step."""
+
+    chunk: int  # of one sequence
+    batched: int = 0  # of all, where many wait for their prompt; 0: never more than a chunk and a quarter
+    idle: int = 0  # of all, where no sequence decodes
+    with_decodes: int = 0  # of all next to sequences that decode, until prompts may be packed; 0: a chunk
+    choices: Sequence[int] = ()  # what `with_decodes` may become
+    _least: int = field(init=False)  # `with_decodes` never falls below a quarter of what it was, or, where that was few
+    _few: int = field(init=False)  # to begin with (a CPU), below all of it; `_few`: fewer rows say nothing of a row
+    _plain: float = 0.0  # seconds of a step without prompts
+    _row: float = 0.0  # seconds of a row
+
+    def __post_init__(self) -> None:
+        self.idle, rows = max(self.idle, self.batched), self.with_decodes
+        self._least, self._few = rows // 4 if rows > FEW else rows, min(FEW, rows)
+
+    @classmethod
+    def of(cls, model: ModelConfig, can: Capabilities, chunk: int, spare: int) -> PrefillBudget:
+        """spare: bytes of a GPU outside the share that weights, K/V and work were granted."""
+        batched = max_batched_prefill(model, can.packed_rows)
+        beside = prefill_with_decodes(model, can.prefill_with_decodes, can.prefill_flops_with_decodes, chunk)
+        choices = LIKELY if beside > FEW else range(beside, chunk + 1, max(1, beside))
+        return cls(chunk, batched, prefill_idle(model, batched, can.packed_rows, spare), beside, choices)
+
+    def tokens(self, decoding: int, waiting: int) -> tuple[int, bool]:
+        """Prompt tokens of a step with so many decoding sequences, while so many wait for their prompt; and whether
+        they are few because decoding sequences wait for them."""
+        crowd = self._crowd(decoding, waiting)
+        if decoding and 0 < self.with_decodes >= crowd:
+            return self.with_decodes, True
+        return max(self.chunk + self.chunk // 4, crowd), False  # a quarter: short prompts ride along with a long one
+
+    def _crowd(self, decoding: int, waiting: int) -> int:
+        """For those who wait for their prompt: the larger their share of all, the more, up to `batched` where it is a
+        fifth, and to `idle` where no sequence decodes, so that only those in the pass wait for it."""
+        if waiting and not decoding:
+            return self.idle
+        return min(self.batched, self.batched * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step with so many rows of prompts took so long. What holds up a single step (another process, a first run)
-        counts little."""
+        """A step with so many rows of prompts (with those that only filled up a captured pass) took so long. What holds
+        up a single step (another process, a first run) counts little."""
+        if not self.with_decodes:
+            return
         if not rows:
-            self._plain = self._mixed(self._plain, seconds)
+            self._plain = _mixed(self._plain, seconds)
         elif self._plain and rows >= self._few:
-            self._row = self._mixed(self._row, max(0.0, seconds - self._plain) / rows)
+            self._row = _mixed(self._row, max(0.0, seconds - self._plain) / rows)
             fit = (LONGER - 1) * self._plain / self._row if self._row else 0.0
-            self.rows = max([n for n in self._choices if n <= fit], default=self._least) if fit else self.rows
-            self.rows = max(self.rows, self._least)
+            if fit:
+                self.with_decodes = max([n for n in self.choices if n <= fit], default=self._least)
+            self.with_decodes = max(self.with_decodes, self._least)
 
-    @staticmethod
-    def _mixed(before: float, now: float) -> float:
-        return OLD * before + (1 - OLD) * min(now, 3 * before) if before else now
+
+def _mixed(before: float, now: float) -> float:
+    return OLD * before + (1 - OLD) * min(now, 3 * before) if before else now
+
+
+def max_batched_prefill(model: ModelConfig, most: int) -> int:
+    """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs
+    the host as much as a pass of a large model."""
+    rows, size = most, model_size(model)
+    while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
+        rows //= 2
+    return rows
+
+
+def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) -> int:
+    """Prompt tokens of a step beside sequences that decode: `rows`, or up to `most` where the model is so small that
+    these take no more operations than `work`."""
+    size = model_size(model)
+    while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
+        rows *= 2
+    return rows
+
+
+def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
+    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as the activations of so many rows take
+    at most a quarter of `spare` bytes, and never fewer than `rows`."""
+    while most > rows and 2 * most * row_numbers(model) > spare // 4:
+        most //= 2
+    return max(rows, most)
+
+
+def max_prefill_rows(model: ModelConfig, can: Capabilities) -> int:
+    """Rows of the largest pass that is captured: it takes a device no longer than launching it would take the host."""
+    work = model_size(model)
+    fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, 0) <= LAUNCHING]
+    return max(fit, default=0) if can.prompts_independent else 0

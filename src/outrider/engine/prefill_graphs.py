@@ -26,40 +26,18 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore, ragged, upload
-from ..models.config import ModelConfig
-from ..models.inspect import flops, model_size
-from ..ops.backend import Capabilities
 from ..types import OutputRows
 from .capture import Graph, GraphCache, GraphPool
 from .model_runner import ModelRunner
+from .prefill_budget import LIKELY, ROWS
 from .step import ScheduledSeq
 
 log = logging.getLogger("outrider")
-ROWS = (
-    16,
-    64,
-    128,
-    256,
-    320,
-    384,
-    448,
-    512,
-    640,
-    768,
-    896,
-    1024,
-    1280,
-    1536,
-    1792,
-    2048,
-)  # from 256 on a fifth at most fills up
 SEQUENCES = (8, 64)
 NEAR = 1024  # positions: a pass that stays below them is a graph of its own, since attention has faster kernels there
-LAUNCHING = 1.6e13  # operations of 30 ms on an H200, which the host takes at least to launch a pass kernel by kernel
-# What a server captures before the first request comes, for few sequences and any context; some of it also for the near
-# context, and for many sequences up to FAR positions, since attention keeps sums of every last row by pieces of its
-# context.
-LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)
+# A server captures LIKELY before the first request comes, for few sequences and any context; some of it also for the
+# near context, and for many sequences up to FAR positions, since attention keeps sums of every last row by pieces of
+# its context.
 NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
 
 
@@ -169,13 +147,6 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
     last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
     seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
     runner.features.index_copy_(0, ends, runner.forward(ids, kv, OutputRows(last, seen)))
-
-
-def max_prefill_rows(model: ModelConfig, can: Capabilities) -> int:
-    """Rows of the largest pass that is captured: it takes a device no longer than launching it would take the host."""
-    work = model_size(model)
-    fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, 0) <= LAUNCHING]
-    return max(fit, default=0) if can.prompts_independent else 0
 
 
 def furthest(store: KVStore) -> int:

@@ -17,34 +17,25 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..types import NO_DRAFT, DraftPlan
+from .prefill_budget import PrefillBudget
 from .step import ScheduledSeq, Seq, StepBatch
 
 if TYPE_CHECKING:
     from ..cache.store import KVStore
 
 DONE = object()
-WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: few numbers of rows to have kernels for
 
 
 class Scheduler:
     def __init__(
-        self, cache: KVStore, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool,
-        max_context: int = 1 << 30, max_batched_prefill: int = 0, prefill_with_decodes: int = 0, prefill_idle: int = 0,
+        self, cache: KVStore, max_batch: int, prefill: PrefillBudget, granularity: int, replay_rows: int,
+        prefix_cache: bool,
+        max_context: int = 1 << 30,
     ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed
-        in pieces of at most so many rows, so that the same kernels run as the first time. `max_batched_prefill`: prompt
-        tokens that a step may have where many sequences wait for their prompt (0: never more than a chunk and a
-        quarter), `prefill_idle`: where nobody decodes. `prefill_with_decodes`: prompt tokens that a step may have
-        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk), until prompts may be
-        packed."""
-        self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
-        self.replay_rows, self.prefix_cache, self.max_context, self.max_batched_prefill = (
-            replay_rows,
-            prefix_cache,
-            max_context,
-            max_batched_prefill,
-        )
-        self.prefill_with_decodes, self.prefill_idle = prefill_with_decodes, max(prefill_idle, max_batched_prefill)
+        in pieces of at most so many rows, so that the same kernels run as the first time."""
+        self.cache, self.max_batch, self.prefill, self.granularity = cache, max_batch, prefill, granularity
+        self.replay_rows, self.prefix_cache, self.max_context = replay_rows, prefix_cache, max_context
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
@@ -99,16 +90,14 @@ class Scheduler:
 
     def _prompts(self, batch: StepBatch, decoding: int) -> None:
         """Prompt chunks, up to the step's budget beside so many decoding sequences."""
-        beside = bool(decoding and self.prefill_with_decodes) and self._crowd(decoding) <= self.prefill_with_decodes
-        waiting, budget = (
-            (self._by_turn(), self.prefill_with_decodes) if beside else (list(self.running), self._budget(decoding))
-        )
+        budget, beside = self.prefill.tokens(decoding, sum(s.computed < len(s.tokens) - 1 for s in self.running))
+        half, waiting = budget // 2, self._by_turn() if beside else list(self.running)
         for seq in waiting:
             if seq.cache is None:
                 continue
             start, count = self._next_chunk(seq)
             if beside:
-                count = min(count, self.prefill_with_decodes // 2 if len(waiting) > 1 and not batch.prompts else budget)
+                count = min(count, half if len(waiting) > 1 and not batch.prompts else budget)
             planned, count = count, seq.chunk_end(start, start + count) - start
             unbroken = count > planned  # an image that may not be cut: the budget gives way, or it would never run
             if count <= 0 or (count > budget and batch.prompts and not unbroken):
@@ -128,23 +117,6 @@ class Scheduler:
         waiting = [s for s in self.running if s.computed < len(s.tokens) - 1]
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
-
-    def _budget(self, decoding: int) -> int:
-        """Prompt tokens of this step. With streams running it is a chunk, and a quarter so that short prompts ride
-        along with a long one instead of waiting for all of it; more where many wait."""
-        return max(self.chunk + self.chunk // 4, self._crowd(decoding))
-
-    def _crowd(self, decoding: int) -> int:
-        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to
-        `max_batched_prefill` where it is a fifth, and to `prefill_idle` where nobody decodes, so that nobody waits for
-        the pass but those in it."""
-        waiting = sum(s.computed < len(s.tokens) - 1 for s in self.running)
-        if waiting and not decoding:
-            return self.prefill_idle
-        return min(
-            self.max_batched_prefill,
-            self.max_batched_prefill * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE,
-        )
 
     def _may_be_over(self, seq: Seq) -> bool:
         """The step in flight may bring the last token of this answer, or fill its context: only when that is known is
@@ -180,8 +152,8 @@ class Scheduler:
         """First position and length of the next chunk. Borders lie on a grid from position 0, so that a prompt is
         always cut in the same places."""
         start, end = seq.computed, len(seq.tokens) - 1
-        count = min(self.chunk - start % self.chunk, end - start)
-        if self.replay_rows < self.chunk:
+        count = min(self.prefill.chunk - start % self.prefill.chunk, end - start)
+        if self.replay_rows < self.prefill.chunk:
             prompt_end = seq.prompt_len - 1
             count = min(count, prompt_end - start) if start < prompt_end else min(count, self.replay_rows)
         return start, count

@@ -162,6 +162,11 @@ def work_bytes(vocab: int, rows: int) -> int:
     return WORK + 2 * 4 * vocab * rows
 
 
+def row_numbers(config: ModelConfig) -> int:
+    """Numbers that a pass makes of one row in its widest layer."""
+    return max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in config.layers) + 8 * config.hidden
+
+
 def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
     """Tokens of one sequence whose K/V, `item` bytes a number, fits beside the weights; 0: not even the weights fit.
     What the engine leaves for work is left."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine
+from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Request, ScheduledSeq, Seq
 from outrider.models.config import ModelConfig
@@ -181,7 +181,7 @@ class CountingCache:
 
 
 def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
-    scheduler = Scheduler(CountingCache(4, 10_000), 4, 64, 64, 1 << 30, True)
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(64), 64, 1 << 30, True)
     short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
     for chunk in scheduler.plan(lambda seqs: [NO_DRAFT] * len(seqs)).prompts:
@@ -197,9 +197,8 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
 
 
 def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
-    scheduler = Scheduler(
-        CountingCache(256, 1 << 20), 256, 1024, 32, 1 << 30, False, max_batched_prefill=8192, prefill_with_decodes=512
-    )
+    prefill = PrefillBudget(1024, batched=8192, with_decodes=512)
+    scheduler = Scheduler(CountingCache(256, 1 << 20), 256, prefill, 32, 1 << 30, False)
     made = [Seq(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
 
     def step(decoding: int, waiting: int) -> list[int]:
@@ -222,7 +221,7 @@ def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
 
 def test_the_youngest_is_preempted() -> None:
     cache = CountingCache(4, 40)
-    scheduler = Scheduler(cache, 4, 64, 64, 1 << 30, True)
+    scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, True)
     seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)
@@ -284,21 +283,13 @@ def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
 def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
     def budgets(decoding: Sequence[int], paused: int = 0, **how: int) -> list[int]:
         """Of forty sequences so many decode; the others wait for their prompts, but those that are paused."""
-        scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, **how)
-        out = []
-        for n in decoding:
-            states = [8] * (n + paused) + [0] * (40 - n - paused)
-            scheduler.running = [SimpleNamespace(computed=c, tokens=[1] * 9) for c in states]  # type: ignore[misc]
-            out.append(scheduler._budget(n))
-        return out
+        return [PrefillBudget(512, **how).tokens(n, 40 - n - paused)[0] for n in decoding]
 
-    assert budgets((0, 20, 32, 35, 36, 39), max_batched_prefill=2048) == [2048, 2048, 2048, 1024, 640, 640]
-    assert budgets((0, 1, 20, 39), max_batched_prefill=2048, prefill_idle=8192) == [8192, 2048, 2048, 640], (
+    assert budgets((0, 20, 32, 35, 36, 39), batched=2048) == [2048, 2048, 2048, 1024, 640, 640]
+    assert budgets((0, 1, 20, 39), batched=2048, idle=8192) == [8192, 2048, 2048, 640], (
         "larger passes hold up nobody who decodes"
     )
-    assert budgets((2,), paused=38, max_batched_prefill=2048, prefill_idle=8192) == [640], (
-        "who is paused waits for no prompt"
-    )
+    assert budgets((2,), paused=38, batched=2048, idle=8192) == [640], "who is paused waits for no prompt"
     assert budgets((0, 39)) == [640, 640]
 
 
@@ -331,7 +322,7 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
 
 
 def test_beside_streams_prompts_come_in_small_pieces() -> None:
-    scheduler = Scheduler(CountingCache(4, 10_000), 4, 512, 16, 1 << 30, True, prefill_with_decodes=16)
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
     stream, long, short = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10)
     )
@@ -355,7 +346,7 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
 def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     """Six of one client's come together: a step has as many rows of prompts as with one, and all of them are done in
     the end."""
-    scheduler = Scheduler(CountingCache(8, 10_000), 8, 512, 16, 1 << 30, True, prefill_with_decodes=16)
+    scheduler = Scheduler(CountingCache(8, 10_000), 8, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
     stream, *many = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6)
     )

@@ -9,17 +9,8 @@ import torch
 from tests.engines import VARIANTS, request, tiny_engine
 
 from outrider.config import EngineConfig
-from outrider.engine.memory import (
-    KV_BYTES,
-    UNKNOWN,
-    captured_bytes,
-    container_bytes,
-    free_bytes,
-    max_batched_prefill,
-    plan_kv_memory,
-    prefill_idle,
-    prefill_with_decodes,
-)
+from outrider.engine.memory import KV_BYTES, UNKNOWN, captured_bytes, container_bytes, free_bytes, plan_kv_memory
+from outrider.engine.prefill_budget import max_batched_prefill, prefill_idle, prefill_with_decodes
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
 from outrider.models.inspect import work_bytes

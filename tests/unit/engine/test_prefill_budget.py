@@ -4,49 +4,48 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.prefill_budget import LONGER, PrefillBudget
-from outrider.engine.prefill_graphs import LIKELY
+from outrider.engine.prefill_budget import LIKELY, LONGER, PrefillBudget
 
 
 def driven(pace: PrefillBudget, plain: float, pass_s: float, row: float, steps: int = 200) -> int:
     """Steps with and without prompts in turn; a pass takes `pass_s` at least."""
     for _ in range(steps):
         pace.observe(0, plain)
-        pace.observe(pace.rows, plain + max(pass_s, row * pace.rows))
-    return pace.rows
+        pace.observe(pace.with_decodes, plain + max(pass_s, row * pace.with_decodes))
+    return pace.with_decodes
 
 
 @pytest.mark.parametrize(("plain", "row"), [(3.4e-3, 3.3e-6), (23e-3, 100e-6), (2e-3, 3.3e-6), (70e-3, 100e-6)])
 def test_a_step_with_prompts_lasts_little_more_than_twice_as_long(plain: float, row: float) -> None:
     for begin in (512, 1024):
-        rows = driven(PrefillBudget(begin, LIKELY), plain, 1e-3, row)
+        rows = driven(PrefillBudget(0, with_decodes=begin, choices=LIKELY), plain, 1e-3, row)
         assert rows in LIKELY and (plain + rows * row <= LONGER * plain or rows == begin // 4)
         assert 2 * rows * row > (LONGER - 1) * plain or rows == LIKELY[-1], "and no shorter than that"
 
 
 def test_it_follows_the_batch_and_forgets_what_held_up_one_step() -> None:
-    pace = PrefillBudget(512, LIKELY)
+    pace = PrefillBudget(0, with_decodes=512, choices=LIKELY)
     few = driven(pace, 3e-3, 1e-3, 10e-6)
     many = driven(pace, 12e-3, 1e-3, 10e-6)
     assert few == 256 and many == 1536
-    pace.observe(pace.rows, 5.0)
+    pace.observe(pace.with_decodes, 5.0)
     pace.observe(0, 5.0)
     driven(pace, 12e-3, 1e-3, 10e-6, 40)
-    assert pace.rows == many
+    assert pace.with_decodes == many
 
 
 def test_before_anything_is_known_it_is_what_it_was() -> None:
-    pace = PrefillBudget(512, LIKELY)
+    pace = PrefillBudget(0, with_decodes=512, choices=LIKELY)
     pace.observe(512, 1.0)
-    assert pace.rows == 512
+    assert pace.with_decodes == 512
 
 
 def test_a_pass_of_few_rows_says_nothing_of_a_row() -> None:
-    pace = PrefillBudget(512, LIKELY)
+    pace = PrefillBudget(0, with_decodes=512, choices=LIKELY)
     rows = driven(pace, 12e-3, 1e-3, 10e-6)
     for _ in range(50):
         pace.observe(16, 15e-3)
-    assert pace.rows == rows
+    assert pace.with_decodes == rows
 
 
 CPU = range(16, 513, 16)
@@ -57,14 +56,14 @@ CPU = range(16, 513, 16)
 def test_on_a_cpu_a_long_prompt_and_a_stream_both_move(plain: float, row: float) -> None:
     """16 rows a step, whatever a decode step costs, left an 8k prompt a tenth of the time next to several sequences
     with drafts."""
-    pace = PrefillBudget(16, CPU)
+    pace = PrefillBudget(0, with_decodes=16, choices=CPU)
     rows = driven(pace, plain, plain / 2, row)
     cost = max(plain / 2, row * rows)
     prompt, stream = cost / (plain + cost), plain / (plain + cost)
     assert rows in CPU
     assert prompt > 0.4 or rows == CPU[-1], "the prompt gets its share of the time"
     assert stream >= 1 / (LONGER + 0.01) or rows == 16, "and the stream keeps its own, down to the fewest rows"
-    alone = driven(PrefillBudget(16, CPU), 1e-9, 0.0, row)
+    alone = driven(PrefillBudget(0, with_decodes=16, choices=CPU), 1e-9, 0.0, row)
     assert alone == 16, "no time left over: the fewest rows"
 
 
@@ -72,7 +71,8 @@ def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
     from tests.engines import request, run_joining, tiny_engine
 
     engine = tiny_engine(prefill_chunk=64, max_context=1024)
-    engine.scheduler.prefill_with_decodes, engine.prefill_budget = 4, PrefillBudget(4, range(4, 65, 4))
+    prefill = PrefillBudget(64, with_decodes=4, choices=range(4, 65, 4))
+    engine.scheduler.prefill = engine.timer.prefill = prefill
     now, real = [0.0], engine.runner.run
 
     def prompts(scheduled):  # type: ignore[no-untyped-def]
@@ -90,4 +90,4 @@ def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
         [(0, request("stream", [5] * 8, max_tokens=60)), (2, request("long", [7] * 400, max_tokens=2))],
         audited=False,
     )
-    assert engine.scheduler.prefill_with_decodes in (48, 52), "1.3 times a step of 40 ms, at 1 ms a row"
+    assert prefill.with_decodes in (48, 52), "1.3 times a step of 40 ms, at 1 ms a row"

@@ -16,7 +16,8 @@ from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_mo
 from outrider.engine import capture, prefill_graphs
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
-from outrider.engine.prefill_graphs import LIKELY, ROWS, PrefillKey, max_prefill_rows, warmup_keys
+from outrider.engine.prefill_budget import LIKELY, ROWS, max_prefill_rows
+from outrider.engine.prefill_graphs import PrefillKey, warmup_keys
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
 from outrider.ops.backend import Capabilities
@@ -51,7 +52,7 @@ def test_a_captured_pass_leaves_the_bits_of_any_other(
         for job in jobs:
             engine.submit(job)
         engine.runner.features.zero_()
-        engine.scheduler.prefill_with_decodes = 0  # whole chunks
+        engine.prefill.with_decodes = 0  # whole chunks
         while any(seq.computed < len(seq.tokens) - 1 for seq in engine._seqs.values()):
             batch = engine.scheduler.plan(lambda ready: [])
             engine.runner.prompts(batch.prompts, captured(engine).run if graphs else None)
@@ -104,7 +105,7 @@ def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> No
     passed.prepare()
     assert {(key.rows, key.sequences) for key in passed.cache.graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
     engine.runner.run = lambda scheduled: (launched.append(sum(item.count for item in scheduled)), launch(scheduled))[1]  # type: ignore[method-assign]
-    engine.scheduler.prefill_idle, engine.scheduler.prefill_with_decodes = 1024, 0
+    engine.prefill.idle, engine.prefill.with_decodes = 1024, 0
     alone = run(engine, [request("a", [t % VOCAB for t in range(81)], max_tokens=3)])
     assert not launched and passed.ran == 128
     many = run(engine, [request(str(i), [t % VOCAB for t in range(81)], max_tokens=3) for i in range(4)])
@@ -185,7 +186,7 @@ def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None
     assert passed.pack == ROWS[-1]
     passed.pack, whole, rows = 64, passed.run, list[int]()
     passed.run = lambda scheduled: (rows.append(sum(item.count for item in scheduled)), whole(scheduled))[1]  # type: ignore[method-assign]
-    engine.scheduler.prefill_idle, engine.scheduler.prefill_with_decodes = 512, 0
+    engine.prefill.idle, engine.prefill.with_decodes = 512, 0
     jobs = [request(str(i), [(i + j) % VOCAB for j in range(31)], max_tokens=3) for i in range(8)]
     assert len(run(engine, jobs)) == 8
     assert rows == [60, 60, 60, 60] and {key.rows for key in passed.cache.graphs} == {64}

@@ -1,0 +1,52 @@
+"""What steps took: told to the controller, which draws up costs by it, and to the budget of prompt tokens. Torch-free.
+
+Where steps overlap (`async_results`), a step took the time between two results; elsewhere, from its start to its
+commit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..spec.plan import branching
+from .prefill_budget import ROWS, PrefillBudget
+from .step import PendingStep, Seq
+
+if TYPE_CHECKING:
+    from .draft_policy import DraftPolicy
+    from .model_runner import ModelRunner
+
+
+class StepTimer:
+    def __init__(self, runner: ModelRunner, prefill: PrefillBudget, policy: DraftPolicy):
+        self.runner, self.prefill, self.policy = runner, prefill, policy
+        self._last_read_at = 0.0
+        self._prompted = 0.0  # seconds spent on prompts before the present step
+        self._timed: list[Seq] = []  # the batch whose last step was timed
+
+    def begin(self) -> None:
+        """A step was planned and is about to be launched."""
+        self._prompted = self.runner.prompt_seconds
+
+    def observe(self, pending: PendingStep, now: float) -> None:
+        """A step was read `now` and committed. The controller is not told of a step that prompts ran in; and, where
+        steps do not overlap, not of the first of a batch, which finds caches cold and buffers untouched."""
+        scheduled, prompts = pending.batch.decode, pending.batch.prompts
+        if not scheduled:
+            return
+        if pending.executor.async_results:
+            seconds, known = now - max(pending.began, self._last_read_at), not prompts
+            self._last_read_at = now
+            if pending.rows <= ROWS[-1]:
+                self.prefill.observe(pending.rows, seconds)
+        else:
+            before, self._timed = self._timed, [item.seq for item in scheduled]
+            seconds, known = self.runner.clock() - pending.began, before == self._timed  # with reading and committing
+            self.prefill.observe(0, seconds)
+            if rows := sum(item.count for item in prompts):
+                self.prefill.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
+        # The cost table holds the base model's steps, and trees of one sequence.
+        if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
+            drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
+            drafter = branching(drafter) if pending.tree and drafter is not None else drafter
+            self.policy.controller.observe_step(len(scheduled), pending.width, pending.context, seconds, drafter)
