@@ -1,5 +1,6 @@
-"""Tiny Gemma 4 models that see: a tower with clipped linears and a causal mask (E2B), a tower with standardised output
-and images that see themselves (31B), and the unified embedder (12B). The drafters of `tiny.assistant` fit them."""
+"""Tiny models that see: Gemma 4's tower with clipped linears and a causal mask (E2B), a tower with standardised output
+and images that see themselves (31B), the unified embedder (12B), to all of which the drafters of `tiny.assistant` fit,
+and Gemma 3 with SigLIP, whose images see themselves on all layers."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from tests import tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.models.image_processing import pixels
 from outrider.models.vision import patches, unit_range
 from outrider.models.vision_config import VisionConfig
 
-KINDS = ("gemma4_e2b", "gemma4_31b", "gemma4_12b")
+GEMMA4 = ("gemma4_e2b", "gemma4_31b", "gemma4_12b")
+KINDS = (*GEMMA4, "gemma3_4b")
+SPELLED = {"gemma3_4b": ("<start_of_image>", "<image_soft_token>", "<end_of_image>")}
 BOI, IMAGE, EOI = 262, 263, 264  # behind the byte-level tokenizer's 262
 IDS = dict(boi_token_id=BOI, image_token_id=IMAGE, eoi_token_id=EOI, video_token_id=265, audio_token_id=266)
 TEMPLATE = (
@@ -31,11 +35,19 @@ TEMPLATE = (
 
 def target(kind: str, seed: int = 0) -> PreTrainedModel:
     t = transformers
-    if kind == "gemma4_12b":
+    if kind == "gemma3_4b":
+        text = tiny._config(kind).text_config
+        vision = dict(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=56,
+            patch_size=7, vision_use_head=False,
+        )  # fmt: skip
+        ids = dict(boi_token_index=BOI, image_token_index=IMAGE, eoi_token_index=EOI, mm_tokens_per_image=16)
+        config: Any = t.Gemma3Config(text_config=text.to_dict(), vision_config=vision, **ids)
+    elif kind == "gemma4_12b":
         text = {k: v for k, v in tiny._K_EQ_V.items() if "per_layer" not in k} | dict(intermediate_size=40)
         text |= dict(use_bidirectional_attention="vision")
         vision = dict(patch_size=2, pooling_kernel_size=3, mm_embed_dim=16, mm_posemb_size=128, output_proj_dims=16)
-        config: Any = t.Gemma4UnifiedConfig(
+        config = t.Gemma4UnifiedConfig(
             text_config=t.Gemma4UnifiedTextConfig(**text).to_dict(), vision_config=vision, audio_config=None, **IDS
         )
     else:
@@ -64,24 +76,43 @@ def write(kind: str, folder: Path, seed: int = 0) -> Path:
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|image>", "<|image|>", "<image|>")])
-    assert tokenizer.token_to_id("<|image|>") == IMAGE
+    names = SPELLED.get(kind, ("<|image>", "<|image|>", "<image|>"))
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in names])
+    assert tokenizer.token_to_id(names[1]) == IMAGE
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template(kind)}))
     return folder
 
 
+def template(kind: str) -> str:
+    return TEMPLATE.replace("<|image|>", placeholder(kind))
+
+
+def placeholder(kind: str) -> str:
+    """What a text has where an image stands."""
+    return SPELLED[kind][0] if kind in SPELLED else "<|image|>"
+
+
+def decoded(config: VisionConfig, image: Image.Image, budget: int) -> np.ndarray:
+    """The pixels that the vision model reads."""
+    return pixels(image, *((0, config.square) if config.square else (budget, config.side)))
+
+
 def model_input(config: VisionConfig, made: np.ndarray) -> tuple[Tensor, Tensor]:
-    """What transformers' model takes of one image: values and positions, unpadded."""
-    side = config.side if config.unified else config.patch
+    """What transformers' model takes of one image: values and positions, unpadded; of SigLIP the image itself."""
+    if config.kind == "siglip":
+        values = (unit_range(torch.from_numpy(made.copy())) - 0.5) / 0.5
+        return values.permute(2, 0, 1)[None], torch.empty(1, 0)
+    side = config.side if config.kind == "unified" else config.patch
     values, positions = patches(unit_range(torch.from_numpy(made.copy())), side)
     return values[None], positions[None]
 
 
 def soft_tokens(model: PreTrainedModel, config: VisionConfig, made: np.ndarray) -> Tensor:
     with torch.no_grad():
-        out = model.get_image_features(*model_input(config, made), return_dict=True).pooler_output
+        given = model_input(config, made)[: 1 if config.kind == "siglip" else 2]
+        out = model.get_image_features(*given, return_dict=True).pooler_output
     return (out[0] if isinstance(out, (list, tuple)) else out).reshape(-1, config.text_hidden)
 
 

@@ -40,7 +40,7 @@ from .models.decoder import TextModel
 from .models.drafter import MTPNet
 from .models.split import SOLO
 from .models.vision import VisionModel
-from .models.vision_config import VisionConfig, no_vision
+from .models.vision_config import NO_VISION, VisionConfig
 from .ops.cpu.ops import default_threads
 from .ops.formats import DeviceWeight
 from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
@@ -56,7 +56,7 @@ from .spec.mtp import MTPDrafter
 from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams
 from .weights import check_shares, hub, load_drafter, load_target
 from .weights.adapter import load_adapter
-from .weights.files import Files, check_draft_model, fingerprint, text_files
+from .weights.files import Files, check_draft_model, fingerprint, text_files, translate
 from .weights.vision import has_vision, load_vision
 
 log = logging.getLogger("outrider")
@@ -274,19 +274,21 @@ class LLM:
         return self.vision
 
     def _with_images(self, prompt: Mapping[str, Any]) -> list[int]:
-        """{"text": ..., "images": [...]}: images stand where the text has `<|image|>`, or before it."""
+        """{"text": ..., "images": [...]}: images stand where the text has `<|image|>` (Gemma 3: `<start_of_image>`), or
+        before it."""
         unknown = set(prompt) - {"text", "images"}
         if unknown or not isinstance(prompt.get("text"), str | list):
             raise OutriderError(
                 "a prompt with images is {'text': ..., 'images': [...]}, and nothing else (conversations: LLM.chat)"
             )
-        ids, images = self._encode(prompt["text"]), list(prompt.get("images") or ())
+        text, images = prompt["text"], list(prompt.get("images") or ())
         if not images:
-            return ids
+            return self._encode(text)
         vision = self.images()
-        if vision.config.image_id not in ids:
+        ids = self._encode(self._tokenizer().with_image_text(text) if isinstance(text, str) else text)
+        if vision.config.placeholder_id not in ids:
             at = 1 if self.config.bos_id is not None and ids[:1] == [self.config.bos_id] else 0
-            ids[at:at] = [vision.config.image_id] * len(images)
+            ids[at:at] = [vision.config.placeholder_id] * len(images)
         return vision.expand(ids, images)
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -405,6 +407,8 @@ def _assemble(
     vision = load_images(files, settings, device, dtype)
     if isinstance(vision, ImageEncoder):
         size += vision.nbytes
+        if tokenizer is not None:
+            tokenizer.image_text = vision.config.image_text(tokenizer.backend.id_to_token)
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
     profiles = {drafter.name: drafter.profile} if drafter is not None and drafter.profile is not None else {}
     prior, trust = {n: p.accepted for n, p in profiles.items()}, {n: p.trust for n, p in profiles.items()}
@@ -458,9 +462,9 @@ def _assemble(
 
 def load_images(files: Files, settings: LoadSettings, device: torch.device, dtype: torch.dtype) -> ImageEncoder | str:
     """What reads the images of this model; a text: why none are read."""
-    config = VisionConfig.from_hf(files.config)
+    config = translate(VisionConfig.from_hf, files)
     if config is None:
-        return no_vision(files.config)
+        return NO_VISION
     if not settings.vision:
         return "images are off: the model was loaded without its vision weights (--no-vision)"
     if settings.tensor_parallel > 1:
@@ -469,7 +473,7 @@ def load_images(files: Files, settings: LoadSettings, device: torch.device, dtyp
         return "images need the safetensors checkpoint: a GGUF file's mmproj is not read yet"
     dummy = settings.seed if settings.load_format == "dummy" else None
     if dummy is None and not has_vision(files):
-        return no_vision({})
+        return NO_VISION
     model = VisionModel(config, load_vision(files, config, device, dtype, dummy))
     return ImageEncoder(model, settings.image_tokens, settings.max_images, settings.max_image_pixels)
 

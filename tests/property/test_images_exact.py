@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tests import tiny, tiny_vision
 
 from outrider import LLM, SamplingParams
 
-KINDS = ("gemma4_e2b", "gemma4_31b", "gemma4_12b")  # causal; images that see themselves; the unified embedder
 
-
-@pytest.fixture(scope="module", params=KINDS)
-def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module", params=tiny_vision.KINDS)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     where = tmp_path_factory.mktemp("vision")
     tiny_vision.write(request.param, where / "target")
+    if request.param not in tiny_vision.GEMMA4:  # it has no MTP drafter: a small model drafts
+        tiny.write_target("gemma3", where / "drafter", seed=0)
+        return str(where / "target"), f"draft:{where / 'drafter'}"
     tiny.write_assistant(request.param, where / "drafter")
-    return where / "target", where / "drafter"
+    return str(where / "target"), str(where / "drafter")
 
 
-def load(folders: tuple[Path, Path], ops: str, **more: object) -> LLM:
+def load(folders: tuple[str, str], ops: str, **more: object) -> LLM:
     given = dict(image_tokens=70, max_context=480, dtype="float32", threads=1, max_batch=4, page_size=16) | more
-    return LLM.load(str(folders[0]), drafter=str(folders[1]), ops=ops, **given)
+    return LLM.load(folders[0], drafter=folders[1], ops=ops, **given)
 
 
 def prompts() -> list[object]:
+    """Gemma 3's placeholder is another: there the images stand in front."""
     images = [tiny_vision.picture(90, 200, 1), tiny_vision.picture(64, 48, 2), tiny_vision.picture(40, 300, 3)]
     return [
         {"text": "What is this that we see: <|image|> next to <|image|> here?", "images": images[:2]},
@@ -36,14 +36,13 @@ def prompts() -> list[object]:
 
 
 @pytest.mark.parametrize(("ops", "temperature"), [("reference", 0.9), ("cpu", 0.0), ("cpu", 0.9)])
-def test_alone_in_a_batch_and_with_drafts(folders: tuple[Path, Path], ops: str, temperature: float) -> None:
+def test_alone_in_a_batch_and_with_drafts(folders: tuple[str, str], ops: str, temperature: float) -> None:
     llm = load(folders, ops)
     params = SamplingParams(temperature=temperature, max_tokens=16, seed=5, ignore_eos=True)
     alone = []
     for prompt in prompts():
         llm.engine.store.prefix.clear()
         alone.append(llm.generate(prompt, params, drafter=False)[0].token_ids)
-    assert len({tuple(tokens) for tokens in alone}) == 4, "an image changes nothing"
     for k in (1, 4, 8) if ops == "cpu" else (4,):
         llm.engine.store.prefix.clear()
         if ops == "cpu":  # torch's products may round otherwise for another number of rows
@@ -60,12 +59,14 @@ def test_alone_in_a_batch_and_with_drafts(folders: tuple[Path, Path], ops: str, 
     llm.close()
 
 
-def test_captured_steps_read_one_behind(folders: tuple[Path, Path]) -> None:
+def test_captured_steps_read_one_behind(folders: tuple[str, str]) -> None:
     """Decoding as graphs (on a CPU the captured function itself): prompts of images run in passes of their own."""
     params = SamplingParams(temperature=0.9, max_tokens=16, seed=5, ignore_eos=True)
     plain = load(folders, "cpu")
     alone = [plain.generate(prompt, params, drafter=False)[0].token_ids for prompt in prompts()]
     plain.close()
+    if folders[1].startswith("draft:"):  # a draft model's rounds are not captured
+        folders = (folders[0], "ngram")
     captured = load(folders, "cpu", graphs=True, draft_tokens=4)
     assert captured.engine.executors[0].name == "graphs"
     assert [answer.token_ids for answer in captured.generate(prompts(), params)] == alone
@@ -73,13 +74,14 @@ def test_captured_steps_read_one_behind(folders: tuple[Path, Path]) -> None:
     captured.close()
 
 
-def test_preempted_and_cut(folders: tuple[Path, Path]) -> None:
+def test_preempted_and_cut(folders: tuple[str, str]) -> None:
     """With few pages sequences give theirs up and are computed again; with a small chunk an image is longer than it."""
-    params = SamplingParams(max_tokens=32, seed=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=48, seed=3, ignore_eos=True)
     plain = load(folders, "cpu")
     alone = [plain.generate(prompt, params, drafter=False)[0].token_ids for prompt in prompts()]
     plain.close()
-    tight = load(folders, "cpu", max_context=256, kv_tokens=448, prefill_chunk=32)
+    few = 448 if plain.images().tokens == 70 else 320
+    tight = load(folders, "cpu", max_context=256, kv_tokens=few, prefill_chunk=32)
     answers = tight.generate(prompts(), params)
     assert [answer.token_ids for answer in answers] == alone
     assert tight.engine.scheduler.preemptions
@@ -87,13 +89,13 @@ def test_preempted_and_cut(folders: tuple[Path, Path]) -> None:
     tight.close()
 
 
-def test_the_same_ids_with_another_image_are_another_prefix(folders: tuple[Path, Path]) -> None:
+def test_the_same_ids_with_another_image_are_another_prefix(folders: tuple[str, str]) -> None:
     llm = load(folders, "cpu")
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
     first, second = tiny_vision.picture(64, 64, 7), tiny_vision.picture(64, 64, 8)
     one, again, other = (
         llm.generate({"text": "a <|image|> b", "images": [i]}, params)[0] for i in (first, first, second)
     )
-    assert one.token_ids == again.token_ids and again.stats.cached_tokens >= 0
-    assert other.stats.cached_tokens == 0 and other.token_ids != one.token_ids
+    assert one.token_ids == again.token_ids and one.logprobs == again.logprobs
+    assert other.stats.cached_tokens == 0 and other.logprobs != one.logprobs, "an image changes nothing"
     llm.close()

@@ -55,7 +55,8 @@ def continued(ids: list[int], more: Sequence[int]) -> list[int]:
 
 class ImageEncoder:
     def __init__(self, model: VisionModel, tokens: int, max_images: int, max_pixels: int) -> None:
-        self.model, self.config, self.tokens, self.max_images = model, model.config, tokens, max_images
+        self.model, self.config, self.max_images = model, model.config, max_images
+        self.tokens = model.config.tokens or tokens
         self.decoder = ImageDecoder(max_pixels)
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._lock = threading.Lock()
@@ -80,7 +81,7 @@ class ImageEncoder:
         return found
 
     def _pixels(self, image: object) -> np.ndarray:
-        tokens, side = self.tokens, self.config.side
+        tokens, side = (0, self.config.square) if self.config.square else (self.tokens, self.config.side)
         if isinstance(image, str) and image[:5].lower() == "data:":
             image = data_url(image)
         elif isinstance(image, str | os.PathLike):
@@ -100,15 +101,16 @@ class ImageEncoder:
         config, out = self.config, ImagePrompt()
         if len(images) > self.max_images:
             raise OutriderError(f"{len(images)} images; at most {self.max_images} are allowed in a prompt")
-        if ids.count(config.image_id) != len(images):
-            places = ids.count(config.image_id)
+        places = ids.count(config.placeholder_id)
+        if places != len(images):
             raise OutriderError(
                 f"{len(images)} images for {places} places in the prompt: does its template take images?"
             )
         spans, left = [], iter(images)
-        for token in ids:
-            if token != config.image_id:
-                out.append(token)
+        for i, token in enumerate(ids):
+            if token != config.placeholder_id:
+                if token != config.eoi_id or not i or ids[i - 1] != config.placeholder_id:  # else it is there already
+                    out.append(token)
                 continue
             encoded = self.encode(next(left))
             count = int(encoded.soft_tokens.shape[0])

@@ -61,6 +61,7 @@ class Tokenizer:
         strips = any(s.get("type") == "Strip" and s.get("start") for s in steps)
         metaspace = any(s.get("type") == "Metaspace" and s.get("prepend_scheme", "always") != "never" for s in steps)
         self.strips_space = strips or metaspace  # the first word's space is the tokenizer's own
+        self.image_text: tuple[str, str] | None = None  # what a template writes for an image, and what is read instead
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
         self.elsewhere: Callable[[str, bool], list[int]] | None = (
@@ -180,13 +181,16 @@ class Tokenizer:
         }  # fmt: skip
         elsewhere = self.render_elsewhere
         try:
-            return self._template.render(given) if elsewhere is None else elsewhere(given)
+            return self.with_image_text(self._template.render(given) if elsewhere is None else elsewhere(given))
         except OutriderError:
             raise
         except Exception as error:  # a template is a foreign program: whatever it does is bad input
             raise OutriderError(
                 f"the chat template refused these messages: {' '.join(str(error).split())[:200]}"
             ) from None
+
+    def with_image_text(self, text: str) -> str:
+        return text if self.image_text is None else text.replace(*self.image_text)
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -106,7 +106,8 @@ class TextModel:
         self, soft: Tensor, pad_id: int, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
     ) -> Pass:
         """As `forward`, of rows [R, H] of one image instead of tokens. Per-layer embeddings are those of `pad_id`. end:
-        on sliding layers every row sees the keys up to this position, those behind it too; None: no row does."""
+        on sliding layers, and on all of Gemma 3's, every row sees the keys up to this position, those behind it too;
+        None: no row does."""
         ids = torch.full((soft.shape[0],), pad_id, dtype=torch.int64, device=soft.device)
         return self._run(soft, ids, kv, taps, wanted, end)
 
@@ -128,7 +129,7 @@ class TextModel:
                 q, x, angles = q[rows], x[rows], self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
-            causal = end is None or block.spec.window is None
+            causal = end is None or (block.spec.window is None and self.config.family != "gemma3")
             attended = ops.attend(q, block.spec, kv) if causal else ops.attend_span(q, block.spec, kv, end or 0)
             x, qkv = self.after_attention(i, x, attended, ple)
             if i in taps:

@@ -1,8 +1,8 @@
 """From an image file to the pixels that a vision model reads: decode, turn upright, flatten, resize.
 
-The resize is bicubic on 8 bits, as the PIL backend of transformers has it, to the largest multiple of a soft token's
-side that stays within the budget; small images are enlarged. EXIF orientation is applied and alpha is flattened onto
-white. Whatever is wrong with a file is a `ValueError` of one line.
+The resize is on 8 bits, as the PIL backend of transformers has it. Gemma 4: bicubic, to the largest multiple of a soft
+token's side that stays within the budget; small images are enlarged. Gemma 3: bilinear, to one square. EXIF orientation
+is applied and alpha is flattened onto white. Whatever is wrong with a file is a `ValueError` of one line.
 
 Run as a script it is the process in which files of unknown origin are decoded (engine/image_decoder.py): it imports
 nothing of this package, and bounds its own memory and CPU time.
@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-HEAD = struct.Struct("<IIIQ")  # bytes of the file; soft tokens; pixels of a soft token's side; most pixels
+HEAD = struct.Struct("<IIIQ")  # bytes of the file; soft tokens and side, see `pixels`; most pixels
 REPLY = struct.Struct("<?II")  # is it an image? then height and width and pixels follow, else an error's length
 MEMORY, CPU_SECONDS = 3 << 30, 60  # of the decoding process
 MAX_SIDE = 65500
@@ -90,11 +90,13 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 
 def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
-    """uint8 [h, w, 3], as the vision model reads it."""
-    image = upright_rgb(image)
-    height, width = target_size(image.height, image.width, tokens, side)
+    """uint8 [h, w, 3], as the vision model reads it. tokens 0: `side` x `side` pixels, whatever its aspect ratio."""
+    image, filter = upright_rgb(image), Image.Resampling.BICUBIC
+    height, width = target_size(image.height, image.width, tokens, side) if tokens else (side, side)
+    if not tokens:
+        filter = Image.Resampling.BILINEAR
     if (width, height) != image.size:
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
+        image = image.resize((width, height), filter)
     return np.asarray(image)
 
 

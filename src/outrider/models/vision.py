@@ -1,4 +1,4 @@
-"""From pixels to soft tokens: Gemma 4's vision tower and the 12B's unified embedder, in plain torch.
+"""From pixels to soft tokens: Gemma 4's vision tower, the 12B's unified embedder and Gemma 3's SigLIP, in plain torch.
 
 One image at a time and unpadded: padding would change the bits of an image with the images next to it. Soft tokens are
 rows of the text model's input as they are, not multiplied by sqrt(hidden). After transformers 5's modeling_gemma4.py.
@@ -25,8 +25,8 @@ class VisionModel:
     def __init__(self, config: VisionConfig, weights: Mapping[str, Tensor]) -> None:
         """weights: by the names of `VisionConfig.tensors`."""
         self.config, self.weights = config, weights
-        self.projection = weights["embed_vision.embedding_projection.weight"]
-        self.device, self.dtype = self.projection.device, self.projection.dtype
+        some = next(iter(weights.values()))
+        self.device, self.dtype = some.device, some.dtype
 
     @property
     def nbytes(self) -> int:
@@ -37,8 +37,11 @@ class VisionModel:
         """uint8 [h, w, 3], both sides a multiple of `config.side` -> soft tokens [n, text hidden]."""
         config = self.config
         x = unit_range(pixels.to(self.device))
-        encoded = self._unified(x) if config.unified else self._tower(x)
-        return F.linear(rms_norm(encoded, None, config.eps), self.projection)
+        if config.kind == "siglip":
+            return self._siglip(x)
+        encoded = self._unified(x) if config.kind == "unified" else self._tower(x)
+        projection = self.weights["embed_vision.embedding_projection.weight"]
+        return F.linear(rms_norm(encoded, None, config.eps), projection)
 
     def _unified(self, x: Tensor) -> Tensor:
         """[h, w, 3] -> [n, d]: one projection, three layer norms, positions by column and row."""
@@ -74,6 +77,40 @@ class VisionModel:
             bias, scale = weights["vision_tower.std_bias"], weights["vision_tower.std_scale"]
             scaled = (scaled - bias.float()) * scale.float()
         return scaled.to(self.dtype)
+
+    def _siglip(self, x: Tensor) -> Tensor:
+        """[h, w, 3] -> [n, text hidden]: patches, positions, encoder layers, mean of pool x pool, norm, projection."""
+        config, weights, tower = self.config, self.weights, "vision_tower."
+        kernel = weights[f"{tower}embeddings.patch_embedding.weight"].permute(0, 2, 3, 1)  # channels last, as patches
+        cut = patches((x - 0.5) / 0.5, config.patch)[0].to(self.dtype)
+        h = F.linear(cut, kernel.reshape(config.hidden, -1), weights[f"{tower}embeddings.patch_embedding.bias"])
+        h = h + weights[f"{tower}embeddings.position_embedding.weight"]
+        for i in range(config.layers):
+            h = self._siglip_layer(f"{tower}encoder.layers.{i}.", h)
+        h = self._biased_norm(h, f"{tower}post_layernorm")
+        across = x.shape[1] // config.side
+        pooled = h.view(-1, config.pool, across, config.pool, config.hidden).mean((1, 3)).view(-1, config.hidden)
+        scale = 1.0 + weights["multi_modal_projector.mm_soft_emb_norm.weight"].float()
+        normed = rms_norm(pooled, scale, config.eps)
+        return normed @ weights["multi_modal_projector.mm_input_projection_weight"]
+
+    def _siglip_layer(self, here: str, x: Tensor) -> Tensor:
+        config, linear = self.config, lambda h, name: self._biased(h, here + name)
+        h = self._biased_norm(x, here + "layer_norm1")
+        q, k, v = (linear(h, f"self_attn.{n}_proj").view(-1, config.heads, config.head_dim) for n in "qkv")
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v)[0]
+        x = x + linear(mixed.transpose(0, 1).reshape(x.shape), "self_attn.out_proj")
+        h = self._biased_norm(x, here + "layer_norm2")
+        return x + linear(F.gelu(linear(h, "mlp.fc1"), approximate="tanh"), "mlp.fc2")
+
+    def _biased(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+    def _biased_norm(self, x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(
+            x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], self.config.eps
+        )
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [P, 2, D/4]: the first half of a head turns with x, the second with y."""

@@ -1,31 +1,34 @@
 """The vision part of a checkpoint's configuration, translated once. Torch-free.
 
 Gemma 4 has two kinds: a tower (E2B, E4B, 26B, 31B: a bidirectional encoder whose output is pooled 3 by 3) and the
-12B's "unified" embedder (one projection of 48 x 48 pixels). `VisionConfig.from_hf` returns None for a checkpoint
-without vision; `no_vision` says in one line why a model takes no images.
+12B's "unified" embedder (one projection of 48 x 48 pixels). Gemma 3 has SigLIP's encoder: always 896 x 896 pixels and
+256 soft tokens. `VisionConfig.from_hf` returns None for a checkpoint without vision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt, prod
+from typing import Literal
 
 from ..types import OutriderError
-from .config import GEMMA3_TYPES, Foreign, text_part
+from .config import Foreign, text_part
 
 IMAGE_TOKENS = (70, 140, 280, 560, 1120)  # soft-token budgets that the checkpoints were trained with
-DEFAULT_IMAGE_TOKENS = 280
+NO_VISION = "this model takes no images: its checkpoint has no vision weights"
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    unified: bool  # the 12B's projection of pixels; False: a tower
+    kind: Literal["tower", "unified", "siglip"]
     text_hidden: int
     hidden: int
     patch: int  # pixels of a patch's side
     pool: int  # patches of a soft token's side
     positions: int  # rows of the position table
     eps: float
-    bidirectional: bool  # rows of one image see each other on the text model's sliding layers
+    bidirectional: bool  # rows of one image see each other: on Gemma 4's sliding layers, on all of Gemma 3's
     image_id: int
     boi_id: int  # begin and end of image
     eoi_id: int
@@ -38,6 +41,25 @@ class VisionConfig:
     theta: float = 100.0
     clipped: bool = False  # linears clamp their inputs and outputs
     standardize: bool = False
+    tokens: int = 0  # soft tokens of every image; 0: as many as the image and the budget have
+
+    @property
+    def placeholder_id(self) -> int:
+        """What chat templates write for an image."""
+        return self.boi_id if self.kind == "siglip" else self.image_id
+
+    def image_text(self, token: Callable[[int], str | None]) -> tuple[str, str] | None:
+        """Gemma 3 has empty lines around an image, which must be there before the text is cut into tokens: what a
+        template writes, and what is read instead. token: the text of an id."""
+        begin, end = token(self.boi_id), token(self.eoi_id)
+        if self.kind != "siglip" or begin is None or end is None:
+            return None
+        return begin, f"\n\n{begin}{end}\n\n"
+
+    @property
+    def square(self) -> int:
+        """Pixels of the side that every image is resized to; 0: its own aspect ratio is kept."""
+        return isqrt(self.tokens) * self.side
 
     @property
     def side(self) -> int:
@@ -47,50 +69,21 @@ class VisionConfig:
     @staticmethod
     def from_hf(raw: Foreign) -> VisionConfig | None:
         vision, kind = raw.get("vision_config"), raw.get("model_type")
-        if not isinstance(vision, dict) or kind not in ("gemma4", "gemma4_unified"):
+        if not isinstance(vision, dict) or kind not in ("gemma3", "gemma4", "gemma4_unified"):
             return None
-        text, unified = text_part(raw), kind == "gemma4_unified"
-        rope = vision.get("rope_parameters") or {}
-        default = 12 if not unified else 0
-        heads = int(vision.get("num_attention_heads", default))
-        config = VisionConfig(
-            unified=unified,
-            text_hidden=int(text["hidden_size"]),
-            hidden=int(vision.get("mm_embed_dim", 3840) if unified else vision.get("hidden_size", 768)),
-            patch=int(vision.get("patch_size", 16)),
-            pool=int(vision.get("pooling_kernel_size", 3)),
-            positions=int(
-                vision.get("mm_posemb_size", 1120) if unified else vision.get("position_embedding_size", 10240)
-            ),
-            eps=float(vision.get("rms_norm_eps", 1e-6)),
-            bidirectional=text.get("use_bidirectional_attention", "vision" if unified else None) == "vision",
-            image_id=int(raw.get("image_token_id") or 258880),
-            boi_id=int(raw.get("boi_token_id") or 255999),
-            eoi_id=int(raw.get("eoi_token_id") or 258882),
-            pad_id=int(text.get("pad_token_id") or 0),
-            layers=0 if unified else int(vision.get("num_hidden_layers", 16)),
-            intermediate=int(vision.get("intermediate_size", 3072)),
-            heads=heads,
-            kv_heads=int(vision.get("num_key_value_heads", heads)),
-            head_dim=int(vision.get("head_dim", 64)),
-            theta=float(rope.get("rope_theta", 100.0)),
-            clipped=bool(vision.get("use_clipped_linears", False)),
-            standardize=bool(vision.get("standardize", False)),
-        )
-        vocab = int(text.get("vocab_size", 262144))
+        config = _siglip(raw, vision) if kind == "gemma3" else _gemma4(raw, vision, kind == "gemma4_unified")
+        vocab = int(text_part(raw).get("vocab_size", 262208 if kind == "gemma3" else 262144))
         if any(i >= vocab for i in (config.image_id, config.boi_id, config.eoi_id)):
             return None  # the vocabulary was cut: no text can place an image
-        if not unified and (config.head_dim % 4 or not heads or heads % max(1, config.kv_heads)):
-            raise OutriderError(
-                f"config.json: vision_config has {heads} heads of {config.head_dim}, which cannot be run"
-            )
         return config
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The checkpoint's tensors by name, without the wrapping `model.`, and their shapes."""
         d, wide = self.hidden, self.side**2 * 3
+        if self.kind == "siglip":
+            return self._siglip_tensors()
         last = {"embed_vision.embedding_projection.weight": (self.text_hidden, d)}
-        if self.unified:
+        if self.kind == "unified":
             norms = {"patch_ln1": wide, "patch_ln2": d, "pos_norm": d}
             shapes: dict[str, tuple[int, ...]] = {
                 f"vision_embedder.{n}.{p}": (size,) for n, size in norms.items() for p in ("weight", "bias")
@@ -121,22 +114,83 @@ class VisionConfig:
             shapes |= {"vision_tower.std_bias": (d,), "vision_tower.std_scale": (d,)}
         return {**shapes, **last}
 
+    def _siglip_tensors(self) -> dict[str, tuple[int, ...]]:
+        d, wide = self.hidden, self.intermediate
+        tower = "vision_tower."
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{tower}embeddings.patch_embedding.weight": (d, 3, self.patch, self.patch),
+            f"{tower}embeddings.patch_embedding.bias": (d,),
+            f"{tower}embeddings.position_embedding.weight": (self.positions, d),
+            f"{tower}post_layernorm.weight": (d,), f"{tower}post_layernorm.bias": (d,),
+            "multi_modal_projector.mm_soft_emb_norm.weight": (d,),
+            "multi_modal_projector.mm_input_projection_weight": (d, self.text_hidden),
+        }  # fmt: skip
+        for i in range(self.layers):
+            here = f"{tower}encoder.layers.{i}."
+            for name in ("layer_norm1", "layer_norm2"):
+                shapes |= {f"{here}{name}.weight": (d,), f"{here}{name}.bias": (d,)}
+            linears = {f"self_attn.{n}_proj": (d, d) for n in ("q", "k", "v", "out")}
+            for name, shape in {**linears, "mlp.fc1": (wide, d), "mlp.fc2": (d, wide)}.items():
+                shapes |= {f"{here}{name}.weight": shape, f"{here}{name}.bias": shape[:1]}
+        return shapes
+
     def nbytes(self, item: int = 2) -> int:
         """What the weights take."""
-        total = 0
-        for shape in self.tensors().values():
-            size = 1
-            for n in shape:
-                size *= n
-            total += size
-        return item * total
+        return item * sum(prod(shape) for shape in self.tensors().values())
 
 
 CLIPS = ("input_min", "input_max", "output_min", "output_max")
 
 
-def no_vision(raw: Foreign) -> str:
-    """Why a model takes no images, for an error of one line."""
-    if raw.get("model_type") in GEMMA3_TYPES and raw.get("vision_config"):
-        return "images of Gemma 3 cannot be read yet, only Gemma 4's"
-    return "this model takes no images: its checkpoint has no vision weights"
+def _gemma4(raw: Foreign, vision: Foreign, unified: bool) -> VisionConfig:
+    text = text_part(raw)
+    rope = vision.get("rope_parameters") or {}
+    default = 12 if not unified else 0
+    heads = int(vision.get("num_attention_heads", default))
+    config = VisionConfig(
+        kind="unified" if unified else "tower",
+        text_hidden=int(text["hidden_size"]),
+        hidden=int(vision.get("mm_embed_dim", 3840) if unified else vision.get("hidden_size", 768)),
+        patch=int(vision.get("patch_size", 16)),
+        pool=int(vision.get("pooling_kernel_size", 3)),
+        positions=int(vision.get("mm_posemb_size", 1120) if unified else vision.get("position_embedding_size", 10240)),
+        eps=float(vision.get("rms_norm_eps", 1e-6)),
+        bidirectional=text.get("use_bidirectional_attention", "vision" if unified else None) == "vision",
+        image_id=int(raw.get("image_token_id") or 258880),
+        boi_id=int(raw.get("boi_token_id") or 255999),
+        eoi_id=int(raw.get("eoi_token_id") or 258882),
+        pad_id=int(text.get("pad_token_id") or 0),
+        layers=0 if unified else int(vision.get("num_hidden_layers", 16)),
+        intermediate=int(vision.get("intermediate_size", 3072)),
+        heads=heads,
+        kv_heads=int(vision.get("num_key_value_heads", heads)),
+        head_dim=int(vision.get("head_dim", 64)),
+        theta=float(rope.get("rope_theta", 100.0)),
+        clipped=bool(vision.get("use_clipped_linears", False)),
+        standardize=bool(vision.get("standardize", False)),
+    )
+    if not unified and (config.head_dim % 4 or not heads or heads % max(1, config.kv_heads)):
+        raise OutriderError(f"config.json: vision_config has {heads} heads of {config.head_dim}, which cannot be run")
+    return config
+
+
+def _siglip(raw: Foreign, vision: Foreign) -> VisionConfig:
+    text, tokens = text_part(raw), int(raw.get("mm_tokens_per_image") or 256)
+    hidden, heads = int(vision.get("hidden_size", 1152)), int(vision.get("num_attention_heads", 16))
+    size, patch = int(vision.get("image_size", 896)), int(vision.get("patch_size", 14))
+    across, pool = size // patch, size // patch // isqrt(tokens)
+    if size % patch or not pool or (across // pool) ** 2 != tokens or across % pool or hidden % heads:
+        raise OutriderError(
+            f"config.json: {tokens} soft tokens of {size} x {size} pixels in patches of {patch}: cannot be run"
+        )
+    image = int(raw.get("image_token_index") or 262144)
+    if image >= int(text.get("vocab_size", 262208)):  # GGUF files leave it out; its row is never read
+        image = int(text.get("pad_token_id") or 0)
+    return VisionConfig(
+        kind="siglip", text_hidden=int(text["hidden_size"]), hidden=hidden, patch=patch, pool=pool,
+        positions=across**2, eps=float(vision.get("layer_norm_eps", 1e-6)), bidirectional=True,
+        image_id=image, boi_id=int(raw.get("boi_token_index") or 255999),
+        eoi_id=int(raw.get("eoi_token_index") or 256000), pad_id=int(text.get("pad_token_id") or 0),
+        layers=int(vision.get("num_hidden_layers", 27)), intermediate=int(vision.get("intermediate_size", 4304)),
+        heads=heads, kv_heads=heads, head_dim=hidden // heads, tokens=tokens,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from ..types import OutriderError
 from .files import Files, open_source
 from .source_tensor import FLOATS, tensor
 
-PREFIXES = ("vision_tower.", "embed_vision.", "vision_embedder.")
+PREFIXES = ("vision_tower.", "embed_vision.", "vision_embedder.", "multi_modal_projector.")
 OTHER_NAMES = {  # newer checkpoints of transformers keep the unified projection with its embedder
     "embed_vision.embedding_projection.weight": "vision_embedder.multimodal_embedder.embedding_projection.weight"
 }
@@ -30,7 +30,11 @@ def load_vision(
         )
     source = open_source(files)
     stored = {name.removeprefix("model."): entry for name, entry in source.entries.items()}
-    stored = {name: entry for name, entry in stored.items() if name.startswith(PREFIXES)}
+    stored = {
+        name.replace("vision_tower.vision_model.", "vision_tower."): entry
+        for name, entry in stored.items()
+        if name.startswith(PREFIXES)
+    }
     found: dict[str, Tensor] = {}
     for name, shape in wanted.items():
         entry = stored.pop(name, None) or stored.pop(OTHER_NAMES.get(name, ""), None)

@@ -334,7 +334,8 @@ class CpuOps(ReferenceOps):
         start = torch.tensor([0, 1], dtype=torch.int32)
         shown = replace(kv, positions=one + end - 1, row_seq=one, row_start=start, max_rows=1, max_context=end)
         for row, position in enumerate(kv.positions.tolist()):
-            longer = replace(spec, window=(spec.window or end) + end - 1 - position)
+            window = None if spec.window is None else spec.window + end - 1 - position
+            longer = replace(spec, window=window)
             out.append(self.attend(q[row : row + 1], longer, shown))
         return torch.cat(out)
 
