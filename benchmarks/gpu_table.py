@@ -400,7 +400,7 @@ def commit() -> str:
 
 
 def write(folder: Path, records: Sequence[Record], command: str) -> list[Path]:
-    """gpu.jsonl (one line a record, as in benchmarks/history), gpu.txt, and plots where matplotlib is installed."""
+    """gpu.jsonl (one line a record, as in benchmarks/history) and gpu.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -411,38 +411,4 @@ def write(folder: Path, records: Sequence[Record], command: str) -> list[Path]:
     lines, text = folder / "gpu.jsonl", folder / "gpu.txt"
     lines.write_text("".join(json.dumps({**stamp, "figures": r}) + "\n" for r in records), encoding="utf-8")
     text.write_text(f"{stamp['machine']}, {stamp['date']}\n{text_table(table(records))}\n", encoding="utf-8")
-    return [lines, text, *plots(folder, records)]
-
-
-def plots(folder: Path, records: Sequence[Record]) -> list[Path]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return []
-    shown = [r for r in records if r.get("cycles") and r["batch"] == 1]
-    if not shown:
-        return []
-    figure = Figure(figsize=(11, 4.5))
-    left, right = figure.subplots(1, 2)
-    for r in shown:
-        ks = sorted(r["cycles"])
-        left.plot(
-            [0, *ks], [1.0, *(r["cycles"][k]["over_ar"] for k in ks)], marker="o", label=f"{r['size']}, {r['context']}"
-        )
-        some = sorted(r["synthetic"])
-        if some:
-            right.plot(
-                some,
-                [r["synthetic"][k]["speedup_at_expected"] for k in some],
-                marker="o",
-                label=f"{r['size']}, {r['context']}",
-            )
-    left.set(title="a cycle against a plain step, batch 1", xlabel="K", ylabel="cycle / AR")
-    right.set(title="speed-up at SYNTHETIC acceptance, batch 1", xlabel="K", ylabel="times plain decoding")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    path = folder / "gpu.png"
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    return [path]
+    return [lines, text]

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 from history import read  # noqa: E402
-from outrider.bench import svg  # noqa: E402
+from outrider import svg  # noqa: E402
 
 DRAFT, TARGET, GOOD, BAD, INK, LINE = "#fdeebb", "#dfe3ff", "#d5efe0", "#f3d9d4", "#1b1c24", "#8a8da0"
 HEAD = (

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from outrider.bench import svg
+from outrider import svg
 
 Row = dict[str, object]
 

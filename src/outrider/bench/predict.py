@@ -412,13 +412,12 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     return out or [f"a K=4 cycle costs {ratio:.2f} plain steps and yields {accept.tokens(4):.2f} tokens"]
 
 
-def roofline(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[str, float, float]]]:
-    """(the roof: flops a byte -> TFLOP/s), (points: a name, flops a byte, TFLOP/s reached at that K)."""
-    on = setup.on
-    roof = [
-        (2.0**e, min(2.0**e * on.bandwidth * 1e9 * on.reach, on.rate * 1e12 * on.rate_reach) / 1e12)
-        for e in range(-2, 13)
-    ]
+def roofline(setup: Setup) -> tuple[list[tuple[float, float]], float, list[tuple[str, float, float]]]:
+    """The roof as (flops per byte, TFLOP/s); its knee, in flops per byte; points (name, flops per byte, TFLOP/s reached
+    at that K)."""
+    bandwidth, rate = setup.on.bandwidth * setup.on.reach / 1e3, setup.on.rate * setup.on.rate_reach
+    knee = rate / bandwidth
+    roof = [(0.25, 0.25 * bandwidth), (knee, rate), (max(4096.0, 2 * knee), rate)]
     points, size = [], model_size(setup.target)
     for k in (0, 4, 16):
         rows = setup.batch * (k + 1)
@@ -427,7 +426,7 @@ def roofline(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[str, f
         )
         work = setup.batch * flops(size, k + 1, setup.context, k + 1)
         points.append((f"K={k}" if k else "plain", work / moved, work / verify_seconds(setup, k) / 1e12))
-    return roof, points
+    return roof, knee, points
 
 
 # ---- against what was measured

@@ -4,8 +4,7 @@
    sequences, are compared bit for bit.
 2. Identity: plain decoding against every drafter and K, greedy and sampled: the same tokens or the first difference,
    with the gap between the two candidates' log-probabilities there.
-3. Whole answers: log-probabilities, text, finish reason and counts of answers that end at a stop string are the same
-too.
+3. Whole answers: log-probabilities, text, finish reason and counts of answers that end at a stop string are the same.
 4. The rejection verifiers draw from the target's distribution: chi-square tests on real logits.
 """
 
@@ -24,6 +23,12 @@ from ..spec.rejection import verify_block, verify_rejection
 from ..types import MAX_DRAFT, Draft, SamplingParams, Verdict
 
 BATCH = 8
+COMPARED = {
+    "row invariance": "logits of a position computed alone, in blocks and in a batch, bit for bit",
+    "identity": "tokens of plain decoding with those of every drafter and K",
+    "whole answers": "text, log-probabilities, stop strings and counts of plain and drafted answers",
+    "distribution": "draws of the rejection verifiers with the target's probabilities (chi-square)",
+}
 
 
 @dataclass(frozen=True)

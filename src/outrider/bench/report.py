@@ -19,8 +19,8 @@ from statistics import median
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from .. import svg
 from ..prompts import Prompt
-from . import svg
 from .harness import PLAIN, Cell
 
 ALL = "all"
@@ -145,17 +145,18 @@ def scores(
 
 # ---- showing
 # -------------------------------------------------------------------------------------------------------
-HEADS = (
-    "contestant",
-    "ms/tok",
-    "tok/s",
-    "speed-up",
-    "95 %",
-    "TTFT ms",
-    "tok/cycle",
-    "right",
-    "same",
-)  # right: of drafts; same: text
+COLUMNS = {
+    "contestant": "plain decoding, or drafter/K; auto: the controller chooses K",
+    "ms/tok": "milliseconds per token of the answer, its first token apart; median over the repeats",
+    "tok/s": "tokens per second, all sequences of a batch together",
+    "speed-up": "time per token of plain decoding divided by this contestant's, on the same prompts",
+    "95 %": "confidence interval of the speed-up, by resampling prompts",
+    "TTFT ms": "time to the first token: reading the prompt",
+    "tok/cycle": "tokens that one pass of the target emits; 1 is plain decoding",
+    "right": "share of draft tokens that the target accepted",
+    "same": "share of prompts answered with the very tokens of plain decoding",
+}
+HEADS = tuple(COLUMNS)
 
 
 def _texts(row: Row) -> tuple[str, ...]:
@@ -229,11 +230,21 @@ def history(folder: Path, settings: Mapping[str, object], rows: Sequence[Row]) -
 
 
 def html(
-    settings: Mapping[str, object], rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple[int, int]]]
+    settings: Mapping[str, object],
+    rows: Sequence[Row],
+    found: Mapping[str, Mapping[str, tuple[int, int]]],
+    command: str,
 ) -> str:
-    """One self-contained page."""
-    model, machine, version = (escape(str(settings[k])) for k in ("model", "machine", "version"))
-    parts = [f"<h1>{model}</h1><p>{machine} · outrider {version}</p>"]
+    """One self-contained page. Charts and tables scroll by themselves on a narrow screen."""
+    model, machine, version, suite = (escape(str(settings[k])) for k in ("model", "machine", "version", "suite"))
+    about = (
+        ("machine", machine),
+        ("prompts", f"{settings['prompts']} of {suite}, {settings['repeats']} repeats"),
+        ("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
+        ("command", f"<code>{escape(command)}</code>"),
+        ("version", f"outrider {version}"),
+    )
+    parts = [f"<h1>{model}</h1><dl>" + "".join(f"<dt>{k}</dt><dd>{v}</dd>" for k, v in about) + "</dl>"]
     for temperature, batch in sorted({(r.temperature, r.batch) for r in rows}):
         here = [r for r in rows if (r.temperature, r.batch) == (temperature, batch)]
         names = [n for n in dict.fromkeys(r.contestant for r in here) if n != PLAIN]
@@ -242,24 +253,27 @@ def html(
         parts.append(f"<h2>temperature {temperature:g}, batch {batch}</h2>")
         series = [(n, [_bar(by.get((n, c))) for c in categories]) for n in names]
         if any(e for _, values in series for e in values):
-            parts.append(svg.bars("speed-up over plain decoding, with 95 % intervals", categories, series))
+            chart = svg.bars("speed-up over plain decoding, with 95 % intervals", categories, series)
+            parts.append(f"<div>{chart}</div>")
         curves = [
             (n, list(enumerate(by[n, ALL].by_position, 1))) for n in names if (n, ALL) in by and by[n, ALL].by_position
         ]
         if curves:
-            parts.append(
-                svg.lines("acceptance by position, of the tokens drafted there", "position", "", curves, log=False)
-            )
+            title = "acceptance by position, of the tokens drafted there"
+            parts.append(f"<div>{svg.lines(title, 'position', '', curves, log=False)}</div>")
         parts.append(_html_table(("category", *HEADS), [(r.category, *_texts(r)) for r in here]))
     if found:
         top, *body = _score_rows(found)
         parts.append(f"<h2>{QUALITY}</h2>" + _html_table(top, body))
+    meanings = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in COLUMNS.items())
+    parts.append(f"<h2>The columns</h2><dl>{meanings}</dl>")
     style = (
         "body{font:15px system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 "
         "1rem;color:#222;background:#fff}"
         "table{border-collapse:collapse}td,th{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right}"
         "td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}"
-        "svg{max-width:100%;height:auto;display:block;margin:1rem 0}"
+        "div{overflow-x:auto;margin:1rem 0}svg{max-width:100%;min-width:34rem;height:auto;display:block}"
+        "dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem}dd{margin:0;overflow-wrap:anywhere}"
         "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}}"
     )
     head = (
@@ -280,4 +294,4 @@ def _bar(row: Row | None) -> tuple[float, float, float] | None:
 def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(h)}</th>" for h in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return f"<div tabindex=0><table><tr>{top}</tr>{body}</table></div>"

@@ -157,7 +157,9 @@ def _report(
     cells = list(harness.read_cells(output))
     rows = report.summarise(cells)
     found = report.scores(cells, prompts, grading.grade)
-    (output / "report.html").write_text(report.html(asdict(settings), rows, found), encoding="utf-8")
+    (output / "report.html").write_text(
+        report.html(asdict(settings), rows, found, common.command_line()), encoding="utf-8"
+    )
     if history is not None:
         common.note(f"appended to {report.history(history, asdict(settings), rows)}")
     if as_json:

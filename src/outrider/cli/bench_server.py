@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import signal
 import socket
@@ -21,6 +20,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from .. import svg
 from ..types import OutriderError
 from .common import check_file, err, needs, note, numbers, out, prompt_texts
 
@@ -43,7 +43,7 @@ def bench_server(
     api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For a server that needs one.")] = None,
     drafter: Annotated[str, typer.Option(help="For a MODEL: as in `outrider serve`.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture here (.png, .svg; needs matplotlib).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture here (.svg).")] = None,
 ) -> None:
     """Load a server with streams and print throughput, time to first token and time a token.
 
@@ -61,9 +61,7 @@ def bench_server(
     if json_file is not None:
         check_file("--json", json_file)
     if plot is not None:
-        check_file("--plot", plot, ".png", ".svg")
-        with needs("--plot needs", "train"):
-            importlib.import_module("matplotlib")
+        check_file("--plot", plot, ".svg")
     rows: list[Summary] = []
     with server(target, drafter, max(levels)) as url:
         for level in levels:
@@ -145,30 +143,16 @@ def table(rows: list[Summary]) -> Table:
 
 
 def draw(rows: list[Summary], file: Path) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError:
-        raise OutriderError("--plot needs matplotlib: pip install matplotlib") from None
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
+    throughput, first, per_token = list[svg.Series](), list[svg.Series](), list[svg.Series]()
     for drafts in dict.fromkeys(r["draft_tokens"] for r in rows):
-        mine = [r for r in rows if r["draft_tokens"] == drafts]
-        x, name = [r["concurrency"] for r in mine], "plain" if drafts == 0 else "speculative"
-        axes[0].plot(x, [r["tokens_per_s"] for r in mine], marker="o", label=name)
-        axes[1].plot(x, [1e3 * r["ttft_s"]["p50"] for r in mine], marker="o", label=f"{name}, median")
-        axes[1].plot(x, [1e3 * r["ttft_s"]["p95"] for r in mine], marker=".", linestyle="--", label=f"{name}, 95th")
-        axes[2].plot(x, [1e3 * r["token_s"]["p50"] for r in mine], marker="o", label=f"{name}, median")
-        axes[2].plot(x, [1e3 * r["token_s"]["p95"] for r in mine], marker=".", linestyle="--", label=f"{name}, 95th")
-    for axis, title in zip(axes, ("Throughput, tokens/s", "First token, ms", "Per token, ms")):
-        axis.set_title(title)
-        axis.set_xlabel("streams at once")
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize="small")
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
+        mine, name = [r for r in rows if r["draft_tokens"] == drafts], "plain" if drafts == 0 else "speculative"
+        throughput.append((name, [(r["concurrency"], r["tokens_per_s"]) for r in mine]))
+        for series, key in ((first, "ttft_s"), (per_token, "token_s")):
+            for part, label in (("p50", "median"), ("p95", "95th")):
+                series.append((f"{name}, {label}", [(r["concurrency"], 1e3 * r[key][part]) for r in mine]))  # type: ignore[literal-required]
+    titles = ("Throughput, tokens/s", "First token, ms", "Per token, ms")
+    charts = [svg.lines(t, "streams at once", "", s, log=False) for t, s in zip(titles, (throughput, first, per_token))]
     try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as e:
+        file.write_text(svg.stacked(charts), encoding="utf-8")
+    except OSError as e:
         raise OutriderError(f"can't write {file}: {e}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,11 @@ err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=
 NAMES = "smollm2, a folder, a .gguf file, a Hugging Face id (org/name, org/name:Q4_K_M) or an alias."
 
 
+def command_line() -> str:
+    """What was typed, as a shell would take it again."""
+    return shlex.join(["outrider", *sys.argv[1:]])
+
+
 def model_names(incomplete: str) -> list[str]:
     """What a shell completes a model's name to."""
     from .store import at_hand
@@ -51,7 +57,7 @@ TopP = Annotated[
     float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")
 ]
 TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
-Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives the same result.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 Adapters = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=PATH", help="A LoRA adapter: PEFT folder, .gguf file or id (repeatable)."),

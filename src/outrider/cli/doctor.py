@@ -27,7 +27,6 @@ MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "bad": ("BAD ", "r
 EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"),
     "gpu": ("triton",),
-    "train": ("matplotlib",),
     "ray": ("ray",),
 }
 

@@ -13,9 +13,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .. import svg
 from ..bench import predict as model_of
 from ..bench import predict_trees as trees
-from ..bench import several, svg
+from ..bench import several
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..spec import acceptance_profile
 from ..types import OutriderError
@@ -131,9 +132,11 @@ def predict(
         )
         points = trees.tree_points(setup, accepted, tree, second)
     if plot is not None:
-        roof, marks = model_of.roofline(setup)
-        title, across = f"{model} on {on.label}, batch {batch}", "floating-point operations a byte"
-        plot.write_text(svg.lines(title, across, "TFLOP/s", [("roof", roof)], marks=marks), encoding="utf-8")
+        roof, knee, marks = model_of.roofline(setup)
+        title, across = f"{model} on {on.label}, batch {batch}", "floating-point operations per byte moved"
+        sides = ("memory-bound", knee, "compute-bound")
+        text = svg.lines(title, across, "TFLOP/s", [("what the machine can do", roof)], marks=marks, divide=sides)
+        plot.write_text(text, encoding="utf-8")
     more = _several(setup, accepted, by) if tensor_parallel > 1 else {}
     if as_json:
         branched = {"second": second, "trees": [vars(p) for p in points]} if points else {}

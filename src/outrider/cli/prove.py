@@ -25,6 +25,7 @@ def prove(
     temperatures: Annotated[str, typer.Option(help="To try, separated by commas; 0 is greedy.")] = "0,0.7,1.0",
     max_tokens: common.MaxTokens = 64,
     seed: common.Seed = 7,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every case.")] = False,
     raw: Annotated[bool, typer.Option(help="No chat template: continue the prompts as they are.")] = False,
     as_json: common.AsJson = False,
     *,
@@ -32,6 +33,7 @@ def prove(
 ) -> None:
     """Check, on your machine and with your weights, that speculation changes nothing. Exit code 1 if anything
     differs."""
+    from ..bench.prove import COMPARED
     from ..bench.prove import prove as run
 
     lengths, heats = common.numbers(ks, int, "--k"), common.numbers(temperatures, float, "--temperatures")
@@ -47,7 +49,7 @@ def prove(
     findings = []
     for finding in run(llm, ids, lengths, max_tokens, seed, heats):
         findings.append(finding)
-        if not as_json:
+        if not as_json and (verbose or not finding.passed):
             mark = ("same", "green") if finding.passed else ("DIFFERS", "bold red")
             err.print(Text.assemble(mark, f"  {finding.check}: {finding.case}: {finding.detail}"))
     passed = all(f.passed for f in findings)
@@ -55,10 +57,10 @@ def prove(
         about = {"model": model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed}
         print(json.dumps({**about, "findings": [vars(f) for f in findings]}))
     else:
-        table = Table("check", "cases", "passed", title=f"{model} · {llm.drafter_note} · {llm.model.ops.name} kernels")
+        table = Table("check", "what is compared", "passed", title=f"{model} · {llm.drafter_note}")
         for check in dict.fromkeys(f.check for f in findings):
             mine = [f for f in findings if f.check == check]
-            table.add_row(check, str(len(mine)), f"{sum(f.passed for f in mine)} of {len(mine)}")
+            table.add_row(check, COMPARED[check], f"{sum(f.passed for f in mine)} of {len(mine)}")
         out.print(table)
         out.print("lossless" if passed else "not lossless: see above", style="bold green" if passed else "bold red")
     raise typer.Exit(0 if passed else 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -72,7 +70,7 @@ def train(
             max_new=max_new or 0,
             seed=seed,
             device=str(place(load.device)),
-            command=shlex.join(["outrider", *sys.argv[1:]]),
+            command=common.command_line(),
         ).validated()
         given = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
         chosen = Recipe("") if recipe is None else read_recipe(recipe)

@@ -3,7 +3,7 @@
 config.json, generation_config.json, model.safetensors    the drafter
 acceptance.json                                           what the controller expects of it (spec/acceptance_profile.py)
 README.md                                                 its card: what it is, what it reaches, how it was made
-provenance.json, log.jsonl, curve.png                     where it comes from
+provenance.json, log.jsonl, curve.svg                     where it comes from
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import svg
 from ..models.inspect import drafter_size, model_size
 from ..ops.reference import as_tensor
 from ..spec import acceptance_profile as acceptance
@@ -192,8 +193,8 @@ def write_drafter(folder: Path, net: DrafterModule, result: Row, traces: list[Tr
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
         acceptance.write(folder, acceptance.measure(traces, print_of, result.get("second_guess")))
     if log.exists():
-        draw_curve(log, log.parent / "curve.png")
-        for path in (log, log.parent / "curve.png"):
+        draw_curve(log, log.parent / "curve.svg")
+        for path in (log, log.parent / "curve.svg"):
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
 
@@ -234,31 +235,14 @@ def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: 
 
 
 def draw_curve(log: Path, to: Path) -> None:
-    """The learning curve as a picture, where matplotlib is installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return
+    """The learning curve as a picture."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     curve, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval" in r]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    left.plot([r["step"] for r in curve], [r["loss"] for r in curve])
-    left.set(xlabel="step", ylabel="loss", title="training loss")
-    for j in range(len(curve[0]["hit"]) if curve else 0):
-        right.plot([r["step"] for r in curve], [r["hit"][j] for r in curve], label=f"position {j + 1}")
+    if not curve:
+        return
+    right = [(f"position {j + 1}", [(r["step"], r["hit"][j]) for r in curve]) for j in range(len(curve[0]["hit"]))]
     if evals:
-        right.plot(
-            [r["step"] for r in evals],
-            [r["eval"]["acceptance_by_position"][0] for r in evals],
-            "k.",
-            label="held out, position 1",
-        )
-    right.set(xlabel="step", ylabel="share of anchors", title="drafted token right, given those before it")
-    if curve or evals:
-        right.legend()
-    figure.tight_layout()
-    figure.savefig(to, dpi=80)
-    pyplot.close(figure)
+        right.append(("held out, position 1", [(r["step"], r["eval"]["acceptance_by_position"][0]) for r in evals]))
+    loss = svg.lines("training loss", "step", "", [("loss", [(r["step"], r["loss"]) for r in curve])], log=False)
+    hits = svg.lines("draft token right, given those before it", "step", "share of anchors", right, log=False)
+    to.write_text(svg.stacked([loss, hits]), encoding="utf-8")

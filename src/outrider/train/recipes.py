@@ -117,4 +117,4 @@ def publish(out: Path, last: Path, result: Row, stories: list[Row]) -> None:
     logs = sorted(p for p in out.glob("*-*/log.jsonl"))
     rows = [{"run": n, **json.loads(line)} for n, path in enumerate(logs, 1) for line in path.read_text().splitlines()]
     (to / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    draw_curve(last / "log.jsonl", to / "curve.png")
+    draw_curve(last / "log.jsonl", to / "curve.svg")

@@ -9,7 +9,7 @@ Everything lives in one folder and every stage continues where it stopped:
     OUT/sizes.json       sizes that were chosen by memory and speed; OUT/spent.json the seconds used so far
     OUT/judged.json      how many held-out answers are evaluated
     OUT/checkpoint.pt    the run; OUT/best.pt the weights of its best evaluation
-    OUT/log.jsonl        learning curve and evaluations; OUT/curve.png
+    OUT/log.jsonl        learning curve and evaluations; OUT/curve.svg
     OUT/drafter/         the result: weights, card, acceptance.json, provenance.json, log and curve
     OUT/last/            the last weights as a drafter, where an earlier evaluation was better
 """

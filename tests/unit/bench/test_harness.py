@@ -126,7 +126,9 @@ def test_report_history_and_table(tmp_path):
     cells, _ = figures(tmp_path / "run", FakeLLM(), batches=(1, 2))
     rows = report.summarise(cells)
     info = json.loads((tmp_path / "run" / "run.json").read_text())
-    page = report.html(info, rows, {"plain": {"gsm8k": (1, 2)}})
+    page = report.html(info, rows, {"plain": {"gsm8k": (1, 2)}}, "outrider bench <x>")
+    assert "outrider bench &lt;x&gt;" in page and all(f"<dt>{name}</dt>" in page for name in report.COLUMNS)
+    assert f"{info['prompts']} of {info['suite']}" in page and page.count("<div") == page.count("</div>") == 7
     assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "") and "1 / 2" in page
     path = report.history(tmp_path / "h", info, rows)
     report.history(tmp_path / "h", info, rows)

@@ -1,9 +1,10 @@
-"""Small charts as SVG text: bars with intervals, and lines on logarithmic axes. No library, so that every report
-has its plots."""
+"""Small charts as SVG text, readable on light and dark pages: bars with intervals, and lines. No library, so that every
+report has its plots."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -55,8 +56,10 @@ def lines(
     series: Sequence[Series],
     log: bool = True,
     marks: Sequence[tuple[str, float, float]] = (),
+    divide: tuple[str, float, str] | None = None,
 ) -> str:
-    """Lines (on logarithmic axes unless told otherwise) and named points."""
+    """Lines with their points; on logarithmic axes without points. `marks` are named points; `divide` draws a vertical
+    line at its x and names what lies left and right of it."""
     points = [p for _, line in series for p in line] + [(a, b) for _, a, b in marks]
     scale = math.log10 if log else float
     lo_x, hi_x = min(p[0] for p in points), max(p[0] for p in points)
@@ -78,6 +81,13 @@ def lines(
     for i, (_, line) in enumerate(series):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
         out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % 6]}" stroke-width="2"/>')
+        if not log:
+            out += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.5" fill="{COLOURS[i % 6]}"/>' for a, b in line]
+    if divide is not None:
+        before, at, behind = divide
+        out.append(f'<line x1="{x(at):.1f}" y1="40" x2="{x(at):.1f}" y2="{bottom}" class="one"/>')
+        out.append(f'<text x="{x(at) - 8:.1f}" y="{bottom - 8}" text-anchor="end">{escape(before)}</text>')
+        out.append(f'<text x="{x(at) + 8:.1f}" y="{bottom - 8}">{escape(behind)}</text>')
     for name, a, b in marks:
         out.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="4" class="m"/>')
         out.append(f'<text x="{x(a) + 7:.1f}" y="{y(b) + 4:.1f}">{escape(name)}</text>')
@@ -85,6 +95,17 @@ def lines(
     out.append(f'<text x="14" y="30">{escape(y_label)}</text>')
     out += _legend([name for name, _ in series], left, bottom + 50)
     return "\n".join([*out, "</svg>"])
+
+
+def stacked(charts: Sequence[str]) -> str:
+    """Several charts below each other in one picture."""
+    sizes = [tuple(map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', chart).groups())) for chart in charts]  # type: ignore[union-attr]
+    width, height, top, placed = max(w for w, _ in sizes), sum(h for _, h in sizes), 0, []
+    for chart, (_, high) in zip(charts, sizes, strict=True):
+        placed.append(chart.replace("<svg ", f'<svg y="{top}" ', 1))
+        top += high
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    return "\n".join([start, *placed, "</svg>"])
 
 
 def _open(width: int, height: int, title: str) -> str:
@@ -96,7 +117,7 @@ def _open(width: int, height: int, title: str) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img">'
+        f'role="img" aria-label="{escape(title)}">'
         f'<style>{style}</style><text x="14" y="16" class="t">{escape(title)}</text>'
     )
 
