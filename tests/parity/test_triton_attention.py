@@ -99,6 +99,32 @@ def test_attend(
     near(ops.attend(q, spec, kv), REF.attend(q, spec, kv))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads,kv_heads,dim,window,span", [(4, 2, 16, 40, (70, 50)), (4, 2, 24, None, (37, 60))])
+def test_rows_of_an_image_see_each_other(
+    ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int | None, span: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The causal bound left in, the window moved with the bound, or keys behind the image read (they are NaN)."""
+    spec = AttnSpec(heads, kv_heads, dim, 0, True, window=window, scale=0.3)
+    kv = cache(spec, [span], 16, dtype)
+    q = rand(span[1], heads * dim, seed=4, dtype=dtype)
+    want = REF.attend_span(q, spec, kv, sum(span))
+    near(ops.attend_span(q, spec, kv, sum(span)), want)
+    assert not torch.equal(want, REF.attend(q, spec, kv))
+
+
+@pytest.mark.parametrize("window", [None, 48])
+def test_tiles_of_prompts_take_images(window: int | None) -> None:
+    """As above, in the kernel for prompts, to the bit."""
+    spec, dtype = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3), torch.bfloat16 if CUDA else torch.float32
+    kv = cache(spec, [(41, 104)], 16, dtype)
+    cut, q = ReductionSpec(16, 16), rand(104, 256, seed=4, dtype=dtype)
+    shape = prefill_attention.PrefillAttentionConfig(64, 4, 2)
+    got = prefill_attention.attend(q, spec, kv, False, cut, shape, span_end=145)
+    near(got, REF.attend_span(q, spec, kv, 145))
+    same(got, attend(q, spec, kv, False, cut, AttentionConfig(False, 16, 4), span_end=145))
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> None:
     """Rounded as the definition does, the largest kept finite; read exactly, by one program or many, in bits that

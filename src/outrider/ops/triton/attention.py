@@ -20,6 +20,8 @@ stand behind the others of their tile.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -139,12 +141,15 @@ def _fetch(
 
 @triton.jit
 def _block(
-    query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr
+    query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr,
+    SPAN: tl.constexpr, PREC: tl.constexpr
 ):
-    """Take a block of keys into the running sums of its split."""
+    """Take a block of keys into the running sums of its split. SPAN: rows see all that live, those behind them too."""
     key = k + tl.arange(0, BN)
     s = scores_of(query, kt, PREC) * scale  # [BQ, BN]
     seen = (key[None, :] <= at[:, None]) & live[None, :]
+    if SPAN:
+        seen = (key[None, :] > at[:, None] * 0 - 1) & live[None, :]
     if WINDOW > 0:
         seen = seen & (key[None, :] > at[:, None] - WINDOW)
     s = tl.where(seen, s, float("-inf"))
@@ -173,10 +178,10 @@ def _add(all_acc, all_total, all_top, acc, total, top):
         return (all_acc[0] * before + acc[0] * here, all_acc[1] * before + acc[1] * here), total, new
 
 
-@triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
+@triton.jit(do_not_specialize=["slots", "table_stride", "span_end"], do_not_specialize_on_alignment=INDEX)
 def attend_kernel(
     q, keys, values, table, positions, row_start, paths, out, partial_out, partial_lse,
-    table_stride, page_stride, scale, slots,
+    table_stride, page_stride, scale, slots, span_end,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SPLITS_PER_PROGRAM: tl.constexpr,
@@ -184,9 +189,10 @@ def attend_kernel(
     PARTS: tl.constexpr, PREFETCH: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SINGLE_BLOCK: tl.constexpr, TREE_DEPTH: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """SPLIT: a program walks SPLITS_PER_PROGRAM splits from its slot on, and leaves each for itself (MULTI_SPLIT: there
+    """SPAN: every row sees the keys up to span_end.
+    SPLIT: a program walks SPLITS_PER_PROGRAM splits from its slot on, and leaves each for itself (MULTI_SPLIT: there
     may be several). SINGLE_BLOCK: a split is a single block. PARTS: programs that share a tile, each with its columns
     of the values. PREFETCH: keys that are fetched into L2 early. TREE_DEPTH: entries of a row's path in a tree (0:
     lines); then programs beyond the last slot walk the TAIL splits that hold positions of the tree, each for one row:
@@ -227,6 +233,8 @@ def attend_kernel(
     alive = begin < count
     at = tl.load(positions + row, mask=m < tl.where(alive, begin + BQ, 0), other=0).to(tl.int32)  # [BQ]
     tile_end = tl.max(at, 0) + 1
+    if SPAN:
+        tile_end = span_end
     key_from, key_to = tile_end * 0, tile_end
     if WINDOW > 0:
         key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
@@ -275,7 +283,9 @@ def attend_kernel(
             live = key_from + tl.arange(0, BN) < key_to
             kt = _fetch(keys, page, within, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
             vt = _fetch(values, page, within, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
-            acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+            acc, total, top = _block(
+                query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, SPAN, PREC
+            )
         else:
             all_acc, all_total, all_top = acc, total, top
             none_acc, none_total, none_top = acc, total, top
@@ -288,7 +298,9 @@ def attend_kernel(
                 kt = _fetch(keys, here, places, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
                 vt = _fetch(values, here, places, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
                 if SPLIT:
-                    acc, total, top = _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+                    acc, total, top = _block(
+                        query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, SPAN, PREC
+                    )
                     if MULTI_SPLIT:  # noqa: SIM102
                         if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
                             _leave(partial_out, partial_lse, to, acc, total, top, d, ok, D)
@@ -296,14 +308,16 @@ def attend_kernel(
                             acc, total, top = none_acc, none_total, none_top
                 elif SINGLE_BLOCK:
                     acc, total, top = _block(
-                        query, kt, vt, k, live, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC
+                        query, kt, vt, k, live, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, SPAN, PREC
                     )
                     all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
                 else:
                     if _opens(k, WINDOW, FINE, MID, COARSE, NEAR, FAR):
                         all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
                         acc, total, top = none_acc, none_total, none_top
-                    acc, total, top = _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+                    acc, total, top = _block(
+                        query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, SPAN, PREC
+                    )
             if SINGLE_BLOCK and not SPLIT:
                 acc, total = all_acc, all_total
             elif not SPLIT:
@@ -378,13 +392,16 @@ def attend(
     pdl: bool,
     cut: ReductionSpec | None = None,
     shape: AttentionConfig | None = None,
+    span_end: int = 0,
 ) -> Tensor:
-    """cut, shape: others than the rules', for measuring."""
+    """cut, shape: others than the rules', for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
     shared = max_smem(q.device)
     cut = cut or choose_reduction(spec, q.dtype, shared)
     shape = shape or fit_smem(choose_config(spec, cut, kv, batch, q.dtype), spec, shared)
+    if span_end:  # splits that lie behind a row are its own too: one program walks them all
+        shape = replace(shape, split=False, run=1)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded = triton.next_power_of_2(dim)
@@ -411,13 +428,13 @@ def attend(
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.ancestors is None else kv.ancestors,
         out, partial_out, partial_lse,
-        table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
+        table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots, span_end,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split,
         SPLITS_PER_PROGRAM=shape.run,
         PREC="tf32x3" if q.dtype == torch.float32 else "tf32", SINGLE_BLOCK=lone, MULTI_SPLIT=walks,
         PARTS=1 if shape.split else shape.parts,
         PREFETCH=cut.fine if shape.split and not walks else 0, TREE_DEPTH=deep, TAIL=tail, EACH=each,
-        ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
+        ASM=q.device.type != "cpu", SPAN=span_end > 0, num_warps=shape.warps, num_stages=shape.stages, **same,
     )
     if shape.split:
         combine(partial_out, partial_lse, out, spec, kv, cut, pdl)

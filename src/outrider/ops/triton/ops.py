@@ -121,6 +121,11 @@ class TritonOps(ReferenceOps):
             return prefill_attention.attend(q, spec, kv, self.pdl)
         return attention.attend(q, spec, kv, self.pdl)
 
+    def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
+        if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
+            return prefill_attention.attend(q, spec, kv, self.pdl, span_end=end)
+        return attention.attend(q, spec, kv, self.pdl, span_end=end)
+
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     def branch(
         self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int

@@ -70,8 +70,9 @@ def attend(
     pdl: bool,
     cut: ReductionSpec | None = None,
     shape: PrefillAttentionConfig | None = None,
+    span_end: int = 0,
 ) -> Tensor:
-    """cut, shape: others than the rules', for measuring."""
+    """cut, shape: others than the rules', for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)
     cut = cut or choose_reduction(spec, q.dtype, max_smem(q.device))
     shape = shape or choose_prefill_config(spec, cut)
@@ -79,11 +80,11 @@ def attend(
     tiles = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), shape.bq)
     prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
         q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0),
-        spec.scale * 1.4426950408889634,
+        spec.scale * 1.4426950408889634, span_end,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0,
         BQ=shape.bq, BN=cut.bn,
-        PREFETCH=shape.ahead, ASM=q.device.type != "cpu", PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        PREFETCH=shape.ahead, ASM=q.device.type != "cpu", SPAN=span_end > 0, PDL=pdl,
+        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
     )
     return out
 
@@ -103,11 +104,12 @@ def _add(sums, before, more):
     return tl.fma(sums, tl.broadcast_to(before, sums.shape), more)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=INDEX[:3])
+@triton.jit(do_not_specialize=["table_stride", "span_end"], do_not_specialize_on_alignment=INDEX[:3])
 def prompt_kernel(
-    q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale,
+    q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale, span_end,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles
     first: they see most."""
@@ -132,6 +134,8 @@ def prompt_kernel(
         if WINDOW > 0:
             key_from = tl.maximum(low - WINDOW + 1, 0) // BN * BN
         key_to = high + 1
+        if SPAN:  # every row sees the keys up to the image's end
+            key_to = span_end
         next_key = key_from + tl.arange(0, BN)
         page = tl.load(table + next_key // PAGE, mask=next_key < key_to, other=0)
         if PDL and PREFETCH > 0:  # noqa: SIM102
@@ -163,10 +167,12 @@ def prompt_kernel(
             kt = tl.load(keys + to[:, None] + tl.arange(0, WORDS)[None, :], mask=live[:, None], other=0)
             s = scores_of(query, widen_columns(kt, KIND, ASM), "tf32") * scale  # [BQ, BN]
             edge = k + BN - 1 > low
+            if SPAN:
+                edge = k + BN > key_to
             if WINDOW > 0:
                 edge = edge | (k <= high - WINDOW)
             if edge:
-                s = _masked(s, key, at, WINDOW)
+                s = _masked(s, key, at, key_to, WINDOW, SPAN)
             peak = tl.ceil(tl.max(s, 1))
             new = tl.maximum(top, peak)
             ref = _known(new)
@@ -200,9 +206,11 @@ def prompt_kernel(
 
 
 @triton.jit
-def _masked(s, key, at, WINDOW: tl.constexpr):
+def _masked(s, key, at, key_to, WINDOW: tl.constexpr, SPAN: tl.constexpr):
     far = at[:, None] - key[None, :]
+    seen = far >= 0
+    if SPAN:
+        seen = (far > -(1 << 30)) & (key < key_to)[None, :]
     if WINDOW > 0:
-        return tl.where((far >= 0) & (far < WINDOW), s, float("-inf"))
-    else:
-        return tl.where(far >= 0, s, float("-inf"))
+        seen = seen & (far < WINDOW)
+    return tl.where(seen, s, float("-inf"))
