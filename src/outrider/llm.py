@@ -41,8 +41,10 @@ from .models.drafter import MTPNet
 from .models.split import SOLO
 from .models.vision import VisionModel
 from .models.vision_config import NO_VISION, VisionConfig
+from .ops.backend import Backend
 from .ops.cpu.ops import default_threads
 from .ops.formats import DeviceWeight
+from .ops.reference import ReferenceOps
 from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
 from .spec import acceptance_profile as cards
 from .spec import draft_model
@@ -404,7 +406,7 @@ def _assemble(
     if team is not None:
         say(f"tensor parallel: {team.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
     adapters = load_adapters(target, settings, say) if team is None else None
-    vision = load_images(files, settings, device, dtype)
+    vision = load_images(files, settings, ops, device, dtype)
     if isinstance(vision, ImageEncoder):
         size += vision.nbytes
         if tokenizer is not None:
@@ -460,7 +462,9 @@ def _assemble(
     return engine, note, size, key, vision
 
 
-def load_images(files: Files, settings: LoadSettings, device: torch.device, dtype: torch.dtype) -> ImageEncoder | str:
+def load_images(
+    files: Files, settings: LoadSettings, ops: Backend, device: torch.device, dtype: torch.dtype
+) -> ImageEncoder | str:
     """What reads the images of this model; a text: why none are read."""
     config = translate(VisionConfig.from_hf, files)
     if config is None:
@@ -474,7 +478,9 @@ def load_images(files: Files, settings: LoadSettings, device: torch.device, dtyp
     dummy = settings.seed if settings.load_format == "dummy" else None
     if dummy is None and not has_vision(files):
         return NO_VISION
-    model = VisionModel(config, load_vision(files, config, device, dtype, dummy))
+    weights = load_vision(files, config, device, dtype, dummy)
+    on_gpu, threads = device.type == "cuda", settings.threads or default_threads()
+    model = VisionModel(config, weights, ops if on_gpu else ReferenceOps(), 1 if on_gpu else threads)
     return ImageEncoder(model, settings.image_tokens, settings.max_images, settings.max_image_pixels)
 
 

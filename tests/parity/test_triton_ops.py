@@ -279,6 +279,15 @@ def test_norms_of_many_rows() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*some, strict=True))
 
 
+@pytest.mark.parametrize("heads,dim", [((4, 2), 24), ((3, 3), 16)])
+def test_heads_of_a_tower_are_rotated(ops: TritonOps, heads: tuple[int, int], dim: int) -> None:
+    """q and k norms swapped, v rotated or scaled, pairs of neighbours rotated."""
+    qkv, angle = rand(5, (heads[0] + 2 * heads[1]) * dim), rand(5, dim // 2, seed=3)
+    given = (angle.cos(), angle.sin(), rand(dim, seed=1), rand(dim, seed=2), heads, 1e-6)
+    for got, want in zip(ops.rotate_heads(qkv, *given), REF.rotate_heads(qkv, *given)):
+        near(got, want)
+
+
 def test_embed(ops: TritonOps) -> None:
     ids, table = torch.tensor([5, 0, 9, 5], device=DEVICE), rand(10, 72)
     near(ops.embed(ids, table, 72**0.5), REF.embed(ids, table, 72**0.5), 1e-7)

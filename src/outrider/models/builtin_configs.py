@@ -29,6 +29,14 @@ _FAMILY = {
 }
 
 
+SMALL_TOWER: ForeignDict = {"use_clipped_linears": True}  # of E2B and E4B; the sizes are VisionConfig's defaults
+LARGE_TOWER: ForeignDict = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "head_dim": 72, "standardize": True,
+}  # fmt: skip
+UNIFIED: ForeignDict = {"mm_embed_dim": 3840}
+
+
 def _text(
     model_type: str,
     *,
@@ -62,10 +70,12 @@ def _text(
     }
 
 
-def _target(model_type: str, **text: Any) -> ForeignDict:
+def _target(model_type: str, vision: ForeignDict, **text: Any) -> ForeignDict:
     own = {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 0, "eos_token_id": 1, **text}
     outer = {"model_type": model_type, "eos_token_id": [1, 106], "tie_word_embeddings": True, "dtype": "bfloat16"}
-    return {**outer, "text_config": _text(f"{model_type}_text", **own)}
+    if vision is not SMALL_TOWER:
+        own["use_bidirectional_attention"] = "vision"
+    return {**outer, "vision_config": vision, "text_config": _text(f"{model_type}_text", **own)}
 
 
 def _assistant(model_type: str, *, backbone: int, clustered: bool, **text: Any) -> ForeignDict:
@@ -109,27 +119,27 @@ def _with_qat(known: dict[str, ForeignDict]) -> dict[str, ForeignDict]:
 
 BUILTIN_CONFIGS: Mapping[str, Foreign] = _with_qat({
     "google/gemma-4-E2B-it": _target(
-        "gemma4", hidden=1536, sliding=4, blocks=7, heads=8, kv=1, global_kv=None, intermediate=6144, window=512,
+        "gemma4", SMALL_TOWER, hidden=1536, sliding=4, blocks=7, heads=8, kv=1, global_kv=None, intermediate=6144, window=512,
         context=131072,
         num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256,
         vocab_size_per_layer_input=262144,
     ),
     "google/gemma-4-E4B-it": _target(
-        "gemma4", hidden=2560, sliding=5, blocks=7, heads=8, kv=2, global_kv=None, intermediate=10240, window=512,
+        "gemma4", SMALL_TOWER, hidden=2560, sliding=5, blocks=7, heads=8, kv=2, global_kv=None, intermediate=10240, window=512,
         context=131072,
         num_kv_shared_layers=18, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
     ),
     "google/gemma-4-12B-it": _target(
-        "gemma4_unified", hidden=3840, sliding=5, blocks=8, heads=16, kv=8, global_kv=1, intermediate=15360,
+        "gemma4_unified", UNIFIED, hidden=3840, sliding=5, blocks=8, heads=16, kv=8, global_kv=1, intermediate=15360,
         window=1024, context=262144,
     ),
     "google/gemma-4-26B-A4B-it": _target(
-        "gemma4", hidden=2816, sliding=5, blocks=5, heads=16, kv=8, global_kv=2, intermediate=2112, window=1024,
+        "gemma4", LARGE_TOWER, hidden=2816, sliding=5, blocks=5, heads=16, kv=8, global_kv=2, intermediate=2112, window=1024,
         context=262144,
         enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
     ),
     "google/gemma-4-31B-it": _target(
-        "gemma4", hidden=5376, sliding=5, blocks=10, heads=32, kv=16, global_kv=4, intermediate=21504, window=1024,
+        "gemma4", LARGE_TOWER, hidden=5376, sliding=5, blocks=10, heads=32, kv=16, global_kv=4, intermediate=21504, window=1024,
         context=262144,
     ),
     "google/gemma-4-E2B-it-assistant": _assistant(

@@ -1,47 +1,79 @@
 """From pixels to soft tokens: Gemma 4's vision tower, the 12B's unified embedder and Gemma 3's SigLIP, in plain torch.
 
 One image at a time and unpadded: padding would change the bits of an image with the images next to it. Soft tokens are
-rows of the text model's input as they are, not multiplied by sqrt(hidden). After transformers 5's modeling_gemma4.py.
+rows of the text model's input as they are, not multiplied by sqrt(hidden). After transformers 5's modeling_gemma4.py,
+with matrices that read the same rows stacked, and heads in an order in which their rotation is NeoX's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .vision_config import VisionConfig
+from ..ops.backend import Backend
+from ..ops.reference import ReferenceOps
+from .vision_config import CLIPS, VisionConfig
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    h = x.float()
-    h = h * torch.pow(h.pow(2).mean(-1, keepdim=True) + eps, -0.5)
-    return (h if weight is None else h * weight.float()).to(x.dtype)
+@dataclass(frozen=True)
+class StackedLinear:
+    """Matrices that read the same rows, one below the other. E2B's and E4B's clamp what they read and give."""
+
+    weight: Tensor  # [out, in]
+    reads: tuple[float, float] | None
+    gives: tuple[Tensor, Tensor] | None  # [out] each
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = F.linear(x if self.reads is None else x.clamp(*self.reads), self.weight)
+        return y if self.gives is None else y.clamp_(*self.gives)
+
+
+@dataclass(frozen=True)
+class TowerLayer:
+    qkv: tuple[StackedLinear, ...]  # one, or where they clamp what they read differently three
+    out: StackedLinear
+    gate_up: tuple[StackedLinear, ...]
+    down: StackedLinear
+    norms: tuple[Tensor, Tensor, Tensor, Tensor]  # before and after attention, before and after the MLP; float32
+    q_norm: Tensor
+    k_norm: Tensor
 
 
 class VisionModel:
-    def __init__(self, config: VisionConfig, weights: Mapping[str, Tensor]) -> None:
-        """weights: by the names of `VisionConfig.tensors`."""
-        self.config, self.weights = config, weights
+    def __init__(
+        self, config: VisionConfig, weights: dict[str, Tensor], ops: Backend | None = None, threads: int = 1
+    ) -> None:
+        """weights: by the names of `VisionConfig.tensors`; those of a tower's layers are taken out. ops: the backend
+        for rows and heads (None: torch); products are torch's. threads: of a CPU, while an image is encoded."""
+        self.config, self.weights, self.ops, self.threads = config, weights, ops or ReferenceOps(), threads
+        self.nbytes = sum(w.nbytes for w in weights.values())
         some = next(iter(weights.values()))
         self.device, self.dtype = some.device, some.dtype
+        tower = config.kind == "tower"
+        self.layers = [self._gather(f"vision_tower.encoder.layers.{i}.") for i in range(config.layers if tower else 0)]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(w.nbytes for w in self.weights.values())
-
-    @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         """uint8 [h, w, 3], both sides a multiple of `config.side` -> soft tokens [n, text hidden]."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(max(before, self.threads))
+        try:
+            return self._encode(pixels)
+        finally:
+            torch.set_num_threads(before)
+
+    @torch.inference_mode()
+    def _encode(self, pixels: Tensor) -> Tensor:
         config = self.config
         x = unit_range(pixels.to(self.device))
         if config.kind == "siglip":
             return self._siglip(x)
         encoded = self._unified(x) if config.kind == "unified" else self._tower(x)
         projection = self.weights["embed_vision.embedding_projection.weight"]
-        return F.linear(rms_norm(encoded, None, config.eps), projection)
+        return F.linear(self.ops.rms_norm(encoded, None, config.eps), projection)
 
     def _unified(self, x: Tensor) -> Tensor:
         """[h, w, 3] -> [n, d]: one projection, three layer norms, positions by column and row."""
@@ -67,8 +99,10 @@ class VisionModel:
         table = weights["vision_tower.patch_embedder.position_embedding_table"]
         h = h + (table[0, positions[:, 0]] + table[1, positions[:, 1]])
         cos, sin = self._angles(positions)
-        for i in range(config.layers):
-            h = self._layer(f"vision_tower.encoder.layers.{i}.", h, cos, sin)
+        normed = self.ops.rms_norm(h, self.layers[0].norms[0], config.eps)
+        for i, layer in enumerate(self.layers):
+            following = self.layers[i + 1].norms[0] if i + 1 < len(self.layers) else None
+            h, normed = self._layer(layer, h, normed, (cos, sin), following)
         rows, columns = x.shape[0] // config.side, x.shape[1] // config.side
         blocks = h.float().view(rows, config.pool, columns, config.pool, config.hidden)
         pooled = blocks.mean((1, 3)).view(-1, config.hidden).to(self.dtype)  # rounded to the working type, as trained
@@ -91,7 +125,7 @@ class VisionModel:
         across = x.shape[1] // config.side
         pooled = h.view(-1, config.pool, across, config.pool, config.hidden).mean((1, 3)).view(-1, config.hidden)
         scale = 1.0 + weights["multi_modal_projector.mm_soft_emb_norm.weight"].float()
-        normed = rms_norm(pooled, scale, config.eps)
+        normed = self.ops.rms_norm(pooled, scale, config.eps)
         return normed @ weights["multi_modal_projector.mm_input_projection_weight"]
 
     def _siglip_layer(self, here: str, x: Tensor) -> Tensor:
@@ -113,46 +147,60 @@ class VisionModel:
         )
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [P, 2, D/4]: the first half of a head turns with x, the second with y."""
+        """cos, sin [P, D/2] float32: the first half of the pairs turns with x, the second with y."""
         half = self.config.head_dim // 2
         inv = 1.0 / (self.config.theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=self.device) / half))
-        angles = positions[:, :, None].float() * inv
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        angles = (positions[:, :, None].float() * inv).flatten(1)
+        return angles.cos().to(self.dtype).float(), angles.sin().to(self.dtype).float()
 
-    def _layer(self, here: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        config, eps = self.config, self.config.eps
-        norm = lambda h, name: rms_norm(h, self.weights[f"{here}{name}.weight"], eps)  # noqa: E731
-        h = norm(x, "input_layernorm")
-        q = self._heads(here + "self_attn.q_proj", h, config.heads)
-        k = self._heads(here + "self_attn.k_proj", h, config.kv_heads)
-        v = rms_norm(self._heads(here + "self_attn.v_proj", h, config.kv_heads), None, eps)
-        q, k = rotate(norm(q, "self_attn.q_norm"), cos, sin), rotate(norm(k, "self_attn.k_norm"), cos, sin)
+    def _layer(
+        self, layer: TowerLayer, x: Tensor, h: Tensor, angles: tuple[Tensor, Tensor], following: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x [P, d]: the residual stream; h: its norm. Both after the layer, with the norm `following`."""
+        config, ops, (_, post, before, after) = self.config, self.ops, layer.norms
+        heads = (config.heads, config.kv_heads)
+        q, k, v = ops.rotate_heads(_all(layer.qkv, h), *angles, layer.q_norm, layer.k_norm, heads, config.eps)
         group = config.heads // config.kv_heads
         q, k, v = (t.repeat_interleave(n, 1).transpose(0, 1)[None] for t, n in ((q, 1), (k, group), (v, group)))
         mixed = F.scaled_dot_product_attention(q, k, v, scale=1.0)[0]
-        attended = self._linear(here + "self_attn.o_proj", mixed.transpose(0, 1).reshape(x.shape[0], -1))
-        x = x + norm(attended, "post_attention_layernorm")
-        h = norm(x, "pre_feedforward_layernorm")
-        gated = F.gelu(self._linear(here + "mlp.gate_proj", h), approximate="tanh")
-        h = self._linear(here + "mlp.down_proj", gated * self._linear(here + "mlp.up_proj", h))
-        return x + norm(h, "post_feedforward_layernorm")
+        attended = layer.out(mixed.transpose(0, 1).reshape(x.shape[0], -1))
+        x, h = ops.residual_norm(x, attended, post, None, before, config.eps)
+        gate, up = _all(layer.gate_up, h).chunk(2, -1)
+        return ops.residual_norm(x, layer.down(ops.act_mul(gate, up, "gelu_tanh")), after, None, following, config.eps)
 
-    def _heads(self, name: str, x: Tensor, heads: int) -> Tensor:
-        return self._linear(name, x).view(x.shape[0], heads, self.config.head_dim)
+    def _gather(self, here: str) -> TowerLayer:
+        """A layer's weights, taken out of `weights`."""
+        config, q = self.config, self.config.head_dim // 4
+        pairs = torch.arange(config.head_dim, device=self.device).view(2, 2, q).transpose(0, 1).reshape(-1)
+        take = lambda name: self.weights.pop(f"{here}{name}.weight").float()  # noqa: E731
+        for name, heads in (("q", config.heads), ("k", config.kv_heads)):
+            matrix = f"{here}self_attn.{name}_proj.linear.weight"
+            self.weights[matrix] = self.weights[matrix].view(heads, config.head_dim, -1)[:, pairs].flatten(0, 1)
+        norms = [take(f"{n}_layernorm") for n in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+        stack = lambda *names: self._stack([here + name for name in names])  # noqa: E731
+        return TowerLayer(
+            stack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), stack("self_attn.o_proj")[0],
+            stack("mlp.gate_proj", "mlp.up_proj"), stack("mlp.down_proj")[0],
+            (norms[0], norms[1], norms[2], norms[3]), take("self_attn.q_norm")[pairs], take("self_attn.k_norm")[pairs],
+        )  # fmt: skip
 
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        weights, matrix = self.weights, self.weights[f"{name}.linear.weight"]
+    def _stack(self, names: Sequence[str]) -> tuple[StackedLinear, ...]:
+        matrices = [self.weights.pop(f"{name}.linear.weight") for name in names]
         if not self.config.clipped:
-            return F.linear(x, matrix)
-        x = torch.clamp(x, weights[f"{name}.input_min"], weights[f"{name}.input_max"])
-        return torch.clamp(F.linear(x, matrix), weights[f"{name}.output_min"], weights[f"{name}.output_max"])
+            return (StackedLinear(torch.cat(matrices), None, None),)
+        bounds = [[self.weights.pop(f"{name}.{end}") for end in CLIPS] for name in names]
+        made = []
+        for matrix, (_, _, *gives) in zip(matrices, bounds):
+            made.append([matrix, *(bound.expand(matrix.shape[0]) for bound in gives)])
+        reads = [(float(low), float(high)) for low, high, *_ in bounds]
+        if len(set(reads)) > 1:
+            return tuple(StackedLinear(w, r, (low, high)) for (w, low, high), r in zip(made, reads))
+        weight, low, high = (torch.cat(parts) for parts in zip(*made))
+        return (StackedLinear(weight, reads[0], (low, high)),)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [P, heads, D]; cos, sin [P, 2, D/4]: NeoX pairs within each half of the head."""
-    a, b = x.view(*x.shape[:2], 2, 2, -1).unbind(3)  # [P, heads, 2, D/4] each
-    c, s = cos[:, None], sin[:, None]
-    return torch.stack((a * c - b * s, b * c + a * s), 3).view(x.shape)
+def _all(linears: Sequence[StackedLinear], x: Tensor) -> Tensor:
+    return linears[0](x) if len(linears) == 1 else torch.cat([linear(x) for linear in linears], -1)
 
 
 def unit_range(pixels: Tensor) -> Tensor:

@@ -134,6 +134,15 @@ class VisionConfig:
                 shapes |= {f"{here}{name}.weight": shape, f"{here}{name}.bias": shape[:1]}
         return shapes
 
+    def flops(self, tokens: int) -> float:
+        """Arithmetic of one image of so many soft tokens."""
+        patches = tokens * (1 if self.kind == "unified" else self.pool**2)
+        total = 4.0 * patches**2 * self.heads * self.head_dim * self.layers
+        for name, shape in self.tensors().items():
+            if len(shape) > 1 and "pos" not in name.rpartition(".layers.")[2]:
+                total += 2.0 * prod(shape) * (tokens if "projection" in name else patches)
+        return total
+
     def nbytes(self, item: int = 2) -> int:
         """What the weights take."""
         return item * sum(prod(shape) for shape in self.tensors().values())

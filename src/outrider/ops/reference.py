@@ -224,6 +224,14 @@ class ReferenceOps(TreeOps):
         v = values[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]
         return k, v
 
+    def rotate_heads(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a vision tower, qkv [P, (heads + 2 kv heads)·D]: norm and rotate q and k, norm v -> [P, heads, D] each."""
+        q, k, v = qkv.unflatten(-1, (-1, q_norm.shape[0])).split((heads[0], heads[1], heads[1]), 1)
+        q, k = (rotate(self.rms_norm(t, w, eps), cos, sin) for t, w in ((q, q_norm), (k, k_norm)))
+        return q, k, self.rms_norm(v, None, eps)
+
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         """q [R, heads·D] over the rows' visible keys -> [R, heads·D]. Softmax in float32."""
         out = torch.empty_like(q)

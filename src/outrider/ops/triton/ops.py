@@ -116,6 +116,11 @@ class TritonOps(ReferenceOps):
     ) -> Tensor:
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
+    def rotate_heads(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return rope.rotate_heads(qkv, cos, sin, q_norm, k_norm, heads, eps, self.pdl)
+
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
             return prefill_attention.attend(q, spec, kv, self.pdl)

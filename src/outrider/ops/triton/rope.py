@@ -150,3 +150,47 @@ def rope_write(
         num_warps=some, **({"launch_pdl": True} if pdl else {}),
     )
     return q
+
+
+@triton.jit
+def rotate_heads_kernel(
+    qkv, cos, sin, q_norm, k_norm, out, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):
+    """All heads of q, of k or of v of one patch a program."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    head, i = tl.arange(0, BH), tl.arange(0, BD)
+    count = tl.where(part == 0, HEADS, KV_HEADS)
+    first = tl.where(part == 0, 0, HEADS + (part - 1) * KV_HEADS)
+    is_q, is_k = i < tl.where(part == 0, HALF, 0), i < tl.where(part == 1, HALF, 0)
+    turn = i < tl.where(part < 2, HALF, 0)
+    one = tl.where(part == 2, 1.0, 0.0)  # v has no weight
+    scale = tl.load(q_norm + i, mask=is_q, other=0.0) + tl.load(k_norm + i, mask=is_k, other=0.0) + one
+    scale_b = tl.load(q_norm + HALF + i, mask=is_q, other=0.0) + tl.load(k_norm + HALF + i, mask=is_k, other=0.0) + one
+    c = tl.load(cos + row * HALF + i, mask=turn, other=1.0)[None, :]
+    s = tl.load(sin + row * HALF + i, mask=turn, other=0.0)[None, :]
+    ok = (head < count)[:, None] & (i < HALF)[None, :]
+    at = row * ((HEADS + 2 * KV_HEADS) * D) + ((first + head) * D)[:, None] + i[None, :]
+    pdl_start(PDL)
+    kind = out.dtype.element_ty
+    a = tl.load(qkv + at, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(qkv + at + HALF, mask=ok, other=0.0).to(tl.float32)
+    factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+    a = (a * factor * scale[None, :]).to(kind).to(tl.float32)
+    b = (b * factor * scale_b[None, :]).to(kind).to(tl.float32)
+    tl.store(out + at, (a * c - b * s).to(kind), mask=ok)
+    tl.store(out + at + HALF, (b * c + a * s).to(kind), mask=ok)
+
+
+def rotate_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float, pdl: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, dim = torch.empty_like(qkv), q_norm.shape[0]
+    rotate_heads_kernel[(qkv.shape[0], 3)](
+        qkv, cos, sin, q_norm, k_norm, out, eps, HEADS=heads[0], KV_HEADS=heads[1], D=dim,
+        BH=triton.next_power_of_2(heads[0]), BD=triton.next_power_of_2(dim // 2), PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    q, k, v = out.unflatten(-1, (-1, dim)).split((heads[0], heads[1], heads[1]), 1)
+    return q, k, v
