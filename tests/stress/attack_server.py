@@ -23,16 +23,18 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_LIMIT, P99_FACTOR, MEMORY_FACTOR = 0.100, 3.0, 1.10
-Json = dict[str, object]
+Json = dict[str, Any]
 
 
 # ---- the server
@@ -81,7 +83,10 @@ class Target:
 
     def __init__(self, model: str, options: list[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
-        command = [sys.executable, "-m", "outrider.cli.main", "serve", model, "--port", "0", *options]
+        self.folder = tempfile.TemporaryDirectory()
+        self.events = Path(self.folder.name, "events.jsonl")
+        watched = [str(Path(__file__).with_name("watched_server.py")), str(self.events)]
+        command = [sys.executable, *watched, "serve", model, "--port", "0", *options]
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
         )
@@ -108,11 +113,19 @@ class Target:
 
     def memory(self) -> int:
         """Resident bytes of the server and of what it has started."""
-        total = 0
+        return sum(self.memory_of().values())
+
+    def memory_of(self) -> dict[str, int]:
+        """The same, by process."""
+        found: Counter[str] = Counter()
         for pid in family(self.process.pid):
             with contextlib.suppress(OSError):
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-        return total
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                name = next(
+                    (w for w in ("grammar_sandbox", "tokenizer_process", "chat_template") if w in str(words)), "server"
+                )
+                found[name] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+        return dict(found)
 
     def pool(self) -> int:
         """Resident bytes of its large anonymous mappings: weights, and K/V, which is taken as the prefix cache
@@ -125,6 +138,11 @@ class Target:
             elif large and line.startswith("Rss:"):
                 total += int(line.split()[1]) << 10
         return total
+
+    def stalls(self, since: float) -> list[Json]:
+        """What has held up the event loop since then (watched_server.py), the worst first."""
+        events = [json.loads(line) for line in self.events.read_text().splitlines()]
+        return sorted((e for e in events if e["at"] > since), key=lambda e: -e["net_ms"])
 
     def stop(self) -> None:
         self.process.terminate()
@@ -195,13 +213,14 @@ class Good:
         return times
 
 
-async def probe_health(port: int, stop: asyncio.Event, times: list[float]) -> None:
+async def probe_health(port: int, stop: asyncio.Event, times: list[tuple[float, float]]) -> None:
+    """times: of each answer the seconds it took, and when it came."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         while not stop.is_set():
             began = time.monotonic()
             with contextlib.suppress(httpx.HTTPError):
                 await client.get("/health")
-            times.append(time.monotonic() - began)
+            times.append((time.monotonic() - began, time.monotonic()))
             await asyncio.sleep(0.2)
 
 
@@ -434,6 +453,11 @@ def typical(times: list[float], parts: list[dict[str, float]]) -> Json:
     return {"outside_ms": round(percentile([1e3 * t - p["ttft_ms"] - p["decode_ms"] for t, p in rows], 0.5), 1), **out}
 
 
+def during(events: list[Json], began: float, ended: float) -> list[Json]:
+    """Those that overlap a time."""
+    return [e for e in events if e["at"] >= began and e["at"] - e["ms"] / 1e3 <= ended][:3]
+
+
 def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
@@ -447,10 +471,11 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     alone = await good.run(min(60.0, minutes * 60 / 4))
     others_alone, busy = busy.others(), Busy(target)
     alone_parts = good.parts
-    before, pool = target.memory(), target.pool()
+    before, before_of, pool = target.memory(), target.memory_of(), target.pool()
     say(f"attack for {minutes:g} minutes, after {len(alone)} requests alone, p99 {percentile(alone, 0.99):.2f} s")
-    stop, health = asyncio.Event(), list[float]()
-    probing = asyncio.create_task(probe_health(target.port, stop, health))
+    began = time.monotonic()
+    stop, probes = asyncio.Event(), list[tuple[float, float]]()
+    probing = asyncio.create_task(probe_health(target.port, stop, probes))
     command = [
         sys.executable,
         __file__,
@@ -473,6 +498,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     counts = json.loads((await attackers.communicate())[0] or b"{}")
     stop.set()
     await probing
+    health, stalls = [took for took, _ in probes], target.stalls(began)
     filled, ended = target.pool() - pool, time.monotonic()
     while True:
         await asyncio.sleep(1)
@@ -493,7 +519,11 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
         "health_p50_ms": round(1e3 * percentile(health, 0.5), 1),
         "health_p99_ms": round(1e3 * percentile(health, 0.99), 1),
         "health_max_ms": round(1e3 * max(health, default=0), 1),
+        "slowest_health": [{"ms": round(1e3 * took, 1), "because": during(stalls, at - took, at)}
+                           for took, at in sorted(probes, reverse=True)[:3]],
+        "loop_max_net_ms": max((e["net_ms"] for e in stalls), default=0.0), "stalls": stalls[:8],
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
+        "memory_of_mb": {n: [before_of.get(n, 0) >> 20, b >> 20] for n, b in target.memory_of().items()},
         "memory_back_s": round(waited), "kv_filled_mb": filled >> 20, "kv_left_mb": left >> 20,
         "others_alone_cores": others_alone, "others_attacked_cores": others,
         "log_lines": lines, "attacks": counts, "wrong": good.wrong[:10],
@@ -513,7 +543,8 @@ def verdict(result: Json) -> str:
         "p99": f"{r['p99_attacked_s']} s beside the attack, {r['p99_alone_s']} s alone: {r['p99_factor']} times (at most {P99_FACTOR:g}); "
         f"others kept {r['others_alone_cores']} and {r['others_attacked_cores']} cores busy meanwhile",
         "answers": f"{r['requests_attacked']} requests, {r['wrong'] or 'none'} wrong or refused",
-        "health": f"/health {r['health_max_ms']} ms at the longest, p99 {r['health_p99_ms']} ms (under {1e3 * HEALTH_LIMIT:g})",
+        "health": f"/health {r['health_max_ms']} ms at the longest, p99 {r['health_p99_ms']} ms (under {1e3 * HEALTH_LIMIT:g}); "
+        f"the event loop stood still for {r['loop_max_net_ms']} ms at the longest, without waits for a processor",
         "memory": f"{r['memory_before_mb']} MB before, {r['memory_peak_mb']} MB at the end of the attack, {r['memory_after_mb']} MB "
         f"{r['memory_back_s']} s later (at most {MEMORY_FACTOR:g} times); K/V had grown by {r['kv_filled_mb']} MB, then {r['kv_left_mb']}",
         "alive": "the server runs on",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
@@ -45,13 +44,11 @@ from .scoring import score
 from .settings import ServerSettings
 from .stream import Writer
 from .tracing import Tracing
-from .trim import trim
 from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many so large are read at once, one of each client
-TRIM_S = 10.0
 CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 Body = TypeVar("Body", bound=Common)
 
@@ -74,7 +71,6 @@ class Server:
         self.responses = ResponseStore()
         self.files = FileStore()
         self.batches = Batches(self, self.files)
-        self._trimming: asyncio.TimerHandle | None = None
         self.fingerprint = f"outrider-{__version__}"
 
     async def answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
@@ -165,7 +161,6 @@ class Server:
         ):  # chunks: of any size
             await self.big_bodies.acquire(client)
             room.callback(self.big_bodies.release, client)
-            room.callback(self._trim)
         return room
 
     async def _begin(
@@ -241,15 +236,6 @@ class Server:
             except EngineError as e:
                 raise ApiError(500, str(e)) from e
         return call
-
-    def _trim(self) -> None:
-        """What big bodies took of the memory goes back to the system, a little later and for many at once."""
-        if sys.platform == "linux" and self._trimming is None:
-            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim_now)
-
-    def _trim_now(self) -> None:
-        self._trimming = None
-        asyncio.get_running_loop().run_in_executor(None, trim)
 
     async def close(self) -> None:
         await self.batches.close()

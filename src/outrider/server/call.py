@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..engine.engine import Event
@@ -25,13 +25,14 @@ from .errors import ApiError
 from .metrics import ServerMetrics
 from .prepare import Job
 from .runner import EngineError, Runner
-from .stream import Json, Writer, single_tokens
+from .stream import Writer, single_tokens
 from .turn_queue import TurnQueue
-from .wire import Wire
+from .wire import Wire, encoded
 
 log = logging.getLogger("outrider.server")
 KEEP_ALIVE_S = 15.0
 TELL_S = 5.0  # between two signs of life while a prompt is read: they say how far it is
+FEW_SCORED = 64  # tokens with their log-probabilities: so many are written on the event loop
 T = TypeVar("T")
 
 
@@ -119,12 +120,17 @@ class Call:
             self._begun = True
             self._metrics.queued.observe(time.monotonic() - self._began)
 
-    async def whole(self) -> Json:
+    async def whole(self) -> bytes:
+        """The body of the answer. Many log-probabilities are written off the event loop."""
         try:
             async for event in self._events():
                 if event is not None and self._writer.choice(event.id).finish is None:
                     self._writer.choice(event.id).take(event)
-            return self._wire.whole(self._writer.whole())
+
+            def render() -> bytes:
+                return encoded(self._wire.whole(self._writer.whole()))
+
+            return await asyncio.to_thread(render) if self._writer.scored_tokens > FEW_SCORED else render()
         finally:
             self.close()
 
@@ -254,7 +260,7 @@ class SlowJson(Response):
     alive, since clients and proxies give up on one that says nothing for minutes. What fails now can't be a status any
     more: the connection is cut, which clients take for what it is, and try again."""
 
-    def __init__(self, call: Call, work: asyncio.Future[Json]) -> None:
+    def __init__(self, call: Call, work: asyncio.Future[bytes]) -> None:
         super().__init__(media_type="application/json")
         self._call, self._work = call, work
 
@@ -270,7 +276,7 @@ class SlowJson(Response):
                 await send({"type": "http.response.body", "body": b" ", "more_body": True})
                 if (await asyncio.wait([self._work], timeout=KEEP_ALIVE_S))[0]:
                     break
-            await send({"type": "http.response.body", "body": JSONResponse(self._work.result()).body})
+            await send({"type": "http.response.body", "body": self._work.result()})
         except ApiError as e:
             log.info("an answer that had begun was cut off: %s", e.reason)
             if (abort := scope.get("state", {}).get("abort")) is not None:
@@ -285,7 +291,7 @@ async def whole(request: Request, call: Call) -> Response:
     work = asyncio.ensure_future(unless_gone(request, call.whole()))
     try:
         if (await asyncio.wait([work], timeout=KEEP_ALIVE_S))[0]:
-            return JSONResponse(work.result())
+            return Response(work.result(), media_type="application/json")
     except BaseException:
         work.cancel()
         call.close()

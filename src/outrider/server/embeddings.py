@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from ..engine.scoring import Embedder
@@ -30,6 +30,7 @@ from .prepare import Preparer
 from .schema import Lenient, Strict
 from .scoring import adapter_of, run_scoring
 from .spellings import split_prompts
+from .wire import Json, encoded
 
 if TYPE_CHECKING:
     from .app import Server
@@ -91,20 +92,27 @@ async def openai(server: Server, request: Request) -> Response:
             else vector
         )
 
-    data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
-    return JSONResponse(
-        {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-    )
+    def answer() -> Json:
+        data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": name, "usage": usage}
+
+    return await off_loop(answer)
 
 
 async def ollama(server: Server, request: Request) -> Response:
     _, vectors, tokens, name = await embed(server, request, EmbedBody.model_validate_json)
-    return JSONResponse({"model": name, "embeddings": vectors, "prompt_eval_count": tokens})
+    return await off_loop(lambda: {"model": name, "embeddings": vectors, "prompt_eval_count": tokens})
 
 
 async def old_ollama(server: Server, request: Request) -> Response:
     _, vectors, _, _ = await embed(server, request, OldEmbedBody.model_validate_json)
-    return JSONResponse({"embedding": vectors[0]})
+    return await off_loop(lambda: {"embedding": vectors[0]})
+
+
+async def off_loop(answer: Callable[[], Json]) -> Response:
+    """Thousands of vectors take seconds to write."""
+    return Response(await asyncio.to_thread(lambda: encoded(answer())), media_type="application/json")
 
 
 async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -> tuple[B, list[list[float]], int, str]:

@@ -24,6 +24,9 @@ from .model_pool import ModelPool
 from .prepare import ServedModel
 from .protocol import BACKLOG, BoundedProtocol, Connections, QuietLogger
 from .settings import ServerSettings
+from .trim import trim
+
+TIDY_S = 10.0
 
 
 class HttpServer(uvicorn.Server):
@@ -64,9 +67,20 @@ class HttpServer(uvicorn.Server):
         if reloads and threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
             loop.add_signal_handler(signal.SIGHUP, self.app.state.server.keys.reload)
         await super().startup(sockets)
+        self._tidying = asyncio.create_task(self._tidy())
+
+    async def _tidy(self) -> None:
+        """What connections and large bodies took of the memory goes back to the system when they are gone."""
+        before = (0, 0)
+        while True:
+            await asyncio.sleep(TIDY_S)
+            if (now := (self.connections.closed, self.server_state.total_requests)) != before:
+                before = now
+                await asyncio.to_thread(trim)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """We go on listening while running requests finish, so that newcomers hear why they are refused."""
+        self._tidying.cancel()
         state = self.app.state.server
         state.admission.closing = True
         deadline = time.monotonic() + self._settings.shutdown_grace
@@ -152,4 +166,5 @@ def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: s
     gc.freeze()
     for model in server.app.state.server.pool.loaded:
         model.tokenizer_process.start()
+        model.grammars.start()
     server.run(sockets=[listener])

@@ -93,6 +93,7 @@ class Preparer:
     def __init__(self, backend: ServedModel, settings: ServerSettings) -> None:
         self._backend, self._settings = backend, settings
         self.tokenizer = backend.tokenizer
+        self._longest_token = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
         self.dialect = Dialect.of(backend.tokenizer)
         response = self.tokenizer.encode(GEMMA_RESPONSE, bos=False)
         self._hand_over = (
@@ -223,10 +224,6 @@ class Preparer:
     def longest_prompt(self) -> int:
         context = self._backend.max_context
         return min(self._settings.max_prompt or context - 1, context - 1)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self.tokenizer.backend.get_vocab()), default=1)
 
     # ---- prompt
 

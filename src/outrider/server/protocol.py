@@ -41,6 +41,7 @@ class Connections:
     most: int = field(init=False)
     waiting: dict[BoundedProtocol, None] = field(default_factory=dict)  # for their client, the longest first
     open: set[BoundedProtocol] = field(default_factory=set)
+    closed: int = 0  # so far
 
     def __post_init__(self) -> None:
         self.most = cap(self.settings.max_connections)
@@ -87,6 +88,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.open.discard(self)
+        self._shared.closed += 1
         self._enter("closed", None)
         self._stop_stall()
         super().connection_lost(exc)

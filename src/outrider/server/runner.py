@@ -34,6 +34,7 @@ DETACHED = 2  # prompts that are read to their end though their client left, at 
 WORTH = 256  # tokens left to read: for fewer a retry need not find them done
 ALIKE = 256  # tokens at the beginning by which a retry is known
 PROGRESS_S, LOG_S = 0.25, 10.0  # how often progress is published, and logged
+GIVE_WAY_S = 0.001  # of writing in one turn of the event loop
 UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
 
@@ -75,15 +76,20 @@ class RequestStream:
         self._alarm: asyncio.TimerHandle | None = (
             None  # one for many waits: it looks whether the one that is on has become too long
         )
-        self._until = 0.0
+        self._until = self._since = 0.0  # when the wait is over; since when it is being written without one
         self._paused: set[str] = set()
         self.open = set(ids)
 
     async def next(self, timeout: float) -> Event | None:
         """The next event, or None when none came in `timeout` seconds. Raises what the engine raised. For one
         reader."""
+        loop = asyncio.get_running_loop()
         if not self._items:
             await self._wait(timeout)
+            self._since = loop.time()
+        elif loop.time() - self._since > GIVE_WAY_S:  # one who catches up has much to write: others first
+            await asyncio.sleep(0)
+            self._since = loop.time()
         if not self._items:
             return None
         id, item = self._items.popleft()

@@ -204,6 +204,11 @@ class Writer:
     def choice(self, id: str) -> ChoiceWriter:
         return self._by_id[id]
 
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that are told with their log-probabilities."""
+        return sum(len(c.logprobs) for c in self.choices) + sum(map(len, self.scores.values()))
+
     # ---- whole
 
     def whole(self) -> Json:

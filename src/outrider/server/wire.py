@@ -6,12 +6,33 @@ A `Wire` is made anew for each call and may remember what it has written.
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, cast
 
 from .errors import ApiError
 
 Json = dict[str, object]
+
+
+def encoded(value: object) -> bytes:
+    """As JSON, large lists in pieces: the encoder holds the interpreter until one call of it is done."""
+    return "".join(_pieces(value, 5)).encode()
+
+
+def _pieces(value: object, depth: int) -> Iterator[str]:
+    named = value if isinstance(value, dict) else None
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not depth or not any(isinstance(v, dict | list) for v in inner):
+        yield json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return
+    before = "[" if named is None else "{"
+    for name, v in zip(itertools.repeat("") if named is None else named, inner):
+        yield before if named is None else f"{before}{json.dumps(name, ensure_ascii=False)}:"
+        yield from _pieces(v, depth - 1)
+        before = ","
+    yield "]" if named is None else "}"
 
 
 def sse(data: Json, event: str | None = None) -> str:

@@ -1,0 +1,154 @@
+"""`outrider serve` with a watch on its event loop, for the stress tests: who held up the loop, and for how long.
+
+    python tests/stress/watched_server.py EVENTS serve MODEL ...
+
+A line of JSON goes to the file EVENTS whenever one turn of the event loop, or waiting for the interpreter's lock, took
+longer than 30 ms, or a turn computed for more than 12 ms. `net_ms` leaves out the time in which threads of this process were ready to run and had no processor
+(Linux counts it), so that it means the same on a busy machine; `what` names the slowest callback of the turn, or where
+the threads stood in the middle of the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import re
+import selectors
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+SLOW, LONG, EVERY = 0.030, 0.012, 0.020  # seconds: by the clock, computing; how often the lock is asked for
+WAITING = re.compile(r"threading\.py|queue\.py|selectors\.py|futures/thread\.py|watched_server\.py")
+
+
+class Watch:
+    def __init__(self, events: IO[str]) -> None:
+        self._events, self._turn, self._slowest, self._seen = events, 0.0, (0.0, 0.0, ""), ""
+        self._waited = deque([(0.0, 0.0)], 500)  # times, and what all threads had waited for a processor until then
+        self._collecting = self._collected = 0.0
+        self._used = 0.0  # processor time of this thread at the beginning of the turn
+        self._idle = True  # the loop waits for something to happen
+
+    def start(self) -> None:
+        run, select = asyncio.Handle._run, selectors.EpollSelector.select
+
+        def timed(handle: asyncio.Handle) -> None:
+            began, used = time.monotonic(), time.thread_time()
+            run(handle)
+            took = time.monotonic() - began
+            if took > self._slowest[0]:
+                self._slowest = (took, time.thread_time() - used, "" if took < LONG else named(handle))
+
+        def turned(selector: Any, timeout: float | None = None) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                return select(selector, timeout)
+            took, computed = time.monotonic() - self._turn, time.thread_time() - self._used
+            if self._turn and (took > SLOW or computed > LONG):
+                wall, used, what = self._slowest
+                said = f"{what} {1e3 * wall:.0f} ms, {1e3 * used:.0f} of them computing; seen at {self._seen}"
+                self._tell("turn", took, said, computed)
+            self._idle = True
+            ready = select(selector, timeout)
+            self._idle = False
+            self._used = time.thread_time()
+            self._turn, self._slowest, self._collected, self._seen = time.monotonic(), (0.0, 0.0, ""), 0.0, ""
+            return ready
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        selectors.EpollSelector.select = turned  # type: ignore[method-assign]
+        gc.callbacks.append(self._garbage)
+        threading.Thread(target=self._ask_for_lock, daemon=True).start()
+
+    def _garbage(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.monotonic()
+        else:
+            self._collected += time.monotonic() - self._collecting
+
+    def _ask_for_lock(self) -> None:
+        main = threading.main_thread().ident or 0
+        with tempfile.TemporaryFile("w+") as stacks:
+            while True:
+                began = time.monotonic()
+                self._waited.append((began, all_delays()))
+                faulthandler.dump_traceback_later(EVERY + 2 * SLOW, file=stacks)  # by a thread that needs no lock
+                time.sleep(EVERY)
+                late = time.monotonic() - began - EVERY
+                faulthandler.cancel_dump_traceback_later()
+                if not self._idle and time.monotonic() - self._turn > LONG and not self._seen:
+                    self._seen = innermost(sys._current_frames()[main])
+                if late > SLOW:
+                    stacks.seek(0)
+                    self._tell("lock", late, busy_threads(stacks.read()))
+                stacks.seek(0)
+                stacks.truncate()
+
+    def _tell(self, kind: str, took: float, what: str, computed: float = 0.0) -> None:
+        until = time.monotonic()
+        before = next((total for at, total in reversed(self._waited) if at <= until - took), 0.0)
+        waited = max(0.0, all_delays() - before)
+        event = {
+            "at": until,
+            "kind": kind,
+            "ms": round(1e3 * took, 1),
+            "net_ms": round(1e3 * max(0.0, took - waited), 1),
+        }
+        event |= {"computed_ms": round(1e3 * computed, 1), "what": what, "garbage_ms": round(1e3 * self._collected, 1)}
+        self._events.write(json.dumps(event) + "\n")
+        self._events.flush()
+
+
+def all_delays() -> float:
+    """Seconds that the threads of this process have waited for a processor."""
+    total = 0
+    for task in os.scandir("/proc/self/task"):
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            total += int(Path(task.path, "schedstat").read_text().split()[1])
+    return total / 1e9
+
+
+def named(handle: asyncio.Handle) -> str:
+    task = getattr(handle._callback, "__self__", None)
+    coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
+    return repr(handle)[:120] if coroutine is None else repr(coroutine)[:120]
+
+
+def innermost(frame: FrameType) -> str:
+    return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)[:-9:-1])
+
+
+def busy_threads(stacks: str) -> str:
+    """The innermost frames of the threads that are not waiting for work."""
+    found = []
+    for block in stacks.split("\n\n"):
+        frames = re.findall(r'File "[^"]*?([^/"]+/[^/"]+)", line (\d+) in (\S+)', block)
+        if frames and not WAITING.search(frames[0][0]):
+            found.append(" < ".join(f"{file}:{line} {name}" for file, line, name in frames[:3]))
+    return " | ".join(found)[:600]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main() -> None:
+    Watch(open(sys.argv[1], "a")).start()  # noqa: SIM115  # until the process ends
+    from outrider.cli.main import main as outrider
+
+    sys.argv = ["outrider", *sys.argv[2:]]
+    outrider()
+
+
+if __name__ == "__main__":
+    main()
