@@ -595,6 +595,8 @@ def _load_drafter(
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
     if is_block(files.config):
         made_block = BlockDrafter(load_block(files, target, dtype, load_format, seed))
+        if load_format == "auto":
+            made_block.profile = cards.read(Path(files.path), fingerprint(files)) or made_block.profile
         return made_block, (made_block.name, "ngram"), f"drafter: {made_block.name} {where} ({note})"
     tp, rounded = target.together.tp, ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)

@@ -6,18 +6,13 @@ too wide, a kernel whose taps are reversed, a head fed the wrong token.
 
 from __future__ import annotations
 
-import sys
-import types
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.block_drafters import LAYOUTS, net, past_of, tensors
+from tests.block_drafters import LAYOUTS, net, past_of, speculators, tensors
 from tests.engines import tiny_model
 from torch import Tensor
 
@@ -83,24 +78,6 @@ def test_dflash_is_zlabs(tmp_path: Path, layout: str, target: str) -> None:
 
 
 # ---- speculators -------------------------------------------------------------------------------------------
-def speculators(name: str) -> Any:
-    if find_spec("speculators") is None:
-        pytest.skip("speculators is not installed")
-    absents: list[str] = []
-    for absent in ("datasets", "hs_connectors"):  # for training: the models need none of it
-        if find_spec(absent) is None:
-            fake = types.ModuleType(absent)
-            fake.__getattr__ = lambda name: object  # type: ignore[method-assign]
-            fake.__spec__ = ModuleSpec(absent, None)
-            sys.modules[absent] = fake
-            absents.append(absent)
-    try:
-        return import_module(name)
-    finally:
-        for absent in absents:
-            del sys.modules[absent]
-
-
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @torch.inference_mode()
 def test_dspark_heads_are_speculators(tmp_path: Path, kind: str) -> None:

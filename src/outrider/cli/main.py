@@ -27,6 +27,7 @@ COMMANDS = (
         "train",
         "eval-drafter",
         "cluster-head",
+        "export",
         "make-dummy",
         "demo",
         "doctor",

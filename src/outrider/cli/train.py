@@ -22,6 +22,9 @@ def train(
     ],
     data: Annotated[Path, typer.Option(help="Prompts as JSON lines ({'prompt': ...}), gzipped or not.")],
     to: Annotated[Path, typer.Option("--out", help="Folder of the run; the same command continues it.")],
+    kind: Annotated[
+        str, typer.Option(help="mtp: reads the target's K/V. dflash, eagle3: kinds that other engines load too.")
+    ] = "mtp",
     recipe: Annotated[
         str | None,
         typer.Option(help="All other settings, as a TOML file; or 'shipped', 'further' (the default model's drafter)."),
@@ -61,6 +64,7 @@ def train(
             target,
             data,
             to,
+            kind=kind,
             init=init,
             eval_data=eval_data,
             limit=limit,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
 from .config import GEMMA4_ROPE, Foreign, ForeignDict, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _rope
@@ -77,6 +77,19 @@ class BlockConfig:
     norm_before_fc: bool = False
     fc_norms: bool = False
     norm_output: bool = False
+    # What training asks of an MTP drafter's configuration, and a block drafter never has.
+    clusters: ClassVar[int] = 0
+    cluster_top: ClassVar[int] = 0
+    weight_bits: ClassVar[int | None] = None
+
+    @property
+    def tied_to_target(self) -> bool:
+        """It has no head of its own."""
+        return not self.needs_own and self.draft_vocab == self.vocab_size and self.hidden == self.target_hidden
+
+    @property
+    def head_hidden(self) -> int:
+        return self.hidden
 
     @property
     def max_tokens(self) -> int:

@@ -17,6 +17,7 @@ from ..models.block import BlockNet
 from ..models.block_config import BlockConfig
 from ..models.config import LayerSpec
 from ..models.decoder import TextModel
+from ..models.inspect import DrafterSize
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..types import OutriderError
@@ -191,6 +192,15 @@ def dummy_block(config: BlockConfig, target: TextModel, dtype: torch.dtype, seed
             made.normal_(0.0, 0.02, generator=generator)
         weights[name] = transform(name, plan, made, target.ops, None)
     return weights
+
+
+def draft_size(config: BlockConfig) -> DrafterSize:
+    """Of one pass, which drafts all tokens; the head is the target's where it has none of its own."""
+    plan = block_plan(config, ())
+    own = sum(prod(p.shape) for name, p in plan.items() if name not in ("embed", "d2t"))
+    head = config.draft_vocab * config.hidden
+    body = own - (head if "head" in plan else 0)
+    return DrafterSize(own, body, head)
 
 
 def block_bytes(files: Files, config: BlockConfig) -> tuple[int, float]:

@@ -40,11 +40,12 @@ class TrainConfig:
     carry: tuple[Path, ...] = ()  # data of earlier phases to learn from too
     carry_share: float = 1.0  # share of their sampled answers that is taken
     # the drafter
+    kind: str = "mtp"  # or dflash, eagle3
     init: str | None = None  # a drafter to start from
     style: str = "auto"  # auto, plain (reads any layers, head of the target) or gemma (Gemma 4's layout)
-    layers: int = 6
+    layers: int = 0  # 0: 6; dflash: 4; eagle3 always has one
     kv_layers: tuple[int, ...] = ()  # plain style: the target layers to read; empty: spread over the upper half
-    taps: tuple[int, ...] = ()  # plain style: target layers whose hidden state is fed in too
+    taps: tuple[int, ...] = ()  # target layers whose hidden state is fed in; empty: none; dflash, eagle3: 5, 3 of them
     hidden_size: int | None = None  # None: the target's (plain), 256 (gemma)
     intermediate_size: int | None = None
     position_offset: int = 2  # plain style: the constant position is L - offset
@@ -53,7 +54,8 @@ class TrainConfig:
     cluster_recall: float = 0.99  # cluster_top is the cheapest that finds the full head's token this often
     cluster_top: int | None = None  # clusters scored per step instead, whatever they find
     # the loss
-    unroll: int = 0  # draft steps per training step; 0: 5, on a CPU 3
+    unroll: int = 0  # draft tokens per anchor; 0: 5, on a CPU 3; dflash: 7, a block of 8
+    anchor_share: float = 0.0  # share of a batch's positions that are drafted from; 0: all; dflash, eagle3: a quarter
     loss: str = "soft=1,tv=0.5"  # weights of the terms soft, tv, hard, lk, second
     greedy_loss: str = ""  # the same for greedy answers; empty: as for the others
     step_decay: float = 0.8  # weight of draft step j: step_decay^(j-1)
@@ -94,7 +96,13 @@ class TrainConfig:
 
     def resolved(self) -> TrainConfig:
         """With the defaults that depend on the device."""
-        usual = {"max_prompt": (512, 256), "max_new": (192, 96), "unroll": (5, 3), "warmup_steps": (50, 10)}
+        usual: dict[str, tuple[float, float]] = {
+            "max_prompt": (512, 256),
+            "max_new": (192, 96),
+            "unroll": (5, 3),
+            "warmup_steps": (50, 10),
+        }
+        usual |= {"layers": (6, 6), "anchor_share": (1.0, 1.0)} | OF_KIND[self.kind]
         chosen: dict[str, Any] = {name: getattr(self, name) or usual[name][0 if self.cuda else 1] for name in usual}
         seed = self.seed if self.answer_seed is None else self.answer_seed
         return replace(self, answer_seed=seed, **chosen)
@@ -130,7 +138,13 @@ class TrainConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in FREE}
 
 
-OPTIONS = "target data out recipe init eval_data limit steps minutes lr max_new seed device".split()
+# Defaults of a kind of drafter: on a GPU, on a CPU.
+OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
+    "mtp": {},
+    "dflash": {"layers": (4, 4), "unroll": (7, 7), "anchor_share": (0.25, 0.25)},
+    "eagle3": {"layers": (1, 1), "anchor_share": (0.25, 0.25)},
+}
+OPTIONS = "target data out kind recipe init eval_data limit steps minutes lr max_new seed device".split()
 COMMAND_ONLY = set("target data out eval_data carry command device".split())
 # What may change freely where a run goes on. Of the rest, CHANGEABLE is reported; all others make another run.
 FREE = COMMAND_ONLY | set(
@@ -138,7 +152,7 @@ FREE = COMMAND_ONLY | set(
 )
 CHANGEABLE = set(
     "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip grad_accumulation unroll step_decay "
-    "survival_weight loss_row_share "
+    "survival_weight loss_row_share anchor_share "
     "loss greedy_loss cluster_grad_share eval_every patience cluster_recall cluster_top".split()
 )
 # Options and keys of earlier versions that have another name now.
@@ -162,19 +176,24 @@ CHECKS: dict[str, Callable[[float], bool]] = {
     "in [0, 100]": lambda n: 0.0 <= n <= 100.0,
 }
 BOUNDS = {
-    "a whole number of at least 1": "limit answer_processes slots layers hidden_size intermediate_size cluster_top "
+    "a whole number of at least 1": "limit answer_processes slots hidden_size intermediate_size cluster_top "
     "steps batch_anchors "
     "grad_accumulation log_every".split(),
-    "a whole number of at least 0": "heldout max_prompt max_new unroll warmup_steps position_offset clusters "
+    "a whole number of at least 0": "heldout max_prompt max_new layers unroll warmup_steps position_offset clusters "
     "eval_every patience "
     "save_every".split(),
-    "in [0, 1]": "greedy_share carry_share cluster_recall step_decay survival_weight loss_row_share "
+    "in [0, 1]": "greedy_share anchor_share carry_share cluster_recall step_decay survival_weight loss_row_share "
     "cluster_grad_share qat_start lr_hold "
     "lr_final".split(),
     "above 0": "minutes answer_minutes lr save_minutes grad_clip answers_per_prompt".split(),
     "in [0, 100]": ["temperature"],
 }
-CHOICES = {"style": ("auto", "plain", "gemma"), "optimizer": ("adamw", "muon"), "dtype": ("", "float32", "bfloat16")}
+CHOICES = {
+    "kind": ("mtp", "dflash", "eagle3"),
+    "style": ("auto", "plain", "gemma"),
+    "optimizer": ("adamw", "muon"),
+    "dtype": ("", "float32", "bfloat16"),
+}
 
 
 def label(name: str) -> str:

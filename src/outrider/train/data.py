@@ -143,6 +143,7 @@ class TrainBatch:
     targets: list[Tensor]  # per step: int64 [A_j] which of the N teacher rows each anchor is compared with
     greedy: Tensor  # int64 [B] 1: a greedy answer
     which: np.ndarray  # int64 [B] the sequences, by their place in the data
+    most: int  # anchors of one sequence, at most
 
     def where(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of [B·Tq] -> the sequence and the position of each."""
@@ -155,12 +156,15 @@ class TrainBatch:
 
         anchors, targets = [move(a) for a in self.anchors], [move(t) for t in self.targets]
         return TrainBatch(
-            move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which
+            move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which, self.most
         )
 
 
-def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8) -> TrainBatch:
-    """Anchor a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2."""
+def make_batch(
+    data: Sequences, which: np.ndarray, steps: int, multiple: int = 8, share: float = 1.0, seed: tuple[int, ...] = ()
+) -> TrainBatch:
+    """Anchor a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2.
+    share: of each sequence's anchors, drawn by the seed."""
     lengths, given = data.lengths[which], data.prompts[which].astype(np.int64)
     width = -(-int(lengths.max()) // multiple) * multiple
     ids = np.zeros((len(which), width), dtype=np.int64)
@@ -171,13 +175,24 @@ def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8
     judged = (at >= given[:, None]) & (at <= lengths[:, None] - 2)  # [B, T]
     number = np.cumsum(judged.reshape(-1)).reshape(judged.shape) - 1
     anchors, targets = [], []
+    drawn = (at >= given[:, None] - 1) & (at <= lengths[:, None] - 3)  # [B, T]
+    if share < 1.0:
+        rank = np.where(drawn, np.random.default_rng(seed).random(drawn.shape), 2.0).argsort(1).argsort(1)
+        drawn &= rank < np.ceil(share * drawn.sum(1, keepdims=True))
     for j in range(1, steps + 1):
-        rows, columns = np.nonzero((at >= given[:, None] - 1) & (at <= lengths[:, None] - 2 - j))
+        rows, columns = np.nonzero(drawn & (at <= lengths[:, None] - 2 - j))
         anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
         targets.append(torch.from_numpy(number[rows, columns + j]))
     cold = torch.from_numpy(data.greedy[which].astype(np.int64))
     return TrainBatch(
-        torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold, which
+        torch.from_numpy(ids),
+        first,
+        torch.from_numpy(np.nonzero(judged.reshape(-1))[0]),
+        anchors,
+        targets,
+        cold,
+        which,
+        int(drawn.sum(1).max()),
     )
 
 

@@ -26,7 +26,7 @@ from .clusters import cluster_of
 from .data import Sequences, make_batch, plan_epoch
 from .export import Json
 from .losses import chunk_rows
-from .net import DrafterModule
+from .net import TrainNet
 
 Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A, h], and what the head chose there [A]
 
@@ -81,13 +81,13 @@ class Judged:
     right: list[np.ndarray]  # int64 [anchors]
     sure: list[np.ndarray]  # float32 [anchors, most]; of no meaning behind the first wrong token
 
-    def traces(self, data: Sequences, categories: Sequence[str]) -> list[Trace]:
+    def traces(self, data: Sequences, categories: Sequence[str], drafter: str = "mtp") -> list[Trace]:
         """As the engine's own recordings are: what the card of acceptance is measured on."""
         return [
             Trace(
                 f"{data.index[i]}.{int(data.greedy[i])}",
                 categories[i],
-                "mtp",
+                drafter,
                 tuple(map(int, right)),
                 confidence=tuple(
                     tuple(float(p) for p in row[: run + 1]) for row, run in zip(self.sure[i], right, strict=True)
@@ -102,7 +102,7 @@ class Judged:
 @torch.no_grad()
 def judge_drafts(
     model: TextModel,
-    net: DrafterModule,
+    net: TrainNet,
     weights: dict[str, Tensor],
     head: EvalHead,
     data: Sequences,
@@ -126,7 +126,7 @@ def judge_drafts(
         sure = torch.zeros(count * width, most, device=model.device)
         ends = torch.from_numpy(data.lengths[which]).to(model.device)
         sampling = chosen_by(model, data, which, temperature)
-        for j, g in enumerate(net.unroll(weights, model, capture(model, batch.ids, net.config.taps), batch, most), 1):
+        for j, g in enumerate(net.unroll(weights, model, capture(model, batch.ids, net.taps), batch, most), 1):
             b, at = batch.where(alive)
             at = at + j + 1  # the position being guessed
             inside = at < ends[b]
@@ -156,14 +156,14 @@ def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature:
 
 @torch.no_grad()
 def second_guesses(
-    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int
+    model: TextModel, net: TrainNet, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int
 ) -> float:
     """How often the second best token is right where the best is wrong: the first guess behind every token of greedy
     answers, by all rows of the head."""
     missed, right, vocab = 0, 0, head.shape[0]
     for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
         batch = make_batch(data, which, 1).to(model.device)
-        (g,) = net.unroll(weights, model, capture(model, batch.ids, net.config.taps), batch, 1)
+        (g,) = net.unroll(weights, model, capture(model, batch.ids, net.taps), batch, 1)
         for part in batch.anchors[0].split(chunk_rows(model.device, 32 * vocab)):
             line, at = batch.where(part)
             best = (g.flatten(0, 1)[part] @ head.T).float().topk(2).indices == batch.ids[line, at + 2][:, None]
@@ -173,7 +173,7 @@ def second_guesses(
 
 
 def states(
-    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: EvalHead, data: Sequences
+    model: TextModel, net: TrainNet, weights: dict[str, Tensor], head: EvalHead, data: Sequences
 ) -> tuple[Tensor, Tensor]:
     """The drafter's states in each of the first four steps that counts [A, h], and what the head chose there [A]."""
     seen: Recorded = []
@@ -237,7 +237,8 @@ def given_before(reached: np.ndarray) -> list[float]:
     return [round(float(r / b), 4) if b > 0 else 0.0 for r, b in zip(reached, before, strict=True)]
 
 
-def best_k(tokens_per_cycle: dict[int, float], draft_cost: float, verify_cost: float = 0.02) -> int:
-    """The K with most tokens per unit of time when a draft step costs `draft_cost` and each further verified row
-    `verify_cost` of a target step."""
-    return max(tokens_per_cycle, key=lambda k: tokens_per_cycle[k] / (1.0 + k * (draft_cost + verify_cost)))
+def best_k(tokens_per_cycle: dict[int, float], draft_cost: float, verify_cost: float = 0.02, once: bool = False) -> int:
+    """The K with most tokens per unit of time when a draft step costs `draft_cost` (`once`: a draft, whatever K) and
+    each further verified row `verify_cost` of a target step."""
+    cost = lambda k: 1.0 + (1 if once else k) * draft_cost + k * verify_cost  # noqa: E731
+    return max(tokens_per_cycle, key=lambda k: tokens_per_cycle[k] / cost(k))

@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from stat import S_IMODE
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..models.block_config import BlockConfig
 from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
+from ..spec.block_load import block_plan
 from ..types import OutriderError
 from ..weights.names import tensor_plan
+from .block_export import Json, block_dict
 
-Json = dict[str, Any]  # what a configuration file holds
 KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
 
 
@@ -135,7 +136,7 @@ def rope_dict(rope: RopeSpec) -> Json:
 
 def save_drafter(
     folder: Path,
-    config: DrafterConfig,
+    config: DrafterConfig | BlockConfig,
     weights: Mapping[str, Tensor],
     provenance: Mapping[str, object] | None = None,
     card: str = "",
@@ -143,23 +144,36 @@ def save_drafter(
     """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
     replaced last and whole, so that a full disk leaves what was there."""
     tensors: dict[str, Tensor] = {}
-    for name, plan in tensor_plan(config).items():
+    plans = block_plan(config, ()) if isinstance(config, BlockConfig) else tensor_plan(config)
+    for name, plan in plans.items():
         tensor = weights[name].detach().cpu()
         tensor = tensor.long() if plan.role == "index" else tensor.bfloat16()
         pieces = tensor.split(list(plan.parts)) if plan.parts else (tensor,)
         for source, piece in zip(plan.sources, pieces, strict=True):
             tensors[source] = piece.contiguous().clone()
+    generation = {"is_assistant": True, "num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+    files: dict[str, Mapping[str, object] | str] = {"provenance.json": provenance or {}, "README.md": card}
+    if isinstance(config, BlockConfig):
+        target = str(provenance["target"]) if provenance else None
+        write_folder(folder, block_dict(config, target), tensors, files)
+    else:
+        write_folder(folder, config_dict(config), tensors, {"generation_config.json": generation, **files})
+
+
+def write_folder(
+    folder: Path, config: Json, tensors: Mapping[str, Tensor], others: Mapping[str, Mapping[str, object] | str] = {}
+) -> None:
+    """config.json, model.safetensors and other files, JSON or text; empty ones are left out."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.part"
-        save_file(tensors, part, metadata={"format": "pt"})
-        write_json(folder / "config.json", config_dict(config))
-        generation = {"is_assistant": True, "num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-        write_json(folder / "generation_config.json", generation)
-        if provenance is not None:
-            write_json(folder / "provenance.json", dict(provenance))
-        if card:
-            (folder / "README.md").write_text(card, encoding="utf-8")
+        save_file(dict(tensors), part, metadata={"format": "pt"})
+        write_json(folder / "config.json", config)
+        for name, content in others.items():
+            if isinstance(content, str) and content:
+                (folder / name).write_text(content, encoding="utf-8")
+            elif content:
+                write_json(folder / name, dict(content))  # type: ignore[call-overload]
         part.chmod(
             S_IMODE((folder / "config.json").stat().st_mode)
         )  # safetensors lets nobody else read it: a server may be another user

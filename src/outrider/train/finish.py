@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import svg
-from ..models.inspect import drafter_size, model_size
+from ..models.inspect import model_size
 from ..ops.reference import as_tensor
 from ..spec import acceptance_profile as acceptance
 from ..spec.simulate import Trace
@@ -34,7 +34,7 @@ from .data import Sequences
 from .evaluate import EvalHead, Judged, Recorded, joined, judge_drafts, second_guesses, summary
 from .export import Json, save_drafter
 from .model_card import model_card
-from .net import DrafterModule
+from .net import DrafterModule, TrainNet
 from .target import TrainTarget
 from .trainer import Row, Trainer
 from .trainer import write as write_checkpoint
@@ -44,7 +44,7 @@ PASSES = 4
 CPU_ANCHORS = 1024  # small batches end when their last draft fails
 
 
-def views(net: DrafterModule, target: TrainTarget) -> tuple[dict[str, Tensor], EvalHead, EvalHead | None]:
+def views(net: TrainNet, target: TrainTarget) -> tuple[dict[str, Tensor], EvalHead, EvalHead | None]:
     """The weights as they will be held, the full head and the clustered one, where the drafter has it."""
     weights = {k: v.detach() for k, v in net.cast(target.model.dtype, net.config.weight_bits).items()}
     rows = as_tensor(target.model.head) if net.config.tied_to_target else weights["embed"]
@@ -59,7 +59,7 @@ def views(net: DrafterModule, target: TrainTarget) -> tuple[dict[str, Tensor], E
 
 def judged(
     target: TrainTarget,
-    net: DrafterModule,
+    net: TrainNet,
     data: Sequences,
     *,
     most: int,
@@ -86,7 +86,7 @@ def scored(result: Judged, most: int) -> Json:
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 
 
-def judge(target: TrainTarget, net: DrafterModule, data: Sequences, temperature: float) -> Json:
+def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: float) -> Json:
     """What an evaluation during training says of held-out answers: greedy ones by the full head, and under "sampled"
     those drawn at `temperature`, by the head as it will draft; score: tokens a cycle at K = 4, the mean of both where
     there are both."""
@@ -109,7 +109,7 @@ def judge(target: TrainTarget, net: DrafterModule, data: Sequences, temperature:
 def load_best(
     job: TrainConfig,
     target: TrainTarget,
-    net: DrafterModule,
+    net: TrainNet,
     aside: Sequences,
     trainer: Trainer,
     *,
@@ -143,7 +143,7 @@ def load_best(
 def finish(
     job: TrainConfig,
     target: TrainTarget,
-    net: DrafterModule,
+    net: TrainNet,
     data: Sequences,
     aside: Sequences,
     trainer: Trainer,
@@ -161,21 +161,23 @@ def finish(
         states: Recorded = []
         last = judged(target, net, cold, most=MAX_DRAFT, full=True, states=states, weigh=not net.config.clusters)
         result["full"] = scored(last, MAX_DRAFT)
-        if net.config.clusters:
+        if isinstance(net, DrafterModule) and net.config.clusters:
             weights = views(net, target)[0]
             curve = recall_curve(*joined(states), weights["centroids"], weights["token_ordering"])
             net.config = replace(net.config, cluster_top=job.cluster_top or choose_top(curve, job.cluster_recall).top)
             result["recall"] = [asdict(r) for r in curve]
             last = judged(target, net, cold, most=MAX_DRAFT, full=False, weigh=True)
             result["clustered"] = scored(last, MAX_DRAFT)
-        traces = last.traces(cold, ["all"] * len(cold))
+        traces = last.traces(cold, ["all"] * len(cold), job.kind)
         weights, whole, _ = views(net, target)
         result["second_guess"] = second_guesses(
             target.model, net, weights, whole.rows, cold, guess_rows(target.model.device)
         )
         if len(hot):
             result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.temperature), 8)
-    result["draft_step_share"] = round(drafter_size(net.config).step / model_size(target.config).active, 4)
+    if job.kind == "dflash":
+        result["draft_unit"] = "pass"
+    result["draft_step_share"] = round(net.size.step / model_size(target.config).active, 4)
     if not write:
         return result
     if len(cold) and not quick:
@@ -185,7 +187,7 @@ def finish(
     return result
 
 
-def write_drafter(folder: Path, net: DrafterModule, result: Row, traces: list[Trace], story: Row, log: Path) -> None:
+def write_drafter(folder: Path, net: TrainNet, result: Row, traces: list[Trace], story: Row, log: Path) -> None:
     card = model_card(net.config, result, [story])
     save_drafter(folder, net.config, net.export(), story, card)
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
@@ -199,7 +201,7 @@ def write_drafter(folder: Path, net: DrafterModule, result: Row, traces: list[Tr
                 shutil.copyfile(path, folder / path.name)
 
 
-def export(job: TrainConfig, target: TrainTarget, net: DrafterModule, data: Sequences, trainer: Trainer) -> None:
+def export(job: TrainConfig, target: TrainTarget, net: TrainNet, data: Sequences, trainer: Trainer) -> None:
     """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured
     or drawn for it."""
     story = provenance(job, target, data, trainer)

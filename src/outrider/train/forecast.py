@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig, ModelConfig
 from ..types import OutriderError
 from .memory import Sizes, Work, product_rate
@@ -71,7 +72,7 @@ class RunCosts:
         speed: MachineSpeed,
         work: Work,
         sizes: Sizes,
-        drafter: DrafterConfig,
+        drafter: DrafterConfig | BlockConfig,
         target: ModelConfig,
         *,
         unroll: int,
@@ -81,9 +82,10 @@ class RunCosts:
         rate, vocab, width = (
             speed.rate * EFFICIENCY,
             target.vocab_size,
-            drafter.backbone_hidden * (2 + len(drafter.taps)),
+            0 if isinstance(drafter, BlockConfig) else drafter.backbone_hidden * (2 + len(drafter.taps)),
         )
-        operations = 3.0 * unroll * (30.0 * len(drafter.layers) + 40.0)
+        passes = 1 if isinstance(drafter, BlockConfig) and drafter.kind == "dflash" else unroll
+        operations = 3.0 * passes * (30.0 * len(drafter.layers) + 40.0)
         step = sizes.anchors * work.anchor(sizes.scored or vocab, sizes.keep) / rate + operations * OP_SECONDS
         kmeans = KMEANS_ROUNDS * 2.0 * vocab * drafter.clusters * min(KMEANS_WIDTH, target.hidden)
         fit = FIT_TOKENS * max(sizes.anchors, FIT_ROWS) * work.target * (2 if target.qkv_bias else 1) + 5.0 * width**3

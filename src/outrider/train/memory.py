@@ -14,13 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from ..engine import memory
+from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
+from ..spec.block_load import draft_size
 from .config import TrainConfig
 
 GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
 CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
 CPU_STEP_SECONDS = 2.0  # that a batch shall take on a CPU
+USUAL_LENGTH = 512  # tokens of a sequence, where memory depends on it
 SHARE = 0.4  # of the free memory that a batch may take; the same again is left to others
 KEEP_SHARE = 0.25  # of the free memory that captured states may take
 
@@ -63,6 +66,20 @@ class Work:
             2.0 * model_size(target).active,
             float(item * unroll * (layer + 4 * wide)),
             float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
+        )
+
+    @staticmethod
+    def of_block(config: BlockConfig, target: ModelConfig, unroll: int, item: int, share: float) -> Work:
+        """As `of`, where a `share` of a batch's positions is drafted from."""
+        rows = share * (unroll + 1)  # of a block; EAGLE-3 has one less
+        layer = sum(8 * config.hidden + 4 * l.intermediate + l.attn.heads * 3 * USUAL_LENGTH for l in config.layers)
+        streams = target.hidden * (1 + len(config.taps or ()))
+        return Work(
+            6.0 * draft_size(config).body * rows,
+            (4.0 * unroll * share + 2.0) * config.hidden,
+            2.0 * model_size(target).active,
+            float(item * (rows * layer + 2 * (unroll + 2) * config.hidden + 2 * streams)),
+            float(item * streams + 64),
         )
 
     def anchor(self, scored: int, kept: bool) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig
 from .export import Json
 
@@ -12,7 +13,7 @@ COLUMNS = (1, 2, 3, 4, 6, 8)
 VIEWS = {"clustered": "greedy, clustered head", "full": "greedy, full head", "sampled": "sampled, coupled"}
 
 
-def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str:
+def model_card(config: DrafterConfig | BlockConfig, result: Json, runs: Sequence[Json]) -> str:
     """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
     last = runs[-1]
     lines = [
@@ -65,8 +66,17 @@ def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str
     return "\n".join(lines)
 
 
-def describe(config: DrafterConfig) -> str:
+def describe(config: DrafterConfig | BlockConfig) -> str:
     some = config.layers[0]
+    if isinstance(config, BlockConfig):
+        block = f"; {config.max_tokens} tokens in one pass, mask token {config.mask_id}" if config.mask_id >= 0 else ""
+        name, taps = "DFlash" if config.kind == "dflash" else "EAGLE-3", ", ".join(map(str, config.taps or ()))
+        return (
+            f"{name} in the speculators layout: {len(config.layers)} layers ({some.attn.heads} heads of "
+            f"{some.attn.head_dim}, MLP {some.intermediate}, hidden {config.hidden}) over the target's hidden states "
+            f"after layers {taps}{block}; the target's own embedding and head. `outrider export` writes it in vLLM's "
+            f"layout."
+        )
     reads = (
         f" that read the K/V cache of the target's layers {', '.join(map(str, config.reads))}" if config.reads else ""
     )
@@ -101,6 +111,6 @@ def figures(result: Json) -> list[str]:
             lines.append(f"| {title} | {cells} | {result[view]['acceptance_by_position'][0]:.3f} |")
     counted = result.get("clustered", result.get("full", {}))
     if counted:
-        share = f"A draft step reads {result['draft_step_share']:.2%} of a target step."
+        share = f"A draft {result.get('draft_unit', 'step')} reads {result['draft_step_share']:.2%} of a target step."
         lines += ["", f"{counted['answers']} greedy answers, {counted['tokens']} tokens. {share}"]
     return lines

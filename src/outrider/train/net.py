@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.block_config import BlockConfig
 from ..models.compat import bind
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
+from ..models.inspect import DrafterSize, drafter_size
 from ..models.layers import inverse_frequencies
 from ..ops.reference import activation
-from ..weights.names import tensor_plan
+from ..weights.names import TensorPlan, tensor_plan
 from .capture import CapturedStates, causal_attention, spread_heads
 from .data import TrainBatch
 
@@ -46,17 +48,19 @@ def rms(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), w, eps)
 
 
-class DrafterModule(nn.Module):
-    """Parameters in float32; `step` computes in the dtype of the weights that `cast` gave."""
+class TrainNet(nn.Module):
+    """A drafter's parameters in float32, by the canonical names of its plan. A kind of drafter is a subclass."""
 
-    def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
+    config: DrafterConfig | BlockConfig
+    taps: tuple[int, ...]  # target layers whose residual streams it reads
+    reads: tuple[int, ...] = ()  # target layers whose K/V it reads
+
+    def __init__(self, config: DrafterConfig | BlockConfig, plans: Mapping[str, TensorPlan], depth: int, seed: int):
         super().__init__()
-        self.config, self.target = config, target
-        self.layers = bind(config, target)
+        self.config = config
         self.names: dict[str, str] = {}  # canonical -> parameter or buffer
         generator = torch.Generator().manual_seed(seed)
-        depth = len(self.layers)
-        for name, plan in tensor_plan(config).items():
+        for name, plan in plans.items():
             attribute = name.replace(".", "_")
             self.names[name] = attribute
             if plan.role == "index":
@@ -68,6 +72,18 @@ class DrafterModule(nn.Module):
                 if name.endswith((".out", ".down")):  # what is added to the residual stream starts small
                     std *= (2 * depth) ** -0.5
                 self.register_parameter(attribute, nn.Parameter(torch.randn(plan.shape, generator=generator) * std))
+
+    @property
+    def size(self) -> DrafterSize:
+        """Weights that a draft step reads; of a block drafter, a pass that drafts all tokens."""
+        raise NotImplementedError
+
+    def unroll(
+        self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
+    ) -> Iterator[Tensor]:
+        """The draft loop of training and evaluation: g [B, Tq, h] of draft tokens 1..steps, from all anchors at once;
+        a kind may end before."""
+        raise NotImplementedError
 
     def weight(self, name: str) -> Tensor:
         return getattr(self, self.names[name])
@@ -94,6 +110,22 @@ class DrafterModule(nn.Module):
             ]
             held |= zip(matrices, four_bits_all([held[n] for n in matrices], dtype), strict=True)
         return {name: w.to(dtype) if w.is_floating_point() else w for name, w in held.items()}
+
+
+class DrafterModule(TrainNet):
+    """An MTP drafter; `step` computes in the dtype of the weights that `cast` gave."""
+
+    config: DrafterConfig
+
+    def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
+        self.layers: tuple[LayerSpec, ...]
+        super().__init__(config, tensor_plan(config), len(bind(config, target)), seed)
+        self.target, self.layers, self.taps = target, bind(config, target), config.taps
+        self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
+
+    @property
+    def size(self) -> DrafterSize:
+        return drafter_size(self.config)
 
     def context(self, seen: CapturedStates, first: int) -> Context:
         length, device, config = seen.hidden.shape[1], seen.hidden.device, self.config
@@ -136,8 +168,7 @@ class DrafterModule(nn.Module):
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
     ) -> Iterator[Tensor]:
-        """The draft loop of training and evaluation: g [B, Tq, h] of steps 1..steps, from all anchors at once. Step
-        j is fed the true token j places on."""
+        """Step j is fed the true token j places on."""
         with torch.no_grad():
             ids = F.pad(batch.ids[:, batch.first :], (0, steps))
             embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)  # [B, Tq + steps, Hb]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
+from ..models.block_config import BlockConfig, is_block
 from ..models.config import DrafterConfig
 from ..types import OutriderError
 from .config import Say, TrainConfig
@@ -112,7 +113,8 @@ def publish(out: Path, last: Path, result: Row, stories: list[Row]) -> None:
     runs = stories if stories and stories[-1] == current else [*stories, current]
     head = {k: current[k] for k in ("target", "target_hash", "data", "data_sha256", "device", "torch")}
     write_json(to / "provenance.json", {**head, "runs": runs})
-    config = DrafterConfig.from_hf(json.loads((to / "config.json").read_text()))
+    raw = json.loads((to / "config.json").read_text())
+    config = BlockConfig.from_hf(raw) if is_block(raw) else DrafterConfig.from_hf(raw)
     (to / "README.md").write_text(model_card(config, result, runs), encoding="utf-8")
     logs = sorted(p for p in out.glob("*-*/log.jsonl"))
     rows = [{"run": n, **json.loads(line)} for n, path in enumerate(logs, 1) for line in path.read_text().splitlines()]

@@ -28,9 +28,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..models.block_config import BlockConfig
 from ..models.compat import fits
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.inspect import drafter_size, model_size
+from ..models.inspect import model_size
 from ..prompts import read_prompts
 from ..types import OutriderError
 from ..weights.files import fingerprint
@@ -38,6 +39,7 @@ from ..weights.load import as_tensors, load_drafter
 from ..weights.sizes import stored_size
 from . import design, finish
 from .answers import CPU_SLOTS, Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
+from .block_net import block_config, new_block, start_block
 from .clock import Budget, Stop, listening
 from .config import CHANGEABLE, Say, TrainConfig
 from .data import Sequences, file_hash, make_batch, plan_epoch
@@ -57,7 +59,7 @@ from .forecast import (
 )
 from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
 from .memory import Sizes, Work, choose_sizes, free_bytes, torch_dtype
-from .net import DrafterModule
+from .net import DrafterModule, TrainNet
 from .parallel import TrainGroup, process_group
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row
@@ -339,15 +341,20 @@ class TrainRun:
             )
         self.counts = True
 
-    def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig, Work, MachineSpeed, Sizes]:
+    def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig | BlockConfig, Work, MachineSpeed, Sizes]:
         """For data of so many tokens: the drafter, what training it costs, how fast this machine is, and the sizes."""
         job, item = self.job, torch_dtype(self.job).itemsize
-        config = (
-            design.new_drafter(job, target, None)
-            if job.init is None
-            else load_drafter(job.init, "cpu", torch.float32)[0]
-        )
-        work = Work.of(config, target, job.unroll, item)
+        config: DrafterConfig | BlockConfig
+        if job.kind != "mtp":
+            block = new_block(job, target) if job.init is None else block_config(job.init, target)
+            config, work = block, Work.of_block(block, target, job.unroll, item, job.anchor_share)
+        else:
+            mtp = (
+                design.new_drafter(job, target, None)
+                if job.init is None
+                else load_drafter(job.init, "cpu", torch.float32)[0]
+            )
+            config, work = mtp, Work.of(mtp, target, job.unroll, item)
         speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
         sizes = choose_sizes(
             work,
@@ -367,16 +374,18 @@ class TrainRun:
         sizes = self.sizes(target, data)
         self.progress("starting the drafter", 0, 1, "")
         net = self.start(target, data, sizes.anchors)
-        if job.qat_start < 1:
-            net.config = replace(net.config, weight_bits=4)
-        if job.cluster_top is not None and net.config.clusters:
-            net.config = replace(net.config, cluster_top=job.cluster_top)
+        if isinstance(net, DrafterModule):
+            if job.qat_start < 1:
+                net.config = replace(net.config, weight_bits=4)
+            if job.cluster_top is not None and net.config.clusters:
+                net.config = replace(net.config, cluster_top=job.cluster_top)
         group.share_(net.state_dict().values())
-        cost = drafter_size(net.config)
+        cost = net.size
         share = cost.step / model_size(target.config).active
         self.say(
-            f"a draft step reads {cost.step / 1e6:.2f} M weights ({share:.1%} of a target step), "
-            f"{cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"
+            f"a draft {'pass' if job.kind == 'dflash' else 'step'} reads {cost.step / 1e6:.2f} M weights "
+            f"({share:.1%} of a target step), {cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a "
+            f"batch"
         )
         aside, reserve = self.reserve(target, net, aside)
         log_path = job.out / "log.jsonl"
@@ -445,8 +454,10 @@ class TrainRun:
         except TypeError:
             raise OutriderError(f"{path}: not the sizes of a run: delete it, or choose another --out") from None
 
-    def start(self, target: TrainTarget, data: Sequences, anchors: int) -> DrafterModule:
+    def start(self, target: TrainTarget, data: Sequences, anchors: int) -> TrainNet:
         job, model = self.job, target.model
+        if job.kind != "mtp":
+            return start_block(job, target, data, self.say)
         if job.init is not None:
             config, weights = load_drafter(job.init, "cpu", torch.float32)
             reason = fits(config, target.config)
@@ -480,7 +491,7 @@ class TrainRun:
             design.start_clusters(net, model, job.seed)
         return net
 
-    def reserve(self, target: TrainTarget, net: DrafterModule, aside: Sequences) -> tuple[Sequences, float]:
+    def reserve(self, target: TrainTarget, net: TrainNet, aside: Sequences) -> tuple[Sequences, float]:
         """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best
         evaluation they stay the same: scores of others could not be compared with it."""
         if not len(aside):

@@ -1,7 +1,9 @@
-"""`outrider eval-drafter` and `outrider cluster-head`: measuring a drafter, and giving it a clustered head."""
+"""`outrider eval-drafter`, `cluster-head` and `export`: measuring a drafter, giving it a clustered head, another layout
+for a block drafter."""
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,22 +11,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..models.block_config import BlockConfig, is_block
 from ..models.compat import fits
 from ..models.config import DrafterConfig
-from ..models.inspect import drafter_size, model_size
+from ..models.inspect import model_size
 from ..ops.reference import as_tensor
 from ..prompts import Prompt, read_prompts
+from ..spec.block_load import block_plan, renamed
 from ..types import MAX_DRAFT, OutriderError
-from ..weights.load import as_tensors, load_drafter
+from ..weights import hub
+from ..weights.files import open_source
+from ..weights.load import as_tensors, load_drafter, translate
+from ..weights.quant_scheme import recipe
+from ..weights.source_tensor import tensor
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
+from .block_export import LAYOUTS, Json, block_dict
+from .block_net import BlockModule, block_config, load_block_weights
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .config import Say
 from .data import Sequences
 from .design import default_clusters
 from .evaluate import best_k, second_guesses, states, summary
-from .export import save_drafter
+from .export import save_drafter, write_folder
 from .finish import guess_rows, judged, views
-from .net import DrafterModule
+from .net import DrafterModule, TrainNet
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Row
 
@@ -62,7 +72,7 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
 
 
-def check_fit(drafter: str, target: Described | TrainTarget | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
+def check_mtp(drafter: str, target: Described | TrainTarget | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
     config, weights = load_drafter(drafter, "cpu", torch.float32)
     reason = None if target is None else fits(config, target.config)
     if reason is not None:
@@ -70,9 +80,14 @@ def check_fit(drafter: str, target: Described | TrainTarget | None) -> tuple[Dra
     return config, as_tensors(weights)
 
 
-def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> DrafterModule:
+def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> TrainNet:
     """`clustered`: with the clusters of its head, where it has any."""
-    config, weights = check_fit(drafter, target)
+    if is_block(hub.resolve(drafter, kind="drafter").config):
+        block, own = load_block_weights(drafter, target)
+        made = BlockModule(block, target.config)
+        made.load(own)
+        return made.to(target.model.device)
+    config, weights = check_mtp(drafter, target)
     net = DrafterModule(config if clustered else replace(config, clusters=0), target.config)
     net.load(weights)
     return net.to(target.model.device)
@@ -95,7 +110,10 @@ def evaluate_drafter(
 ) -> Row:
     listed = spread(read_prompts(prompts), limit)
     known = describe(model)
-    check_fit(drafter, known)
+    if is_block(hub.resolve(drafter, kind="drafter").config):
+        block_config(drafter, known.config)
+    else:
+        check_mtp(drafter, known)
     began = time.perf_counter()
     data = answers(
         known,
@@ -111,7 +129,7 @@ def evaluate_drafter(
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
     target = open_target(known, device, dtype)
     net = load_net(drafter, target)
-    if device.startswith("cuda"):
+    if device.startswith("cuda") and isinstance(net, DrafterModule):
         net.config = replace(net.config, weight_bits=None)  # a GPU holds what the file says
     found = judged(target, net, data, most=MAX_DRAFT, full=full_head, temperature=temperature)
     result = summary(found.right, [listed[i].category for i in data.index], MAX_DRAFT)
@@ -120,9 +138,12 @@ def evaluate_drafter(
         result["second_guess"] = second_guesses(
             target.model, net, weights, whole.rows, data, guess_rows(target.model.device)
         )
-    config = replace(net.config, clusters=0) if full_head else net.config
-    share = drafter_size(config).step / model_size(target.config).active
-    return {**result, "draft_step_share": round(share, 4), "best_k": best_k(result["tokens_per_cycle"], share)}
+    if full_head and isinstance(net, DrafterModule):
+        net.config = replace(net.config, clusters=0)
+    share = net.size.step / model_size(target.config).active
+    once = isinstance(net, BlockModule) and net.config.kind == "dflash"
+    fastest = best_k(result["tokens_per_cycle"], share, once=once)
+    return {**result, "draft_step_share": round(share, 4), "best_k": fastest}
 
 
 def cluster_drafter(
@@ -149,7 +170,7 @@ def cluster_drafter(
         if given is not None and given < 1:
             raise OutriderError(f"{option} must be at least 1, got {given}")
     known = None if target is None else describe(target)
-    config, weights = check_fit(drafter, known)
+    config, weights = check_mtp(drafter, known)
     if config.tied_to_target and target is None:
         raise OutriderError(f"{drafter} uses its target's head: give --target and --prompts")
     count = clusters or default_clusters(config.vocab_size)
@@ -188,3 +209,32 @@ def cluster_drafter(
         "full_head_weights": config.vocab_size * config.head_hidden,
         "recall": [asdict(r) for r in curve],
     }
+
+
+def export_drafter(drafter: str, to: Path, layout: str) -> Json:
+    """Rewrites a block drafter's folder in another layout. Returns its new config.json."""
+    files = hub.resolve(drafter, kind="drafter")
+    if not is_block(files.config):
+        raise OutriderError(f"{drafter} is no block drafter: only DFlash and EAGLE-3 have other layouts")
+    config = translate(BlockConfig.from_hf, files)
+    if config.kind not in LAYOUTS[layout]:
+        raise OutriderError(f"{drafter}: {config.kind} drafters cannot be exported; DFlash and EAGLE-3 can")
+    if files.gguf is not None or recipe(files.config, files.name) is not None:
+        raise OutriderError(f"{drafter}: quantised weights cannot be exported")
+    known = files.config.get("speculators_config") or {}
+    verifier = (known.get("verifier") or {}).get("name_or_path") or _provenance(files.path).get("target")
+    raw = block_dict(replace(config, layout=LAYOUTS[layout][config.kind]), verifier)
+    source = renamed(open_source(files))
+    plans = block_plan(config, source.entries).values()
+    for name in (name for plan in plans for name in plan.sources):
+        if name not in source.entries:
+            raise OutriderError(f"{source.where}: tensor {name} is missing from the checkpoint")
+    write_folder(to, raw, {name: tensor(entry).clone() for name, entry in source.entries.items()})
+    return raw
+
+
+def _provenance(folder: Path) -> Json:
+    try:
+        return dict(json.loads((folder / "provenance.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}

@@ -35,7 +35,7 @@ from .data import Sequences, TrainBatch, make_batch, plan_epoch, prefetch
 from .export import Json
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
 from .memory import GPU_ANCHORS, Sizes
-from .net import DrafterModule
+from .net import TrainNet
 from .optim import make_optimizers
 from .parallel import TrainGroup
 
@@ -69,7 +69,7 @@ class Trainer:
     def __init__(
         self,
         model: TextModel,
-        net: DrafterModule,
+        net: TrainNet,
         data: Sequences,
         config: TrainConfig,
         sizes: Sizes = Sizes(GPU_ANCHORS, 0, False),
@@ -83,8 +83,7 @@ class Trainer:
         )
         self.device, self.dtype = model.device, model.dtype
         self.group, self.stop = group or TrainGroup(), stop or Stop()
-        reads = tuple(sorted({layer.attn.kv_layer for layer in net.layers}))
-        self.target = Recorder(model, data, reads, net.config.taps, sizes.keep, rank=bool(sizes.scored))
+        self.target = Recorder(model, data, net.reads, net.taps, sizes.keep, rank=bool(sizes.scored))
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
         self.optimizers = make_optimizers(self.params, config.lr, config.weight_decay, config.optimizer == "muon")
@@ -160,7 +159,8 @@ class Trainer:
             while taken + self.group.world <= len(plan):
                 which = plan[taken + self.group.rank]
                 taken += self.group.world
-                yield make_batch(self.data, which, s.unroll), epoch, taken
+                drawn = (s.seed, epoch, taken + self.group.rank)
+                yield make_batch(self.data, which, s.unroll, share=s.anchor_share or 1.0, seed=drawn), epoch, taken
             epoch, taken = epoch + 1, 0
 
     def clock(self, began: float) -> float:

@@ -238,7 +238,7 @@ def test_every_option_of_earlier_versions_says_where_it_lives_now() -> None:
 
 def test_the_command_has_a_dozen_options() -> None:
     (command,) = (c for c in get_command(app(("train", "chat"))).commands.values() if c.name == "train")  # type: ignore[attr-defined]
-    assert len([p for p in command.params if p.param_type_name == "option"]) <= 14
+    assert len([p for p in command.params if p.param_type_name == "option"]) <= 15
 
 
 def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(
