@@ -23,24 +23,33 @@ def end_at_once(number: int = 0, frame: FrameType | None = None) -> None:
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
     while frame is not None:
+        if (
+            frame.f_code is send_again.__code__
+        ):  # it came before the hook had returned: raised there it would be dropped
+            return interrupt_soon()
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             end_at_once()
         frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def send_again(dropped: sys.UnraisableHookArgs) -> None:
-    """`sys.unraisablehook`: a dropped KeyboardInterrupt is raised anew in a moment, outside of what dropped it."""
+def interrupt_soon() -> None:
     import os
     import signal
-    import sys
     import threading
 
-    if not issubclass(dropped.exc_type, KeyboardInterrupt):
-        return sys.__unraisablehook__(dropped)
     timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
     timer.daemon = True
     timer.start()
+
+
+def send_again(dropped: sys.UnraisableHookArgs) -> None:
+    """`sys.unraisablehook`: a dropped KeyboardInterrupt is raised anew in a moment, outside of what dropped it."""
+    import sys
+
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        return sys.__unraisablehook__(dropped)
+    interrupt_soon()
 
 
 def main() -> None:
