@@ -105,7 +105,10 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
     start = llm.engine.controller
     say(
         "costs, us by K:",
-        {n or "verify": [round(1e6 * t) for t in start.cost.curve(n, 1, 300)[:9]] for n in (None, "mtp", "mtp tree")},
+        {
+            f"{n} tree={tree}": [round(1e6 * t) for t in start.cost.curve(n, 1, 300, tree)[:9]]
+            for n, tree in ((None, False), ("mtp", False), ("mtp", True))
+        },
     )
     card = json.loads((Path(drafter) / "acceptance.json").read_text())
     copy = lambda: CostTable.from_json(start.cost.to_json())  # noqa: E731

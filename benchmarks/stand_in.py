@@ -56,13 +56,13 @@ class StandIn:
         time.sleep(max(0.0, pending.payload - time.perf_counter()))
         return [Emitted(self._tokens(item), item.plan.k) for item in pending.batch.decode]
 
-    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+    def probe(self, part: object, batch: int, k: int, context: int) -> None:
         time.sleep(self.step)
 
     def prepare(self) -> str:
         return ""
 
-    def can_probe(self, part: str) -> bool:
+    def can_probe(self, part: object) -> bool:
         return True
 
     def _tokens(self, item: ScheduledSeq) -> list[int]:

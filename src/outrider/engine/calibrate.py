@@ -10,8 +10,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from ..spec.cost import CostKey, CostTable, agrees, measure
-from ..spec.plan import branching
+from ..spec.cost import CostKey, CostTable
+from ..spec.plan import CostPart
+from ..spec.timing import Grid, TimedDrafter, agrees, measure
 from .engine import Engine
 from .graph_dispatch import BATCHES
 
@@ -26,32 +27,23 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
     fastest = engine.executors[0]
     if found is not None and fastest.async_results:
         return found  # nobody else uses the GPU, so it stays true; and checking it would mean capturing graphs
-    name = engine.drafter.name if engine.drafter is not None else None
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
-    whole = (
-        name is not None and fastest.name == "host" and fastest.can_probe(name)
-    )  # the draft is timed within its cycle, as it runs
+    drafter, name, timed, whole = engine.drafter, None, list[TimedDrafter](), False
+    if drafter is not None:
+        name, trees = drafter.name, fastest.async_results and fastest.trees
+        timed = [TimedDrafter(name, drafter.one_pass, trees, drafter.starts_from == "tokens")]
+        # the draft is timed within its cycle, as it runs
+        whole = fastest.name == "host" and fastest.can_probe(timed[0].draft)
 
-    def probe(part: str, batch: int, k: int, context: int) -> None:
+    def probe(part: CostPart, batch: int, k: int, context: int) -> None:
         next(e for e in engine.executors if e.can_probe(part)).probe(part, batch, k, context)
 
     try:
         if found is not None and agrees(found, probe, name, contexts[0], whole=whole):
             return found
-        table = measure(
-            probe,
-            drafters=(name,) if name is not None else (),
-            batches=[b for b in BATCHES if b <= engine.max_batch],
-            contexts=contexts,
-            budget_s=CAPTURING_S if fastest.async_results else BUDGET_S,
-            key=key,
-            whole=whole,
-            trees=(branching(name),) if name is not None and fastest.async_results and fastest.trees else (),
-            readers=(engine.drafter.name,)
-            if engine.drafter is not None and engine.drafter.starts_from == "tokens"
-            else (),
-            alone=fastest.async_results,
-        )
+        grid = Grid([b for b in BATCHES if b <= engine.max_batch], contexts)
+        budget_s = CAPTURING_S if fastest.async_results else BUDGET_S
+        table = measure(probe, timed, grid, budget_s, key, whole=whole, alone=fastest.async_results)
     finally:
         engine.runner.close_scratch()
     if path is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,9 +44,17 @@ class DraftPolicy:
             for s, k in zip(ready, asked):
                 offers = self._offers(s, widest) if k is None else ({}, 0)
                 nodes, unread = (self._nodes(s, widest), self._unread(s)) if k is None else (0, 0)
-                views.append(DraftContext(s.id, *offers, s.remaining, len(s.tokens), k is not None, nodes, unread))
+                where = (s.remaining, len(s.tokens))
+                views.append(DraftContext(s.id, *offers, *where, k is not None, nodes, unread, adapter_of(s)))
             planned = self.controller.plan(views)
         return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
+
+    def trust(self, ready: Sequence[Seq]) -> list[float]:
+        """Acceptance by the drafter's confidence for these sequences, by what their adapter taught if they share
+        one."""
+        assert self.drafter is not None
+        adapters = {adapter_of(seq) for seq in ready}
+        return self.controller.trust(self.drafter.name, adapters.pop() if len(adapters) == 1 else "")
 
     def _unread(self, seq: Seq) -> int:
         return self.drafter.unread(seq.id, seq.tokens) if self.drafter is not None else 0
@@ -125,3 +134,7 @@ class DraftPolicy:
             widest,
             MAX_DRAFT,
         )
+
+
+def adapter_of(seq: Seq) -> str:
+    return seq.adapter.name if seq.adapter is not None else ""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import Verify
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftBatch
-from ..spec.plan import READING, VerifiedTree, reading
+from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..spec.rejection import verify_block, verify_rejection
 from ..types import Draft, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
@@ -27,7 +27,7 @@ from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepB
 from .tree import Tree, grammar_masks
 
 log = logging.getLogger("outrider")
-VERIFY: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
+VERIFIERS: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
     "coupled": verify_coupled,
     "rejection": partial(verify_drawn, verify_rejection),
     "block": partial(verify_drawn, verify_block),
@@ -54,7 +54,7 @@ class EagerExecutor(Executor):
     name = "eager"
 
     def __init__(self, runner: ModelRunner, verify: Verify, metrics: Metrics):
-        self.runner, self.verify, self.own_noise, self.metrics = runner, VERIFY[verify], verify != "coupled", metrics
+        self.runner, self.verify, self.own_noise, self.metrics = runner, VERIFIERS[verify], verify != "coupled", metrics
 
     def plan(self, batch: StepBatch) -> Plan:
         return Plan(batch)
@@ -251,14 +251,14 @@ class EagerExecutor(Executor):
     # ---- timing
     # ---------------------------------------------------------------------------------------------------------------
     @torch.inference_mode()
-    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+    def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         runner = self.runner
         slots = torch.tensor(runner.scratch_slots(batch, context + k + 1), device=runner.device)
         length = torch.full((batch,), context, dtype=torch.int64, device=runner.device)
         params = [SamplingParams()] * batch
         sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
         last = torch.zeros_like(length)
-        if part == "verify":
+        if part == VERIFY:
             rows = Rows.of((k,) * batch, runner.device)
             x = CycleInput(rows, slots, last, length, sampling, runner.model.ops, context + k + 1)
             draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=runner.device), torch.full_like(length, k))
@@ -275,7 +275,7 @@ class EagerExecutor(Executor):
             return
         drafter, ids = runner.drafter, [f"scratch {i}" for i in range(batch)]
         assert drafter is not None
-        unread = READING if part == reading(drafter.name) else 0
+        unread = READING if part.kind == "reading" else 0
         for name in ids:  # time its round, not the reading of a text that it has read long before
             drafter.assume(name, [0] * max(0, context - unread))
         tokens = [[0] * (context + 1)] * batch

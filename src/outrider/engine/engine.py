@@ -249,7 +249,7 @@ class Engine:
             self.store.disk.drain()
         batch = self.scheduler.plan(self.policy.plan)
         if self.drafter is not None and any([item.plan.stop or item.plan.drop for item in batch.decode]):
-            batch.trust = self.controller.trust(self.drafter.name)
+            batch.trust = self.policy.trust([item.seq for item in batch.decode])
         planned = clock()
         self.timer.begin()
         spent["plan"] += planned - began

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..cache.store import SeqCache, upload
 from ..ops.backend import Capabilities
 from ..spec.choose import SamplingBatch
-from ..spec.plan import DEEPEST, TIMED, VerifiedTree, branching
+from ..spec.plan import DEEPEST, TIMED, VERIFY, CostPart, VerifiedTree
 from ..types import GREEDY_EPS, MAX_DRAFT, SamplingParams
 from . import graph_dispatch
 from .capture import Graph, GraphCache, GraphPool
@@ -423,7 +423,7 @@ class GraphExecutor(Executor):
 
     # ---- timing
     # -------------------------------------------------------------------------------------------------------
-    def can_probe(self, part: str) -> bool:
+    def can_probe(self, part: CostPart) -> bool:
         return self.broken is None
 
     def prepare(self) -> str:
@@ -440,14 +440,14 @@ class GraphExecutor(Executor):
         )
 
     @torch.inference_mode()
-    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+    def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the
         scratch page."""
         width = next(w for w in self.can.graph_widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
-        tree = self.drafter is not None and part == branching(self.drafter.name)
+        tree = part.kind == "tree"
         nodes = min(TIMED, self.drafter.max_nodes(width)) if tree and self.drafter is not None else 0
-        what: Literal["cycle", "draft"] = "cycle" if part == "verify" or tree else "draft"
+        what: Literal["cycle", "draft"] = "cycle" if part == VERIFY or tree else "draft"
         source: DraftSource | None = "drafter" if what == "draft" or tree else "host" if width else None
         key = Key(rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes)
         captured = self.capture(key)

@@ -13,7 +13,7 @@ import torch
 from ..ops.backend import CycleRequest, DraftResult, HostCycle
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import HostDraftRequest
-from ..spec.plan import READING, VerifiedTree, reading
+from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..types import DraftPlan, SamplingParams
 from .cycle import logprobs
 from .eager import switch_off
@@ -98,30 +98,27 @@ class HostExecutor(Executor):
             )
         return out
 
-    def can_probe(self, part: str) -> bool:
-        return (
-            part == "verify" or part in self.drafters or (self.ahead is not None and part == reading(self.ahead.name))
-        )
+    def can_probe(self, part: CostPart) -> bool:
+        return part.drafter in self.drafters and (part.kind in ("verify", "draft") or self.ahead is not None)
 
-    def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """A verify pass of guesses from outside; or a whole cycle with the draft of `part`, which runs within
-        it."""
+    def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
+        """A verify pass of guesses from outside; or a whole cycle with a draft, which runs within it."""
         sampling = self._probes.get(batch)  # built once for a batch, not once a cycle, as in earnest
         if sampling is None:
             params = [SamplingParams()] * batch
             sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, self.runner.vocab, self.runner.device)
             self._probes[batch] = sampling
-        guess = [0] * k if part == "verify" else None
+        guess = [0] * k if part == VERIFY else None
         slots = self.runner.scratch_slots(batch, context + k + 1)
         self.runner.store.flush()
-        if self.ahead is not None and part != "verify":
+        if self.ahead is not None and part != VERIFY:
             names, text = [f"scratch {i}" for i in range(batch)], [0] * (context + 1)
-            unread = 0 if part == self.ahead.name else READING
+            unread = READING if part.kind == "reading" else 0
             for name in names:
                 self.ahead.assume(name, text[: max(0, context - unread)])
             self.ahead.draft_on_host(HostDraftRequest(names, [text] * batch, k, sampling, alone=batch == 1))
             for name in names:
                 self.ahead.forget(name)
             guess = [0] * k
-        plan = DraftPlan(part, k)
+        plan = DraftPlan(part.drafter, k)
         self.cycle.run([CycleRequest(slot, 0, context, plan, guess) for slot in slots], sampling, None)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..spec.plan import VerifiedTree
+from ..spec.plan import CostPart, VerifiedTree
 from ..types import NO_DRAFT, DraftPlan, ImageSpan, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
@@ -218,9 +218,8 @@ class Executor(Protocol):
         """One entry a decoding item, in order. Waits for this step, not for later ones."""
         ...
 
-    def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """Run one part of a step on scratch sequences to its end, to be timed: "verify", or the draft of the drafter of
-        that name."""
+    def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
+        """Run one part of a step on scratch sequences to its end, to be timed."""
         ...
 
     def prepare(self) -> str:
@@ -229,7 +228,7 @@ class Executor(Protocol):
         took."""
         return ""
 
-    def can_probe(self, part: str) -> bool:
+    def can_probe(self, part: CostPart) -> bool:
         """Does this executor run that part of a step in earnest? Then its `probe` is the one to time."""
         return True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..spec.plan import branching
 from .prefill_budget import ROWS, PrefillBudget
 from .step import PendingStep, Seq
 
@@ -48,5 +47,5 @@ class StepTimer:
         # The cost table holds the base model's steps, and trees of one sequence.
         if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
             drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
-            drafter = branching(drafter) if pending.tree and drafter is not None else drafter
-            self.policy.controller.observe_step(len(scheduled), pending.width, pending.context, seconds, drafter)
+            observe = self.policy.controller.observe_step
+            observe(len(scheduled), pending.width, pending.context, seconds, drafter, pending.tree)

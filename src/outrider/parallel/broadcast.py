@@ -23,6 +23,7 @@ from ..engine.engine import Engine
 from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
 from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, ScheduledSeq, Seq, StepBatch
+from ..spec.plan import CostPart
 from ..types import GroupName, Matcher, OutriderError, SamplingParams
 from .process_group import ProcessGroup
 
@@ -68,7 +69,7 @@ class Order:
     what: str
     executor: int = 0
     step: StepMessage | None = None
-    probe: tuple[str, int, int, int] | None = None
+    probe: tuple[CostPart, int, int, int] | None = None
     score: tuple[int, dict[GroupName, tuple[int, list[int]]], list[int], int, bool] | None = None
 
 
@@ -188,7 +189,7 @@ class BroadcastExecutor:
     def read(self, pending: PendingStep) -> list[Emitted]:
         return self.inner.read(pending)
 
-    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+    def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         with self.leader.together():
             self.leader.team.send(Order("probe", self.index, probe=(part, batch, k, context)))
             self.inner.probe(part, batch, k, context)
@@ -198,7 +199,7 @@ class BroadcastExecutor:
             self.leader.team.send(Order("prepare", self.index))
             return self.inner.prepare()
 
-    def can_probe(self, part: str) -> bool:
+    def can_probe(self, part: CostPart) -> bool:
         return self.inner.can_probe(part)
 
 

@@ -10,18 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..types import MAX_DRAFT
+from .tuning import Tuning
 
-GLOBAL_WEIGHT = 4.0  # how many observations the card's prior is worth at most
-PER_WEIGHT = 8.0  # tokens of the card, judged at a position, for each such observation
-PROVEN = 512  # judged tokens of a card before its drafter may be trusted from the start
-GLOBAL_KEEP = 0.995  # forgetting, per observation of a position
-ACCEPTED_ENOUGH = 4  # accepted tokens after which a drafter without a card counts as proven
 BINS = 16  # of drafter confidence
-SURE_AFTER = 16  # judged confidences before a draft may end by them, where no card says how they are to be taken
 MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
-CARD_WEIGHT = 24.0  # judged tokens a bin of the card's trust is worth
-LIFT, LIFT_WEIGHT = 1.2, 16.0  # what trees bring before any was seen, and how many tokens of a line that guess is worth
-KEEP_CYCLES = 0.995  # forgetting, per cycle that drafted
 
 
 class CycleStats:
@@ -92,63 +84,56 @@ class DrafterStats:
     """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match
     lengths."""
 
-    __slots__ = (
-        "a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "in_chains", "in_trees", "judged", "prior",
-        "proven", "stale",
-        "sure", "trust", "weights", "worth",
-    )  # fmt: skip
-
     def __init__(
-        self, prior: Sequence[float], trust: Sequence[float] | None = None, counts: Sequence[float] | None = None
-    ) -> None:
+        self, tuning: Tuning, prior: Sequence[float], trust: Sequence[float] | None = None,
+        counts: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
         """`trust`: the card's acceptance by confidence, in 16 equal bins. `counts`: how many tokens the card judged at
         each position; None: the prior is not from a card and is taken as it is."""
-        self.arm = PositionStats()
+        self.tuning, self.arm = tuning, PositionStats()
         self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)
         self.judged = 0  # drafts whose first position was judged
         self.accepted = 0
         self.stale = 0  # drafts since the estimates were made
         self.bins = [[0.0, 0.0] for _ in range(BINS)]  # accepted and judged by confidence
-        self.proven = counts is None or sum(counts) >= PROVEN
-        self.weights = [GLOBAL_WEIGHT] * MAX_DRAFT  # of the prior, by position
+        self.proven = counts is None or sum(counts) >= tuning.proven_card
+        self.weights = [tuning.prior_weight] * MAX_DRAFT  # of the prior, by position
         if counts is not None:
             by_position = [counts[min(j, len(counts) - 1)] for j in range(MAX_DRAFT)] if counts else [0.0] * MAX_DRAFT
-            self.weights = [min(GLOBAL_WEIGHT, 1.0 + c / PER_WEIGHT) for c in by_position]
+            self.weights = [min(tuning.prior_weight, 1.0 + c / tuning.prior_tokens) for c in by_position]
         self.carded = trust is not None and self.proven  # a card says how confidences are to be taken
         self.calibrated = self.carded  # it is known how confidences are to be taken, so drafts may end by them
         self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
         if trust is not None:
-            weight = CARD_WEIGHT if counts is None else min(CARD_WEIGHT, sum(counts) / BINS)
+            weight = tuning.trust_weight if counts is None else min(tuning.trust_weight, sum(counts) / BINS)
             self.bins = [[weight * t, weight] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
         # Drafted tokens that trees of a fixed size brought, and that their main chains alone would have: at first a
         # guess.
-        self.in_trees, self.in_chains = LIFT * LIFT_WEIGHT, LIFT_WEIGHT
-        self.worth: CycleStats | None = (
-            None  # what drafts that end themselves bring; None until the first is considered
-        )
+        self.in_trees, self.in_chains = tuning.tree_lift * tuning.tree_lift_weight, tuning.tree_lift_weight
+        self.worth: CycleStats | None = None  # what drafts that end themselves bring; None until one is considered
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
-        self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, GLOBAL_KEEP)
+        self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, self.tuning.keep)
         self.judged += 1
         self.accepted += accepted
-        self.proven = self.proven or self.accepted >= ACCEPTED_ENOUGH
+        self.proven = self.proven or self.accepted >= self.tuning.proven_accepted
         self.stale += 1
         if confidence is not None:
             for j in range(min(drafted, accepted + 1, len(confidence))):
                 self.judge(confidence[j], j < accepted)
-            self.fill += (1.0 - GLOBAL_KEEP) * 4.0 * (drafted / planned - self.fill)
-            self.calibrated = self.calibrated or self.sure >= SURE_AFTER
+            self.fill += (1.0 - self.tuning.keep) * 4.0 * (drafted / planned - self.fill)
+            self.calibrated = self.calibrated or self.sure >= self.tuning.calibrated_after
         if self.stale >= 16 or (self.judged < 64 and not self.carded):
             self.refresh()
 
     def judge(self, confidence: float, right: bool) -> None:
         """A token that stood behind accepted ones, so that the target said whether it was right."""
         cell = self.bins[min(BINS - 1, max(0, int(confidence * BINS)))]
-        cell[0] = cell[0] * GLOBAL_KEEP + right
-        cell[1] = cell[1] * GLOBAL_KEEP + 1.0
+        cell[0] = cell[0] * self.tuning.keep + right
+        cell[1] = cell[1] * self.tuning.keep + 1.0
         self.sure += 1
 
     @property
@@ -158,8 +143,8 @@ class DrafterStats:
 
     def branched(self, accepted: int, ahead: int) -> None:
         """Such a tree brought so many tokens, and its main chain so many of them."""
-        self.in_trees = self.in_trees * KEEP_CYCLES + accepted
-        self.in_chains = self.in_chains * KEEP_CYCLES + ahead
+        self.in_trees = self.in_trees * self.tuning.keep + accepted
+        self.in_chains = self.in_chains * self.tuning.keep + ahead
 
     def refresh(self) -> None:
         self.stale = 0

@@ -97,7 +97,7 @@ class BlockDrafter(Drafter):
         config = block.config
         assert config.taps is not None, "bound to a target"
         self.block, self.config, self.name, self.taps = block, config, config.kind, config.taps
-        self.max_tokens = config.max_tokens
+        self.max_tokens, self.one_pass = config.max_tokens, config.kind != "eagle3"
         self.kv_specs = kv_specs(config, block.target.config)
 
     # ---- context --------------------------------------------------------------------------------------------------

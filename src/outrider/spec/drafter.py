@@ -91,6 +91,7 @@ class Drafter:
     name: str
     taps: tuple[int, ...] = ()  # target layers whose residual streams it reads
     max_tokens: int = MAX_DRAFT  # most tokens of one draft
+    one_pass: bool = False  # all tokens of a draft come of one pass, so a longer draft takes no more time
     starts_from: Literal["hidden", "tokens"] = "hidden"  # a draft needs the target's states, or only the text
     kv_specs: tuple[AttnSpec, ...] = ()  # K/V layers of its own in the target's store
     net: DraftNet | None = None  # a network that a backend may run inside its own decode step

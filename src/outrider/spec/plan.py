@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..types import MAX_DRAFT, NO_DRAFT
 from .acceptance import CycleStats, PositionStats
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
-TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (branching)
+TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (CostPart)
 READING = 48  # unread tokens of the round by which reading is timed
-AUTO_NODES = (
-    MAX_DRAFT  # most tokens of a tree where nobody said how many (DraftPolicy._nodes says where there are trees at all)
-)
+# most tokens of a tree where nobody said how many (DraftPolicy._nodes says where there are trees at all)
+AUTO_NODES = MAX_DRAFT
 
 
 class DraftContext(NamedTuple):
     """What the controller may know of a sequence before its next cycle."""
 
     id: str
-    drafter_available: Mapping[
-        str, int
-    ]  # most tokens each drafter could offer now (an n-gram drafter: 0 without a match)
+    drafter_available: Mapping[str, int]  # most tokens each could offer now (an n-gram drafter: 0 without a match)
     match_len: int  # length of the suffix that the n-gram drafter found again
     remaining: int  # tokens that may still be emitted
     context: int
@@ -31,17 +28,18 @@ class DraftContext(NamedTuple):
     fixed: bool = False
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
     unread: int = 0  # tokens of its text that a draft model would have to read first
+    adapter: str = ""  # whose acceptance counts, where the target runs with one
 
 
-def branching(drafter: str) -> str:
-    """The name under which the cost table has a drafter's cycles with trees of a fixed size: their seconds by depth."""
-    return f"{drafter} tree"
+class CostPart(NamedTuple):
+    """A part of a cycle whose time is measured: a verify pass; a drafter's draft; a cycle with a tree of a fixed size,
+    by its depth; a draft of one token with READING tokens unread, for drafters that read texts themselves."""
+
+    kind: Literal["verify", "draft", "tree", "reading"]
+    drafter: str | None = None
 
 
-def reading(drafter: str) -> str:
-    """The name under which the cost of a drafter that reads texts itself is measured: a draft of one token, READING
-    tokens unread."""
-    return f"{drafter} reading"
+VERIFY = CostPart("verify")
 
 
 class VerifiedTree(NamedTuple):
@@ -82,47 +80,35 @@ class VerifiedTree(NamedTuple):
         return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
 
 
+class Source(NamedTuple):
+    """What acceptance is learnt of: a drafter, for the n-gram drafter at one range of match lengths, and for a target
+    with an adapter apart."""
+
+    drafter: str
+    match: int = 0
+    adapter: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.drafter}:{self.match}" if self.drafter == "ngram" else self.drafter
+        return f"{name} with {self.adapter}" if self.adapter else name
+
+
 class SeqState:
     """What the controller remembers of one request."""
 
-    __slots__ = (
-        "arms",
-        "choice",
-        "curve",
-        "expected",
-        "fixed",
-        "hold",
-        "interval",
-        "key",
-        "last",
-        "loss_budget",
-        "match",
-        "plain",
-        "planned",
-        "probing",
-        "step",
-        "tokens",
-        "wait",
-        "yields",
-    )  # fmt: skip
-
     def __init__(self, wait: int) -> None:
-        self.arms: dict[tuple[str, int], PositionStats] = {}  # acceptance in this request, by source of drafts
-        self.expected: dict[
-            tuple[str, int], list[float]
-        ] = {}  # tokens a cycle for K = 0..16, by source; forgotten when one is observed
+        self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
+        # tokens a cycle for K = 0..16, by source; forgotten when one is observed
+        self.expected: dict[Source, list[float]] = {}
         self.yields: dict[str, CycleStats] = {}  # by drafter: what drafts that end themselves brought in this request
         self.last = NO_DRAFT  # what was chosen last, probes aside
-        self.choice = NO_DRAFT  # the plan in force,
-        self.hold = 0  # for how many more cycles it is kept unless
-        self.match = 0  # a longer match than this (in the steps of _bucket) turns up
         self.loss_budget = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
         self.tokens = 0  # emitted so far
         self.interval = wait  # cycles between two probes; doubles while they find nothing
         self.wait = wait  # cycles until the next probe
         self.probing = False  # the cycle under way is a probe
         # Of the cycle under way:
-        self.key = ("", 0)  # the source whose statistics it belongs to
+        self.source = Source("")  # whose statistics it belongs to
         self.curve: Sequence[float] = (1.0,)  # its seconds by K; in a batch one entry, whatever K
         self.step = 1.0  # seconds of a plain cycle in its place
         self.plain = 0.0  # this sequence's share of those

@@ -16,6 +16,7 @@ from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.cost import CostKey
 from outrider.spec.draft_model import DraftModel
+from outrider.spec.plan import CostPart
 from outrider.weights.load import dummy_weights
 
 KEY = CostKey("machine", "model", "version")
@@ -73,7 +74,7 @@ def test_a_draft_model_is_timed_with_its_keys_in_place() -> None:
     for batch in (1, 3):
         for _ in range(2):
             rows.clear()
-            engine.executors[-1].probe("draft_model", batch, 4, 256)
+            engine.executors[-1].probe(CostPart("draft", "draft_model"), batch, 4, 256)
             assert rows == [batch] * 4
     engine.runner.close_scratch()
     engine.drafter.check()

@@ -56,7 +56,7 @@ class Told(Controller):
     ) -> None:
         self.observed.append((drafted, accepted, confidence))
 
-    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
+    def observe_step(self, batch: int, k: float, *_: object) -> None:
         self.widths.append(k)
 
 

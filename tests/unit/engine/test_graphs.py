@@ -23,6 +23,7 @@ from outrider.engine.graphs import GraphExecutor, choosing_of
 from outrider.engine.slot_sampling import NO_FEATURES, SamplingFeatures
 from outrider.engine.step import Request, ScheduledSeq
 from outrider.ops.backend import Capabilities
+from outrider.spec.plan import VERIFY, CostPart
 from outrider.types import MAX_DRAFT, DraftPlan, SamplingParams
 
 MODELS = {name: tiny_model(name) for name in ("dense", "edge", "moe", "llama")}
@@ -323,7 +324,7 @@ def test_probes_leave_the_sequences_alone() -> None:
     r = request("a", PROMPT, k=2)
     engine.submit(r)
     got = [t for _ in range(3) for e in engine.step() for t in e.tokens]
-    for part in ("verify", "mtp"):
+    for part in (VERIFY, CostPart("draft", "mtp")):
         graphs_of(engine).probe(part, 2, 4, 100)
     while engine.busy:
         got += [t for e in engine.step() for t in e.tokens]

@@ -6,15 +6,16 @@ import pytest
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import DraftContext, VerifiedTree, branching
+from outrider.spec.plan import DraftContext, VerifiedTree
+from outrider.spec.tuning import Tuning
 from outrider.types import NO_DRAFT, OutriderError
 
 CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing
 DEAR = CostTable.linear(5.5e-3, 1e-3, {"mtp": 4.5e-4})  # two CPU cores
 
 
-def view(id="a", remaining=100, mtp=16, ngram=0, match=0, fixed=False):
-    return DraftContext(id, {"mtp": mtp, "ngram": ngram}, match, remaining, 100, fixed)
+def view(id="a", remaining=100, mtp=16, ngram=0, match=0, fixed=False, adapter=""):
+    return DraftContext(id, {"mtp": mtp, "ngram": ngram}, match, remaining, 100, fixed, adapter=adapter)
 
 
 def run(controller, cycles, right, id="a", **options):
@@ -108,11 +109,33 @@ def test_a_k_that_was_asked_for_teaches_nothing():
     assert controller.snapshot()["drafts"] == {"mtp": 0} and controller.snapshot()["running"] == 2
 
 
+def test_an_adapted_target_has_an_acceptance_of_its_own():
+    """One estimate for all switched drafting off for the base model where an adapter's answers refused every draft."""
+    controller = Controller(copy(DEAR), ("mtp",))
+    for turn in range(6):
+        assert run(controller, 40, 6, id=f"base {turn}")[-1].k >= 3
+        drafted = run(controller, 40, 0, id=f"adapted {turn}", adapter="pirate")
+        for id in (f"base {turn}", f"adapted {turn}"):
+            controller.finish(id)
+    assert sum(choice.k for choice in drafted) <= 4, "a new request of the adapter knows it from the start"
+    learnt = controller.snapshot()["acceptance"]
+    assert learnt["mtp"][0] > 0.9 > 0.1 > learnt["mtp with pirate"][0]
+    assert [w for w in controller.warnings if "'pirate'" in w] == controller.warnings != []
+    assert run(controller, 4, 6, id="new", adapter="knight")[-1].k >= 3, "another one starts from the base model's"
+
+
+def test_only_so_many_adapters_are_remembered():
+    controller = Controller(copy(DEAR), ("mtp",), tuning=Tuning(adapters=3))
+    for i in range(9):
+        run(controller, 1, 1, id=str(i), adapter=f"adapter {i}")
+    assert list(controller.snapshot()["acceptance"]) == ["mtp", *(f"mtp with adapter {i}" for i in (6, 7, 8))]
+
+
 def test_those_whose_k_was_asked_for_are_company():
     """Rows cost what they cost in a batch of so many: who drafts as if alone holds up the one beside it."""
     table, sizes = copy(DEAR), []
     curve = table.curve
-    table.curve = lambda name, batch, context: sizes.append(batch) or curve(name, batch, context)
+    table.curve = lambda name, batch, *where: sizes.append(batch) or curve(name, batch, *where)
     controller = Controller(table, ("mtp",))
     run(controller, 20, 2)
     sizes.clear()
@@ -185,7 +208,7 @@ def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
     much."""
     drafting = [2e-4 * k for k in range(17)]
     cost = CostTable(
-        {(1, 0): [0.01] * 17}, {"mtp": {1: drafting}, branching("mtp"): {1: [t + extra * (t > 0) for t in drafting]}}
+        {(1, 0): [0.01] * 17}, {"mtp": {1: drafting}}, trees={"mtp": {1: [t + extra * (t > 0) for t in drafting]}}
     )
     c, parents = Controller(cost, ("mtp",), {"mtp": [0.6] * 4}), [0, 1, 2, 3, 0, 5, 6, *[0] * 9]
     for _ in range(400):

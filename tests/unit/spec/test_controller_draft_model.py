@@ -2,9 +2,10 @@
 eat the gain."""
 
 from outrider.spec.controller import Controller
-from outrider.spec.cost import CostTable, measure
+from outrider.spec.cost import CostTable
 from outrider.spec.draft_model import ACCEPTED, TRUST
-from outrider.spec.plan import READING, DraftContext, reading
+from outrider.spec.plan import READING, DraftContext
+from outrider.spec.timing import Grid, TimedDrafter, measure
 
 NAME = "draft_model"
 
@@ -46,9 +47,11 @@ def test_what_reading_takes_is_measured_and_kept() -> None:
     now = [0.0]
 
     def probe(part: str, batch: int, k: int, context: int) -> None:
-        now[0] += {"verify": 0.01 + 0.001 * k, NAME: 0.01 + 0.003 * k, reading(NAME): 0.013 + 0.0005 * READING}[part]
+        now[0] += {"verify": 0.01 + 0.001 * k, "draft": 0.01 + 0.003 * k, "reading": 0.013 + 0.0005 * READING}[
+            part.kind
+        ]
 
-    table = measure(probe, (NAME,), (1, 2), (64,), clock=lambda: now[0], whole=True, readers=(NAME,))
+    table = measure(probe, (TimedDrafter(NAME, reads=True),), Grid((1, 2), (64,)), clock=lambda: now[0], whole=True)
     assert abs(table.reading[NAME] - 0.0005) < 1e-9
     assert CostTable.from_json(table.to_json()).reading == table.reading
     assert abs(table.draft(NAME, 1, 4) - 0.008) < 1e-9

@@ -7,10 +7,13 @@ import pytest
 from tests.traces import synthetic
 
 from outrider.spec.controller import Controller
-from outrider.spec.cost import WIDTH, CostKey, CostTable, agrees, machine_name, measure
-from outrider.spec.plan import DraftContext
+from outrider.spec.cost import WIDTH, CostKey, CostTable, machine_name
+from outrider.spec.plan import VERIFY, CostPart, DraftContext
 from outrider.spec.simulate import replay
+from outrider.spec.timing import Grid, TimedDrafter, agrees, measure
 from outrider.types import OutriderError
+
+MTP = (TimedDrafter("mtp"),)
 
 
 class Machine:
@@ -21,7 +24,7 @@ class Machine:
         self.compile_s, self.noise, self.seen, self.rng = compile_s, noise, set(), random.Random(0)
 
     def seconds(self, part, batch, k, context):
-        if part == "verify":
+        if part == VERIFY:
             return self.base + self.row * batch * (k + 1) + self.key * batch * context
         return self.token * k
 
@@ -37,7 +40,7 @@ class Machine:
 
 def test_measured_times_come_back_and_the_rest_is_interpolated():
     machine = Machine()
-    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    table = measure(machine.probe, MTP, clock=machine.clock)
     for batch, k, context in [
         (1, 0, 256),
         (1, 5, 256),
@@ -48,17 +51,28 @@ def test_measured_times_come_back_and_the_rest_is_interpolated():
         (1, 3, 1024),
         (24, 4, 256),
     ]:
-        assert table.verify(batch, k, context) == pytest.approx(machine.seconds("verify", batch, k, context), rel=0.03)
+        assert table.verify(batch, k, context) == pytest.approx(machine.seconds(VERIFY, batch, k, context), rel=0.03)
     assert table.draft("mtp", 1, 6) == pytest.approx(6 * 4e-4, rel=0.01)
     assert table.free("ngram") and not table.free("mtp")
+
+
+def test_a_draft_of_one_pass_costs_the_same_whatever_k():
+    """By its slope from 0 to 8 tokens a block drafter's 16 were taken to cost twice what 8 do."""
+    machine = Machine()
+    machine.seconds = lambda part, batch, k, context: Machine.seconds(machine, part, batch, 2, context)
+    flat = measure(machine.probe, (TimedDrafter("dflash", one_pass=True),), clock=machine.clock)
+    assert {round(flat.draft("dflash", batch, k), 9) for batch in (1, 4, 9) for k in range(1, WIDTH)} == {8e-4}
+    assert flat.draft("dflash", 1, 0) == 0.0
+    probed = [cell for cell in machine.seen if cell[0] == CostPart("draft", "dflash")]
+    assert {k for _, _, k in probed} == {4}, "one width says it all"
 
 
 @pytest.mark.parametrize("base, row, compile_s", [(5e-3, 1e-3, 0.0), (0.1, 0.05, 0.0), (5e-3, 1e-3, 0.2)])
 def test_measuring_stays_within_three_seconds(base, row, compile_s):
     machine = Machine(base, row, token=5e-3, compile_s=compile_s)
-    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    table = measure(machine.probe, MTP, clock=machine.clock)
     assert machine.now <= 3.0 * 1.35  # the last cell may overrun by its own first run
-    assert table.verify(8, 4, 256) == pytest.approx(machine.seconds("verify", 8, 4, 256), rel=0.3)
+    assert table.verify(8, 4, 256) == pytest.approx(machine.seconds(VERIFY, 8, 4, 256), rel=0.3)
 
 
 def test_a_machine_too_slow_for_the_budget_still_gets_a_table():
@@ -71,14 +85,14 @@ def test_what_compiling_took_is_never_a_time():
     """Kernels that compile for longer than there is to measure: a draft costs what the run after that took, or it would
     never be tried."""
     machine = Machine(compile_s=2.0)
-    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    table = measure(machine.probe, MTP, clock=machine.clock)
     assert table.draft("mtp", 1, 4) == pytest.approx(4 * 4e-4, rel=0.1)
     assert table.verify(1, 0, 256) < 0.01 and table.verify(1, 16, 256) < 0.1
 
 
 def test_times_never_fall_with_k():
     machine = Machine(noise=0.3)
-    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    table = measure(machine.probe, MTP, clock=machine.clock)
     for batch in (1, 2, 5, 16, 40):
         curve = table.curve("mtp", batch, 700)
         assert len(curve) == WIDTH and all(a <= b for a, b in itertools.pairwise(curve))
@@ -101,8 +115,8 @@ def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one(al
     """The least samples, which count where the device is ours alone, are of two machines: a short step in peace, a long
     one disturbed."""
     quiet, busy = Machine(), Shared()
-    table = measure(quiet.probe, ("mtp",), (1,), (256,), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
-    beside = measure(busy.probe, ("mtp",), (1,), (256,), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
+    table = measure(quiet.probe, MTP, Grid((1,), (256,)), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
+    beside = measure(busy.probe, MTP, Grid((1,), (256,)), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
     off = max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(WIDTH))
     assert off > 0.5 if alone else off < 0.03
 
@@ -111,7 +125,7 @@ def test_a_busy_machine_does_not_price_drafts_out():
     """A table measured next to a busy process must lead to the drafts of a quiet one, cycle by cycle."""
     chosen = []
     for machine in (Machine(), Shared()):
-        table = measure(machine.probe, ("mtp",), (1,), (256,), clock=machine.clock, alone=False)
+        table = measure(machine.probe, MTP, Grid((1,), (256,)), clock=machine.clock, alone=False)
         controller, ks = Controller(table, ("mtp",)), []
         for _ in range(60):
             (choice,) = controller.plan([DraftContext("a", {"mtp": 16}, 0, 200, 256)])
@@ -124,8 +138,8 @@ def test_a_busy_machine_does_not_price_drafts_out():
 
 def test_where_the_device_is_ours_the_least_sample_counts():
     machine = Machine(noise=0.3)
-    table = measure(machine.probe, (), (1,), (256,), clock=machine.clock, alone=True)
-    assert table.verify(1, 8, 256) == pytest.approx(machine.seconds("verify", 1, 8, 256), rel=0.04)
+    table = measure(machine.probe, (), Grid((1,), (256,)), clock=machine.clock, alone=True)
+    assert table.verify(1, 8, 256) == pytest.approx(machine.seconds(VERIFY, 1, 8, 256), rel=0.04)
 
 
 def test_a_slower_machine_moves_the_drift_and_no_ratio():
@@ -187,7 +201,7 @@ def test_a_draft_that_was_dropped_says_nothing_of_plain_steps():
 
 def test_a_stored_table_is_checked_by_its_ratios():
     machine = Machine()
-    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    table = measure(machine.probe, MTP, clock=machine.clock)
     spent = machine.now
     assert agrees(table, machine.probe, "mtp", 256, clock=machine.clock)
     assert machine.now - spent < 0.6
@@ -199,7 +213,7 @@ def test_a_stored_table_is_checked_by_its_ratios():
 
 def test_a_true_table_is_kept_beside_a_busy_process():
     machine, busy = Machine(), Shared()
-    table = measure(machine.probe, ("mtp",), (1,), (256,), clock=machine.clock)
+    table = measure(machine.probe, MTP, Grid((1,), (256,)), clock=machine.clock)
     assert agrees(table, busy.probe, "mtp", 256, clock=busy.clock)
 
 

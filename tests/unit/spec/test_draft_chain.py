@@ -14,6 +14,7 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import W_Q4, PackedWeight
 from outrider.spec import draft_model
 from outrider.spec.draft_model import DraftModel, shortlist
+from outrider.spec.plan import CostPart
 from outrider.types import DraftPlan, SamplingParams
 from outrider.weights.load import dummy_weights
 
@@ -116,7 +117,7 @@ def test_a_cheapened_draft_model_changes_no_answer(verify):
         assert run(engine, made(None)[:2]) == {
             n: want[n] for n in ("0", "1")
         }  # by the controller, in the executor of single calls
-        assert engine.executors[0].name == "host" and engine.executors[0].can_probe("draft_model")
+        assert engine.executors[0].name == "host" and engine.executors[0].can_probe(CostPart("draft", "draft_model"))
 
 
 def test_a_draft_model_that_fails_leaves_its_requests_to_plain_decoding(monkeypatch):
