@@ -40,7 +40,7 @@ from .models.decoder import TextModel
 from .models.drafter import MTPNet
 from .models.split import SOLO
 from .models.vision import VisionModel
-from .models.vision_config import NO_VISION, VisionConfig
+from .models.vision_config import NO_MMPROJ, NO_VISION
 from .ops.backend import Backend
 from .ops.cpu.ops import default_threads
 from .ops.formats import DeviceWeight
@@ -58,8 +58,8 @@ from .spec.mtp import MTPDrafter
 from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams
 from .weights import check_shares, hub, load_drafter, load_target
 from .weights.adapter import load_adapter
-from .weights.files import Files, check_draft_model, fingerprint, text_files, translate
-from .weights.vision import has_vision, load_vision
+from .weights.files import Files, check_draft_model, fingerprint, text_files
+from .weights.vision import has_vision, load_vision, vision_config
 
 log = logging.getLogger("outrider")
 Image = Any  # a path, the bytes of a file, a PIL image or a uint8 array [h, w, 3]
@@ -466,15 +466,13 @@ def load_images(
     files: Files, settings: LoadSettings, ops: Backend, device: torch.device, dtype: torch.dtype
 ) -> ImageEncoder | str:
     """What reads the images of this model; a text: why none are read."""
-    config = translate(VisionConfig.from_hf, files)
+    config = vision_config(files)
     if config is None:
-        return NO_VISION
+        return NO_MMPROJ if files.gguf is not None else NO_VISION
     if not settings.vision:
         return "images are off: the model was loaded without its vision weights (--no-vision)"
     if settings.tensor_parallel > 1:
         return "images are not read by a model that is divided over several processes (tensor parallel)"
-    if files.gguf is not None:
-        return "images need the safetensors checkpoint: a GGUF file's mmproj is not read yet"
     dummy = settings.seed if settings.load_format == "dummy" else None
     if dummy is None and not has_vision(files):
         return NO_VISION

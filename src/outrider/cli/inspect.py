@@ -17,7 +17,6 @@ from ..config import LoadSettings
 from ..models.block_config import BlockConfig, is_block
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import context_that_fits, drafter_size, model_size, report
-from ..models.vision_config import VisionConfig
 from ..types import OutriderError
 from . import common
 from .common import out
@@ -113,6 +112,7 @@ def inspect(
     int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
     from ..weights.quant_scheme import rounded_activations
     from ..weights.repos import companion
+    from ..weights.vision import vision_config
 
     kv_dtype = load.engine.kv_dtype
     if context < 1:
@@ -145,7 +145,7 @@ def inspect(
     data["rounded_activations"] = rounded_activations(files.config)
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
-    vision = VisionConfig.from_hf(files.config) if files.gguf is None else None
+    vision = vision_config(files)
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
     beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
     if small is not None:

@@ -119,14 +119,14 @@ def _with_qat(known: dict[str, ForeignDict]) -> dict[str, ForeignDict]:
 
 BUILTIN_CONFIGS: Mapping[str, Foreign] = _with_qat({
     "google/gemma-4-E2B-it": _target(
-        "gemma4", SMALL_TOWER, hidden=1536, sliding=4, blocks=7, heads=8, kv=1, global_kv=None, intermediate=6144, window=512,
-        context=131072,
+        "gemma4", SMALL_TOWER, hidden=1536, sliding=4, blocks=7, heads=8, kv=1, global_kv=None, intermediate=6144,
+        window=512, context=131072,
         num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256,
         vocab_size_per_layer_input=262144,
     ),
     "google/gemma-4-E4B-it": _target(
-        "gemma4", SMALL_TOWER, hidden=2560, sliding=5, blocks=7, heads=8, kv=2, global_kv=None, intermediate=10240, window=512,
-        context=131072,
+        "gemma4", SMALL_TOWER, hidden=2560, sliding=5, blocks=7, heads=8, kv=2, global_kv=None, intermediate=10240,
+        window=512, context=131072,
         num_kv_shared_layers=18, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
     ),
     "google/gemma-4-12B-it": _target(
@@ -134,13 +134,13 @@ BUILTIN_CONFIGS: Mapping[str, Foreign] = _with_qat({
         window=1024, context=262144,
     ),
     "google/gemma-4-26B-A4B-it": _target(
-        "gemma4", LARGE_TOWER, hidden=2816, sliding=5, blocks=5, heads=16, kv=8, global_kv=2, intermediate=2112, window=1024,
-        context=262144,
+        "gemma4", LARGE_TOWER, hidden=2816, sliding=5, blocks=5, heads=16, kv=8, global_kv=2, intermediate=2112,
+        window=1024, context=262144,
         enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
     ),
     "google/gemma-4-31B-it": _target(
-        "gemma4", LARGE_TOWER, hidden=5376, sliding=5, blocks=10, heads=32, kv=16, global_kv=4, intermediate=21504, window=1024,
-        context=262144,
+        "gemma4", LARGE_TOWER, hidden=5376, sliding=5, blocks=10, heads=32, kv=16, global_kv=4, intermediate=21504,
+        window=1024, context=262144,
     ),
     "google/gemma-4-E2B-it-assistant": _assistant(
         "gemma4_assistant", backbone=1536, hidden=256, intermediate=2048, heads=4, kv=1, global_kv=None, window=512,

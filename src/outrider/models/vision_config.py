@@ -16,6 +16,7 @@ from ..types import OutriderError
 from .config import Foreign, text_part
 
 IMAGE_TOKENS = (70, 140, 280, 560, 1120)  # soft-token budgets that the checkpoints were trained with
+NO_MMPROJ = "this model takes no images: no mmproj file lies next to the GGUF file"
 NO_VISION = "this model takes no images: its checkpoint has no vision weights"
 
 

@@ -112,8 +112,8 @@ def in_cache(repo: str) -> list[Path]:
 
 
 def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool = True) -> Path:
-    """The file that `repo:quant` means, fetched where the cache does not hold it, with the drafter that lies next to
-    it."""
+    """The file that `repo:quant` means, fetched where the cache does not hold it, with the drafter and the
+    projector (mmproj) that lie next to it."""
     kept = {str(p): p for p in in_cache(repo)}
     if quant is not None and kept:
         try:
@@ -133,6 +133,11 @@ def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool =
         path = Path(hf_hub_download(repo, chosen))
         if not drafter and any(is_drafter(name) for name in names):
             hf_hub_download(repo, choose([n for n in names if is_drafter(n)], repo, None, drafter=True))
+        projectors = {quantisation(n) or "": n for n in sorted(names) if is_mmproj(n) and n.lower().endswith(".gguf")}
+        if not drafter and projectors:
+            hf_hub_download(
+                repo, next((projectors[q] for q in ("BF16", "F16") if q in projectors), min(projectors.values()))
+            )
         return path
 
 

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..models.vision_config import VisionConfig
 from ..types import OutriderError
-from .files import Files, open_source
+from .files import Files, open_source, translate
+from .gguf import read
+from .mmproj import mmproj_config, read_mmproj
+from .repos import companion
 from .source_tensor import FLOATS, tensor
 
 PREFIXES = ("vision_tower.", "embed_vision.", "vision_embedder.", "multi_modal_projector.")
 OTHER_NAMES = {  # newer checkpoints of transformers keep the unified projection with its embedder
     "embed_vision.embedding_projection.weight": "vision_embedder.multimodal_embedder.embedding_projection.weight"
 }
+
+
+def vision_config(files: Files) -> VisionConfig | None:
+    """None: the checkpoint has no vision weights. Those of a GGUF model are in the projector (mmproj) next to it."""
+    if files.gguf is None:
+        return translate(VisionConfig.from_hf, files)
+    path = companion(files.path, "mmproj")
+    if path is None:
+        return None
+    described = mmproj_config(read(path), files.config, files.gguf.meta.get("tokenizer.ggml.tokens"))
+    return translate(VisionConfig.from_hf, replace(files, config=described))
 
 
 def load_vision(
@@ -24,37 +42,46 @@ def load_vision(
     wanted = config.tensors()
     if dummy_seed is not None:
         return _dummy(wanted, device, dtype, dummy_seed)
-    if files.gguf is not None:
-        raise OutriderError(
-            f"{files.name} is a GGUF file: images need the safetensors checkpoint (mmproj is not read yet)"
-        )
-    source = open_source(files)
-    stored = {name.removeprefix("model."): entry for name, entry in source.entries.items()}
-    stored = {
-        name.replace("vision_tower.vision_model.", "vision_tower."): entry
-        for name, entry in stored.items()
-        if name.startswith(PREFIXES)
-    }
+    where, stored = _stored(files, config)
     found: dict[str, Tensor] = {}
     for name, shape in wanted.items():
-        entry = stored.pop(name, None) or stored.pop(OTHER_NAMES.get(name, ""), None)
-        if entry is None:
-            raise OutriderError(f"{source.where}: tensor {name} is missing from the checkpoint's vision weights")
-        if entry.shape not in (shape, shape or (1,)) or entry.kind not in FLOATS:
+        if name not in stored:
+            raise OutriderError(f"{where}: tensor {name} is missing from the checkpoint's vision weights")
+        found[name] = torch.empty(shape, dtype=dtype, device=device)
+        found[name].copy_(stored.pop(name)().view(shape))
+    if stored:
+        raise OutriderError(f"{where}: tensor {min(stored)} is left over: vision_config does not describe it")
+    return found
+
+
+def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
+    """Where the weights are, and what reads each."""
+    if files.gguf is not None:
+        path = companion(files.path, "mmproj")
+        assert path is not None, "it was there when the configuration was read"
+        return str(path), read_mmproj(read(path), config)
+    source, wanted = open_source(files), config.tensors()
+    others = {other: name for name, other in OTHER_NAMES.items()}
+    stored: dict[str, Callable[[], Tensor]] = {}
+    for full, entry in source.entries.items():
+        name = full.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        if not name.startswith(PREFIXES):
+            continue
+        name = others.get(name, name)
+        shape = wanted.get(name)
+        if shape is not None and (entry.shape not in (shape, shape or (1,)) or entry.kind not in FLOATS):
             raise OutriderError(
                 f"{source.where}: tensor {name} is {entry.kind} {list(entry.shape)}, the config asks for {list(shape)}"
             )
-        found[name] = torch.empty(shape, dtype=dtype, device=device)
-        found[name].copy_(tensor(entry).view(shape))
-        entry.file.release(entry.start, entry.nbytes)
-    if stored:
-        raise OutriderError(f"{source.where}: tensor {min(stored)} is left over: vision_config does not describe it")
-    return found
+        stored[name] = partial(tensor, entry)
+    return source.where, stored
 
 
 def has_vision(files: Files) -> bool:
     """Some checkpoints keep the configuration and leave the weights out."""
-    return any(name.removeprefix("model.").startswith(PREFIXES) for name in open_source(files).entries)
+    return files.gguf is not None or any(
+        name.removeprefix("model.").startswith(PREFIXES) for name in open_source(files).entries
+    )
 
 
 def _dummy(

@@ -3,6 +3,7 @@ ours."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,16 @@ def permute(x: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(
-    path: Path, arch: str, config: Any, state: dict[str, Tensor], quantise: str | None = None, tokenizer: bool = False
+    path: Path,
+    arch: str,
+    config: Any,
+    state: dict[str, Tensor],
+    quantise: str | None = None,
+    tokenizer: bool = False,
+    control: Mapping[int, str] = {},
 ) -> Path:
-    """`state` under text-only names (`model.layers…`); `quantise`: the format of every matrix."""
+    """`state` under text-only names (`model.layers…`); `quantise`: the format of every matrix; `control`: more tokens
+    of the tokenizer, by id."""
     kinds = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[arch], config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, arch)
@@ -48,7 +56,7 @@ def write(
             writer.add_sliding_window(config.sliding_window)
             writer.add_sliding_window_pattern([k == "sliding_attention" for k in config.layer_types])
     if tokenizer:
-        _tokenizer(writer, config.vocab_size)
+        _tokenizer(writer, config.vocab_size, control)
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -82,26 +90,26 @@ def _gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     per = config.per_layer_config
     sliding, full = (config.layer_types.index(k) for k in ("sliding_attention", "full_attention"))
     writer.add_head_count_kv([p.num_key_value_heads for p in per])
-    wide, shared = config.intermediate_size, config.num_kv_shared_layers
+    wide, shared = config.intermediate_size, getattr(config, "num_kv_shared_layers", 0)
     first = config.num_hidden_layers - shared
-    double = 2 if config.use_double_wide_mlp else 1
+    double = 2 if getattr(config, "use_double_wide_mlp", False) else 1
     writer.add_feed_forward_length([wide * (double if i >= first else 1) for i in range(config.num_hidden_layers)])
     writer.add_key_length(per[full].head_dim)
     writer.add_uint32("gemma4.attention.key_length_swa", per[sliding].head_dim)
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([k == "sliding_attention" for k in config.layer_types])
     writer.add_uint32("gemma4.attention.shared_kv_layers", shared)
-    writer.add_uint32("gemma4.embedding_length_per_layer_input", config.hidden_size_per_layer_input)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", getattr(config, "hidden_size_per_layer_input", 0))
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_rope_freq_base(1e6)
     writer.add_float32("gemma4.rope.freq_base_swa", 1e4)
-    if config.enable_moe_block:
+    if getattr(config, "enable_moe_block", False):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.top_k_experts)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
-def _tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+def _tokenizer(writer: gguf.GGUFWriter, vocab: int, control: Mapping[int, str]) -> None:
     from tokenizers import pre_tokenizers
 
     tokens = [
@@ -116,10 +124,13 @@ def _tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
         "Ġthe",
     ]
     tokens += [f"[PAD{i}]" for i in range(len(tokens), vocab)]
+    kinds = [3] * 5 + [1] * 259 + [5] * (vocab - 264)
+    for i, token in control.items():
+        tokens[i], kinds[i] = token, 3
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * 5 + [1] * 259 + [5] * (vocab - 264))
+    writer.add_token_types(kinds)
     writer.add_token_merges(["Ġ t", "h e", "Ġt he"])
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
