@@ -84,7 +84,7 @@ class Controller:
         if not seqs:
             return []
         size, context = len(seqs), sum(view.context for view in seqs) // len(seqs)
-        states, plain = [self._seq(view.id) for view in seqs], self.cost.curve(None, size, context)[0]
+        states = [self._seq(view.id) for view in seqs]
         if size == 1:
             rate, best, least = self._rate_one(seqs[0], states[0])
             plans, probes = [best], [least]
@@ -95,10 +95,10 @@ class Controller:
         if not any(plan.k for plan in plans):
             for i, (view, seq, probe) in enumerate(zip(seqs, states, probes, strict=True)):
                 if probe is not None:
-                    plans[i] = self._maybe_probe(view, seq, probe, self.cost.curve(probe.drafter, size, context), plain)
+                    plans[i] = self._maybe_probe(view, seq, probe, self.cost.curve(probe.drafter, size, context))
                 if plans[i].k:
                     break  # one probe a cycle, since the neighbours of a probe pay for it too
-        self._note(seqs, states, plans, context, plain)
+        self._note(seqs, states, plans, context)
         self._hold(seqs, states, plans)
         return plans
 
@@ -111,9 +111,10 @@ class Controller:
         least: DraftPlan | None = None
         least_rate = 0.0
         for name in self.drafters:
-            cap, source, shared = self._offer(view, name)
-            if cap <= 0:
+            offer = self._offer(view, name)
+            if offer is None:
                 continue
+            cap, source, shared = offer
             toll, top, top_rate = self._catch_up_cost(view, name), 0, 0.0
             options = self._ending_option if shared.calibrated else self._fixed_options
             for k, nodes, tokens_a_second, bearable in options(view, seq, source, shared, cap):
@@ -150,7 +151,7 @@ class Controller:
     def _fixed_options(
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
     ) -> Iterator[tuple[int, int, float, bool]]:
-        """The same for every K, of chains and of trees of a fixed size."""
+        """The same of the K that matter, for chains and for trees of a fixed size."""
         name, expected = source.drafter, self._expected(seq, source, shared)
         kinds = [(0, cap, 1.0)]
         if view.nodes >= TIMED and shared.proven and self.cost.has_trees(name):
@@ -158,8 +159,15 @@ class Controller:
         for nodes, deepest, lift in kinds:
             curve = self.cost.curve(name, 1, view.context, nodes > 0)
             limit = self._risk(seq, shared, curve, deepest)
-            for k in range(1, deepest + 1):
-                yield k, nodes, (1.0 + lift * (expected[k] - 1.0)) / curve[k], k <= limit
+            pairs = zip(expected[1 : deepest + 1], curve[1:])
+            rates = [(1.0 + lift * (tokens - 1.0)) / seconds for tokens, seconds in pairs]
+            worth = {rates.index(max(rates)) + 1}  # the best, the best that is bearable, and what was chosen last
+            if limit:
+                worth.add(rates.index(max(rates[:limit])) + 1)
+                if name == seq.last.drafter and nodes == seq.last.nodes and seq.last.k <= limit:
+                    worth.add(seq.last.k)
+            for k in sorted(worth):
+                yield k, nodes, rates[k - 1], k <= limit
 
     def _catch_up_cost(self, view: DraftContext, name: str) -> float:
         """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins
@@ -197,9 +205,12 @@ class Controller:
         prices = tuple(rate * (t - verify[0]) for t in verify)
         return choice._replace(stop=stop, drop=drop / 2, prices=prices)  # prices do the dropping
 
-    def _offer(self, view: DraftContext, name: str) -> tuple[int, Source, DrafterStats]:
-        """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
+    def _offer(self, view: DraftContext, name: str) -> tuple[int, Source, DrafterStats] | None:
+        """How many tokens this drafter may offer, whose statistics count, and what is known of it; None: it has
+        nothing to offer."""
         cap = min(view.drafter_available.get(name, 0), MAX_DRAFT, view.remaining - 1)
+        if cap <= 0:
+            return None
         source = Source(name, match_range(view.match_len) if name == "ngram" else 0, view.adapter)
         shared = self._stats(source)
         if shared.judged < 8 and not self.cost.free(name) and not shared.carded:
@@ -208,7 +219,7 @@ class Controller:
 
     def _first_offered(self, view: DraftContext) -> DraftPlan | None:
         """The probe of a sequence in a batch."""
-        name = next((name for name in self.drafters if self._offer(view, name)[0] > 0), None)
+        name = next((name for name in self.drafters if self._offer(view, name) is not None), None)
         return DraftPlan(name, 1) if name is not None else None
 
     def _expected(self, seq: SeqState, source: Source, shared: DrafterStats) -> list[float]:
@@ -255,14 +266,12 @@ class Controller:
             k -= 1
         return k
 
-    def _maybe_probe(
-        self, view: DraftContext, seq: SeqState, probe: DraftPlan, times: Sequence[float], plain: float
-    ) -> DraftPlan:
+    def _maybe_probe(self, view: DraftContext, seq: SeqState, probe: DraftPlan, times: Sequence[float]) -> DraftPlan:
         """A probe's draft goes to its end: tokens left out of it would teach nothing."""
         tuning = self.tuning
         reading = self._catch_up_cost(view, probe.drafter or "") * min(view.remaining, tuning.horizon)
         seq.wait -= 1
-        if seq.wait > 0 or self._explored + times[probe.k] - plain + reading > tuning.explore * self._time:
+        if seq.wait > 0 or self._explored + times[probe.k] - times[0] + reading > tuning.explore * self._time:
             return NO_DRAFT
         seq.interval = min(tuning.probe_last, seq.interval * 2)
         seq.wait = seq.interval
@@ -318,9 +327,10 @@ class Controller:
                 row, owner = [1.0], None
                 for name in self.drafters:
                     if name == runs or self.cost.free(name):
-                        cap, source, shared = self._offer(view, name)
-                        if cap <= 0 or self._catch_up_cost(view, name) > tuning.batch_catch_up * verify[0] / size:
+                        offer = self._offer(view, name)
+                        if offer is None or self._catch_up_cost(view, name) > tuning.batch_catch_up * verify[0] / size:
                             continue
+                        cap, source, shared = offer
                         expected, times = self._expected(seq, source, shared), self.cost.curve(name, size, context)
                         cap = self._risk(seq, shared, times, cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else tuning.rival):
@@ -339,16 +349,9 @@ class Controller:
                 best = (rate, [DraftPlan(o, k) if k and o else NO_DRAFT for o, k in zip(owners, ks, strict=True)])
         return best
 
-    def _note(
-        self,
-        seqs: Sequence[DraftContext],
-        states: Sequence[SeqState],
-        plans: list[DraftPlan],
-        context: int,
-        plain: float,
-    ) -> None:
+    def _note(self, seqs: Sequence[DraftContext], states: list[SeqState], plans: list[DraftPlan], context: int) -> None:
         """Keep the books of the cycle about to run: what it costs against a plain one."""
-        size, only = len(seqs), plans[0]
+        size, only, plain = len(seqs), plans[0], self.cost.curve(None, len(seqs), context)[0]
         if size == 1:
             tree = only.nodes > 0 and self.cost.has_trees(only.drafter or "")
             curve: Sequence[float] = self.cost.curve(only.drafter, 1, context, tree)

@@ -85,7 +85,7 @@ class CostTable:
         # correction of a whole cycle by K, for a drafting part (None: plain) and a batch knot
         self._factor: dict[tuple[CostPart | None, int], Curve] = {}
         self._wrong: dict[tuple[CostPart | None, int, int], float] = {}  # log of what is to be corrected, also by K
-        self._cache: dict[tuple[CostPart | None, int, int], Curve] = {}
+        self._cache: dict[tuple[str | None, bool, int, int], Curve] = {}
         self._drafts: dict[tuple[CostPart, int], Curve] = {}
         self._reaches: dict[tuple[str, int, int], tuple[Curve, int]] = {}
         self._last: tuple[CostPart | None, int, int] | None = None
@@ -122,11 +122,10 @@ class CostTable:
     def curve(self, drafter: str | None, batch: int, context: int, tree: bool = False) -> Curve:
         """Seconds of a whole cycle by K: draft and verify; tree: with a tree of a fixed size, by depth. Relative to the
         moment of measuring: `drift` is left out, since it scales every choice alike. Cached; treat as read-only."""
-        part = self._part(drafter, tree)
-        key = (part, batch, context >> 7)
+        key = (drafter, tree, batch, context >> 7)
         found = self._cache.get(key)
         if found is None:
-            found = self._cache[key] = self._build(part, batch, (context >> 7 << 7) + 64)
+            found = self._cache[key] = self._build(self._part(drafter, tree), batch, (context >> 7 << 7) + 64)
         return found
 
     def reach(self, drafter: str, batch: int, context: int, sure: float) -> int:

@@ -106,7 +106,7 @@ def test_a_k_that_was_asked_for_teaches_nothing():
         controller.plan([view("free", mtp=0), view("asked", mtp=0, fixed=True)])
         controller.observe("asked", "mtp", 8, 0, None)
     controller.observe("planned elsewhere", "mtp", 4, 0, None)
-    assert controller.snapshot()["drafts"] == {"mtp": 0} and controller.snapshot()["running"] == 2
+    assert not any(controller.snapshot()["drafts"].values()) and controller.snapshot()["running"] == 2
 
 
 def test_an_adapted_target_has_an_acceptance_of_its_own():
