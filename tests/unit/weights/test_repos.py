@@ -57,11 +57,11 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> li
 
 
 @pytest.mark.parametrize("name", ["org/m:Q8_0", "org/m:q8_0", "hf.co/org/m:Q8_0", "https://huggingface.co/org/m:Q8_0"])
-def test_a_name_with_a_quantisation_fetches_one_file_and_its_drafter_once(fake_hub: list[str], name: str) -> None:
+def test_a_name_with_a_quantisation_fetches_one_file_and_its_companions_once(fake_hub: list[str], name: str) -> None:
     files = hub.resolve(name)
     assert files.gguf is not None and files.path.name == "m-Q8_0.gguf" and files.name == name
-    assert fake_hub == ["m-Q8_0.gguf", "m-assistant-Q8_0.gguf"]
-    assert hub.resolve(name).path == hub.resolve(name, weights=False).path == files.path and len(fake_hub) == 2
+    assert fake_hub == ["m-Q8_0.gguf", "m-assistant-Q8_0.gguf", "mmproj-F16.gguf"]
+    assert hub.resolve(name).path == hub.resolve(name, weights=False).path == files.path and len(fake_hub) == 3
     where, why = hub.auto_drafter(files)
     assert where is not None and where.endswith("m-assistant-Q8_0.gguf") and "beside the model" in why
 
