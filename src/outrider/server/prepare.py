@@ -26,6 +26,7 @@ from ..types import OutriderError, SamplingParams
 from .dialect import Dialect, spell_out_tools
 from .errors import bad, check_size
 from .grammar_source import GrammarSource, build
+from .image_fetch import ImageFetcher
 from .infill import Infill
 from .job import Job as Job
 from .model_info import UNKNOWN, ModelInfo
@@ -324,7 +325,7 @@ class Preparer:
         try:
             prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
             if images:
-                prompt = replace(prompt, ids=self.vision.expand(prompt.ids, images))
+                prompt = replace(prompt, ids=self._with_images(prompt.ids, images))
             return (
                 prompt
                 if not last
@@ -334,6 +335,13 @@ class Preparer:
             raise bad(_one_line(e), "messages", "template_error") from e
         except (UnicodeError, TypeError) as e:
             raise bad("The text is not valid Unicode.") from e
+
+    def _with_images(self, ids: list[int], urls: list[str]) -> list[int]:
+        vision = self.vision
+        if len(urls) > vision.max_images:
+            raise OutriderError(f"{len(urls)} images; at most {vision.max_images} are allowed in a prompt")
+        fetcher = ImageFetcher(self._settings.allow_image_hosts.split(","))
+        return vision.expand(ids, [url if url[:5].lower() == "data:" else fetcher.fetch(url) for url in urls])
 
     @property
     def vision(self) -> ImageEncoder:

@@ -94,14 +94,14 @@ class StreamOptions(Strict):
 
 
 class TextPart(Lenient):
-    """Text, or an image as a data URL. Thoughts of earlier turns are not rendered again; a refusal is what was
+    """Text, or an image as a URL. Thoughts of earlier turns are not rendered again; a refusal is what was
     said."""
 
     type: str = "text"
     text: str = ""
     refusal: str = ""
     image_url: str | dict[str, object] | None = None
-    image: str | None = None  # its data URL
+    image: str | None = None  # its data URL or address
 
     @model_validator(mode="after")
     def is_text(self) -> TextPart:
@@ -119,12 +119,12 @@ class TextPart(Lenient):
 
 
 def image_of(given: object) -> str:
-    """A data URL, as clients send it: bare or as {"url": ..., "detail": ...}."""
+    """A data URL or an address, as clients send it: bare or as {"url": ..., "detail": ...}."""
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not url:
         raise ValueError("image_url is missing")
-    if url[:5].lower() != "data:":
-        raise ValueError("images are not fetched from the network; send a data URL (data:image/png;base64,...)")
+    if not url[:8].lower().startswith(("data:", "http://", "https://")):
+        raise ValueError("images are not fetched from such an address; send a data URL (data:image/png;base64,...)")
     return url
 
 
@@ -164,7 +164,7 @@ class Message(Lenient):
 
     @property
     def images(self) -> list[str]:
-        """Data URLs, in order."""
+        """Data URLs and addresses, in order."""
         return [p.image for p in self.content if p.image] if isinstance(self.content, list) else []
 
     @property

@@ -51,6 +51,9 @@ class ServerSettings:
     finish_prompts: Annotated[
         float, "Seconds that a long prompt goes on being read after its client left. 0: not at all."
     ] = 600.0
+    allow_image_hosts: Annotated[
+        str, "Hosts that images may be fetched from, separated by commas (HOST, or HOST:PORT). Default: none."
+    ] = ""
     runtime_adapters: Annotated[
         bool, "Clients may load and unload LoRA adapters of this machine's files (/v1/load_lora_adapter)."
     ] = False

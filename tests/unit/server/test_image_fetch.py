@@ -1,0 +1,118 @@
+"""Images by address: fetched from named hosts at public addresses only. The server here is on loopback, so most tests
+say which addresses count as public; what is public is tested by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from outrider.server.image_fetch import ImageFetcher, public
+from outrider.types import OutriderError
+
+HOST = "pictures.example"
+
+
+class Pictures(BaseHTTPRequestHandler):
+    seen: ClassVar[list[tuple[str, str]]] = []
+    stop: ClassVar[threading.Event]
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, self.headers["Host"]))
+        if self.path == "/slow":
+            self.stop.wait(30)
+            return
+        status = {"/away": 302, "/gone": 404}.get(self.path, 200)
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "/cat?1")
+        if self.path != "/endless":
+            self.send_header("Content-Length", str({"/large": 5000}.get(self.path, 4)))
+        self.end_headers()
+        self.wfile.write(b"x" * 5000 if self.path in ("/large", "/endless") else b"meow")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    Pictures.seen, Pictures.stop = [], threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server.server_port
+    Pictures.stop.set()
+    server.shutdown()
+    server.server_close()
+
+
+def fetcher(port: int, **more: object) -> ImageFetcher:
+    given = {"resolve": lambda host, _: ["127.0.0.1"], "allowed": lambda _: True, "max_bytes": 1000} | more
+    return ImageFetcher([f"{HOST}:{port}"], **given)  # type: ignore[arg-type]
+
+
+def test_a_named_host_is_asked_at_the_address_that_was_checked(port: int) -> None:
+    """A second look-up, whose answer another may change, would be a way in."""
+    looked: list[str] = []
+
+    def resolve(host: str, _: int) -> list[str]:
+        looked.append(host)
+        return ["127.0.0.1"]
+
+    assert fetcher(port, resolve=resolve).fetch(f"http://{HOST}:{port}/cat?1") == b"meow"
+    assert Pictures.seen == [("/cat?1", f"{HOST}:{port}")] and looked == [HOST]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("/away", "redirects are not followed"), ("/gone", "404"), ("/large", "more than"), ("/endless", "more than")],
+)
+def test_redirects_errors_and_large_files_are_refused(port: int, path: str, said: str) -> None:
+    with pytest.raises(OutriderError, match=said):
+        fetcher(port).fetch(f"http://{HOST}:{port}{path}")
+    assert len(Pictures.seen) == 1
+
+
+def test_a_slow_host_is_given_up(port: int) -> None:
+    with pytest.raises(OutriderError, match=r"more than 0\.3 s"):
+        fetcher(port, seconds=0.3).fetch(f"http://{HOST}:{port}/slow")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://other.example/cat", "http://pictures.example/cat", "http://pictures.example.other.example:{port}/",
+        "http://user@pictures.example:{port}/", "http://127.0.0.1:{port}/", "file:///etc/passwd", "ftp://pictures.example/",
+        "http://pictures.example:99999/", "http://pictures.example:{port}/a\r\nX: y", "http://[::1/", "gopher:", "http:",
+    ],
+)  # fmt: skip
+def test_other_hosts_ports_and_schemes_are_not_asked(port: int, url: str) -> None:
+    with pytest.raises(OutriderError):
+        fetcher(port).fetch(url.replace("{port}", str(port)))
+    assert not Pictures.seen
+
+
+@pytest.mark.parametrize("found", [["127.0.0.1"], ["1.1.1.1", "127.0.0.1"], ["::ffff:127.0.0.1"], []])
+def test_an_address_that_is_not_public_is_not_asked(port: int, found: list[str]) -> None:
+    """Where one of a host's addresses is inside, none is asked."""
+    with pytest.raises(OutriderError, match="not public"):
+        fetcher(port, resolve=lambda *_: found, allowed=public).fetch(f"http://{HOST}:{port}/cat")
+    assert not Pictures.seen
+
+
+def test_what_is_public() -> None:
+    inside = (
+        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
+        "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1", "2002:7f00:1::",
+        "64:ff9b::7f00:1",
+    )  # fmt: skip
+    assert [address for address in inside if public(address)] == []
+    assert public("1.1.1.1") and public("2606:4700:4700::1111")
+
+
+def test_nothing_is_fetched_by_default() -> None:
+    with pytest.raises(OutriderError, match="not fetched"):
+        ImageFetcher(()).fetch("https://example.org/cat.png")
