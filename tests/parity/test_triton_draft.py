@@ -14,7 +14,7 @@ from tests.draft_rig import draft_rig  # noqa: E402
 from tests.rounds import batch_of  # noqa: E402
 
 from outrider.ops.reference import ReferenceOps  # noqa: E402
-from outrider.ops.trees import BRANCH  # noqa: E402
+from outrider.ops.trees import BRANCH, max_nodes  # noqa: E402
 from outrider.ops.triton.draft import FusedDrafter, unsupported  # noqa: E402
 from outrider.spec.drafter import draft_round  # noqa: E402
 from outrider.spec.mtp import MTPDrafter  # noqa: E402
@@ -25,7 +25,7 @@ CLUSTERED = dict(use_ordered_embeddings=True, num_centroids=16, centroid_interme
 
 
 @torch.inference_mode()
-def test_round() -> None:
+def test_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences of unlike length (one beyond the window, one with fewer keys than splits), greedy and with noise;
     windowed layers cut the keys, the full one walks over several blocks. A state that is not fed back, or a stale
     scratch, gives other tokens from the second step on."""
@@ -63,7 +63,11 @@ def test_round() -> None:
     assert torch.equal(drafter.propose(batch, 3).tokens, want), "a second round finds what the first left"
     fused.most = 1
     assert torch.equal(drafter.propose(batch, 3).tokens, want), "beyond `most` sequences: step by step"
-    assert not fused.barrier_timed_out
+    assert drafter.alarm is not None and not int(drafter.alarm)
+    fused.most = 2
+    drafter.use_steps()
+    monkeypatch.setattr(fused, "draft", lambda *_: pytest.fail("a round in one launch"))
+    assert torch.equal(drafter.propose(batch, 3).tokens, want) and drafter.max_nodes(2) == max_nodes(2)
 
 
 def test_unsupported() -> None:

@@ -17,7 +17,7 @@ On a device without graphs the captured function itself runs: the same code is t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -46,6 +46,7 @@ NODES = (
 # Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split
 # of the keys.
 TOGETHER, APART = 8, 1 << 18
+ALARM_EVERY = 64  # steps between two looks at a drafter's alarm, which costs a copy
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -64,6 +65,7 @@ class Copied:
     key: Key
     host: Output
     event: torch.cuda.Event | None
+    alarm: Tensor | None = None  # the drafter's, on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class GraphExecutor(Executor):
         self.prefill_graphs = PrefillGraphs(runner, pass_rows, pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._uploaded: dict[str, tuple[object, ...]] = {}
+        self._replays, self._alarm = 0, torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
@@ -243,11 +246,7 @@ class GraphExecutor(Executor):
             self._joined.clear()  # the eager step leaves what the slots hold of their history behind
             return None
         if self.history.grow(key.asks):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
-            kept = {known: made for known, made in self.cache.graphs.items() if known.asks == NO_FEATURES}
-            self.cache.graphs = kept
-            self._instead.clear()
+            self._drop(lambda known: known.asks == NO_FEATURES)
         if key.asks.grammar and self.bits is None:
             shape = (self.can.graph_rows, -(-self.runner.vocab // 32))
             self.bits = torch.full(shape, -1, dtype=torch.int32, device=self.device)
@@ -284,9 +283,7 @@ class GraphExecutor(Executor):
 
     def drop(self) -> None:
         """All graphs, at the end: what was captured holds on to the libraries whose kernels are in it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.cache.graphs.clear()
+        self._drop(lambda _: False)
         self.prefill_graphs.cache.graphs.clear()
 
     # ---- one step
@@ -320,11 +317,14 @@ class GraphExecutor(Executor):
         host.tokens.copy_(out.tokens, non_blocking=True)
         if host.logprobs is not None and out.logprobs is not None:
             host.logprobs.copy_(out.logprobs, non_blocking=True)
-        event = None
+        event, alarm = None, self.drafter.alarm if self.drafter is not None and captured.key.k else None
+        self._replays += 1
+        if alarm is not None:
+            alarm = None if self._replays % ALARM_EVERY else self._alarm.copy_(alarm, non_blocking=True)
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return Copied(captured.key, host, event)
+        return Copied(captured.key, host, event, alarm)
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         copied, scheduled = pending.payload, pending.batch.decode
@@ -332,6 +332,8 @@ class GraphExecutor(Executor):
             return []
         if copied.event is not None:
             copied.event.synchronize()
+        if copied.alarm is not None and int(copied.alarm):
+            self._heed_alarm()
         lines = copied.host.tokens[: len(scheduled)].tolist()
         if copied.key.nodes:
             return [branched(i, item, line, copied.key) for i, (item, line) in enumerate(zip(scheduled, lines))]
@@ -343,6 +345,23 @@ class GraphExecutor(Executor):
             likely = None if top is None else logprobs(rows[i * width :], tokens, top)
             out.append(Emitted(tokens, item.plan.k, likely))
         return out
+
+    def _heed_alarm(self) -> None:
+        """A round of drafts in one launch has failed, which cost a second and brought nothing: go on step by step."""
+        drafter = self.drafter
+        if drafter is None or drafter.alarm is None or self.runner.divided:
+            return
+        log.warning("drafter %s: a round in one launch timed out; from now on it goes step by step", drafter.name)
+        drafter.alarm = None
+        drafter.use_steps()
+        self._drop(lambda key: key.source not in ("drafter", "both"))
+
+    def _drop(self, keep: Callable[[Key], bool]) -> None:
+        """Forget the other graphs."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
+        self.cache.graphs = {key: made for key, made in self.cache.graphs.items() if keep(key)}
+        self._instead.clear()
 
     def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key, draft: CapturedGraph | None) -> None:
         """What the grammars allow behind each drafted token. The drafts come first, from a graph of their own (or the

@@ -37,6 +37,7 @@ from .layers import gather_blocks, rope_variants
 class MTPNet:
     most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
     has_runner_ups = False
+    alarm: Tensor | None = None
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
         layers = bind(config, target.config)

@@ -97,6 +97,7 @@ class Drafter:
     net: DraftNet | None = None  # a network that a backend may run inside its own decode step
     in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
     host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step
+    alarm: Tensor | None = None  # int32 [1] on the device, not 0 once a round in one launch has failed there
     profile: AcceptanceProfile | None = None  # how often it is right, before anything was observed
     trained_for: str | None = None  # fingerprint of the target that it was trained for
 
@@ -108,6 +109,9 @@ class Drafter:
     def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
         """Up to k tokens for each sequence in one call (`host_rounds`)."""
         raise NotImplementedError(f"{self.name} has no rounds in one call")
+
+    def use_steps(self) -> None:
+        """From now on no round in one launch (`alarm`): each goes step by step."""
 
     def max_nodes(self, depth: int) -> int:
         """The most tokens that a tree of this depth can have in a captured step; 0: it builds none there."""

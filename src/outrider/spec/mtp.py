@@ -23,6 +23,7 @@ class MTPDrafter(Drafter):
     def __init__(self, model: DraftNet, target: Target):
         self.model, self.target, self.net = model, target, model
         self.taps, self.trained_for = model.config.taps, model.config.target_hash
+        self.alarm = model.alarm
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """One call where the network has whole rounds for so many sequences; else step by step."""
@@ -42,6 +43,9 @@ class MTPDrafter(Drafter):
             sampling.any_sampled,
         )  # fmt: skip
         return Draft(tokens, lengths, confidence=confidence)
+
+    def use_steps(self) -> None:
+        self.model.most, self.model.has_runner_ups = 0, False
 
     def score(self, batch: DraftBatch) -> Score:
         """The steps of one round."""

@@ -316,6 +316,7 @@ class FusedDrafter:
         )  # each program's two best, by step
         self.tokens = torch.zeros((most, MAX_DRAFT, 2 * 256), dtype=torch.int32, device=device)
         self.counter = torch.zeros(128, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when one was missed
+        self.alarm = self.counter[64:65]  # a barrier timed out: the guesses of that round are worthless
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self.size = 1  # sequences of the last round
         self.lengths = torch.arange(MAX_DRAFT + 1, device=device)[:, None].repeat(1, most)  # [steps, B], all `steps`
@@ -383,11 +384,6 @@ class FusedDrafter:
         """float32 [most, h]: what the head was given in the last step of the last round."""
         at = self.constants["GN"]
         return self.scratch[:, at : at + self.config.hidden]
-
-    @property
-    def barrier_timed_out(self) -> bool:
-        """A round ended because a program was missing: its guesses are worthless. Waits for the device."""
-        return bool(int(self.counter[64]))
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,

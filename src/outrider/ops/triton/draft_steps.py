@@ -98,6 +98,7 @@ class SteppedDrafter:
     """The drafter's own methods, and `draft` for a whole round."""
 
     has_runner_ups = True
+    alarm: Tensor | None = None
     most = 1  # sequences in a round: more of them are sooner step by step, where products share the weights among rows
 
     def __init__(
