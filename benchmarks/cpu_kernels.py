@@ -7,6 +7,8 @@
     python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
     python benchmarks/cpu_kernels.py MODEL.gguf --passes --cycles 1,2,3,4,5,7,9   # whole cycles that check given
     guesses
+    python benchmarks/cpu_kernels.py MODEL.gguf --adapter 16   # the same cycles with and without an
+    adapter of rank 16 on all linear modules, in turn; nothing else
 
 Times are medians with (least to greatest) over the repetitions; `x` columns are multiples of one row in the same run.
 """
@@ -34,9 +36,12 @@ from outrider.models.drafter import MTPNet
 from outrider.ops.backend import CycleRequest
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.lowrank import Adapter
 from outrider.spec.choose import SamplingBatch
 from outrider.types import DraftPlan, KVView, SamplingParams
+from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_drafter, load_target
+from outrider.weights.names import tensor_plan
 
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
 DRAFTS = (1, 4, 8)
@@ -144,12 +149,37 @@ class Given:
         self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, ())
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
-    def run(self, rows: int) -> None:
+    def run(self, rows: int, adapter: Adapter | None = None) -> None:
+        plan, given = DraftPlan(None, rows - 1), [7] * (rows - 1)
         self.cycle.run(
-            [CycleRequest(self.ours.seq.slot, 5, CONTEXT, DraftPlan(None, rows - 1), [7] * (rows - 1))],
-            self.sampling,
-            None,
+            [CycleRequest(self.ours.seq.slot, 5, CONTEXT, plan, given, adapter=adapter)], self.sampling, None
         )
+
+
+def random_adapter(ours: Ours, rank: int) -> Adapter:
+    """In 16 bits, as adapters are held next to quantised weights."""
+    parts, rng = {}, torch.Generator().manual_seed(2)
+    for name, plan in tensor_plan(ours.config).items():
+        if ADAPTABLE.fullmatch(name):
+            pieces = [(rows, rank) for rows, _ in plan.source_shapes]
+            a, b = ((rank * len(pieces), plan.shape[1]), (plan.shape[0], rank * len(pieces)))
+            matrices = (0.02 * torch.randn(shape, generator=rng).half() for shape in (a, b))
+            parts[name] = ours.ops.lowrank(*matrices, torch.ones(plan.shape[0]), pieces)
+    return Adapter("random", b"", parts)
+
+
+def adapted(ours: Ours, rank: int, repeat: int, rounds: int) -> None:
+    """Turn about, four cycles each: ratios of neighbours, so that a busy moment meets both."""
+    given, adapter, clock = Given(ours), random_adapter(ours, rank), Clock()
+    print(f"adapter of rank {rank}: {adapter.nbytes / 1e6:.1f} MB")
+    for rows in PASS_ROWS:
+        one, two = f"cycle of {rows} rows", f"cycle of {rows} rows, rank {rank}"
+        for _ in range(rounds):
+            work = lambda rows=rows: given.run(rows, adapter)  # noqa: E731
+            clock.pairs(one, lambda rows=rows: given.run(rows), two, work, repeat)
+        clock.show(one)
+        clock.show(two, one)
+        print(f"  best by best {min(clock.times[two]) / min(clock.times[one]):.3f} x")
 
 
 class Cycles:
@@ -246,10 +276,14 @@ def main() -> None:
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--drafter", help="an MTP drafter's folder")
     parser.add_argument("--cycles", default="", help="numbers of rows: whole cycles that check given guesses")
+    parser.add_argument("--adapter", type=int, metavar="RANK", help="cycles with and without an adapter of this rank")
     parser.add_argument("--json", help="append the medians to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # torch's own threads would spin beside ours
     ours, clock, peer = Ours(args.model, args.threads, args.isa), Clock(), None
+    if args.adapter:
+        adapted(ours, args.adapter, args.repeat, args.rounds)
+        return
     if not args.no_peer:
         try:
             peer = Peer(args.model, ours.ops.threads, ours.ids.tolist())

@@ -35,8 +35,10 @@ def peft_model(model: Any, folder: Path, seed: int = 3, **settings: Any) -> Any:
     return adapted
 
 
-def write_adapter(config: ModelConfig, folder: Path, seed: int = 0, rank: int = 4, size: float = 0.5) -> Path:
-    """A PEFT folder for every linear module of a configuration."""
+def write_adapter(
+    config: ModelConfig, folder: Path, seed: int = 0, rank: int = 4, size: float = 0.5, only: str = "_"
+) -> Path:
+    """A PEFT folder for every linear module of a configuration, or those whose name holds `only`."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -45,6 +47,8 @@ def write_adapter(config: ModelConfig, folder: Path, seed: int = 0, rank: int = 
             continue
         for source, (rows, columns) in zip(plan.sources, plan.source_shapes):
             module = "base_model.model." + source.removesuffix(".weight")
+            if only not in module.rsplit(".", 1)[1]:
+                continue
             tensors[module + ".lora_A.weight"] = size * torch.randn((rank, columns), generator=rng)
             tensors[module + ".lora_B.weight"] = size * torch.randn((rows, rank), generator=rng)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -54,7 +58,7 @@ def write_adapter(config: ModelConfig, folder: Path, seed: int = 0, rank: int = 
         "lora_alpha": 2 * rank,
         "use_rslora": False,
         "bias": "none",
-        "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "target_modules": [n for n in ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj") if only in n],
         "rank_pattern": {},
         "alpha_pattern": {},
         "modules_to_save": None,

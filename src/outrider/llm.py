@@ -484,13 +484,15 @@ def load_images(
 
 def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str], None]) -> AdapterPool:
     """The settings' adapters, before K/V takes the rest of a GPU's memory."""
-    to = (target.config, target.ops, target.dtype, target.device)
+    weight = target.blocks[0].qkv
+    short = not (isinstance(weight, torch.Tensor) and weight.dtype == torch.float32)
+    to = (target.config, target.ops, target.dtype, target.device, short)
     pool = AdapterPool(target, lambda name, path: load_adapter(name, path, *to), settings.max_adapters)
     for name, path in settings.adapters.items():
         pool.add(name, str(path))
     if settings.adapters:
         size = f"{pool.nbytes / 2**20:.1f} MiB"
-        say(f"adapters: {', '.join(settings.adapters)} ({size}); steps that use one run in the eager executor")
+        say(f"adapters: {', '.join(settings.adapters)} ({size})")
     return pool
 
 

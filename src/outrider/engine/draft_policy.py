@@ -97,7 +97,7 @@ class DraftPolicy:
             return 0
         if asked is None:
             pays = not params.processed if self.graphs else seq.temperature_only and params.temperature >= GREEDY_EPS
-            asked = AUTO_NODES if self.trees and pays and seq.adapter is None else 0
+            asked = AUTO_NODES if self.trees and pays and not (self.graphs and seq.adapter) else 0
         return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:

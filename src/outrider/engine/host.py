@@ -36,7 +36,8 @@ class HostExecutor(Executor):
 
     def plan(self, batch: StepBatch) -> Plan | None:
         fits = all([item.seq.temperature_only and item.plan.drafter in self.drafters for item in batch.decode])
-        return Plan(batch) if fits and not batch.adapted else None
+        known = all([item.seq.adapter is None or self.cycle.takes(item.seq.adapter) for item in batch.decode])
+        return Plan(batch) if fits and known else None
 
     def launch(self, plan: Plan) -> PendingStep:
         batch, runner = plan.batch, self.runner
@@ -54,7 +55,7 @@ class HostExecutor(Executor):
                     each = each._replace(k=min(each.k, drafted.length))
                     guess = drafted.tokens[: each.k] if each.k else None
                 top = x.seq.request.params.logprobs
-                requests.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, each, guess, top))
+                requests.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, each, guess, top, x.seq.adapter))
             made = self.cycle.run(requests, sampling, batch.trust)
             for i, drafted in ahead.items():
                 if drafted.confidence:

@@ -149,7 +149,7 @@ class ModelRunner:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
         if self.adapters is None or all([adapter is None for adapter in adapters]):
             return self.model
-        return self.adapters.model_for(adapters, counts)
+        return self.model.ops.adapted(self.model, adapters, counts) or self.adapters.model_for(adapters, counts)
 
     @torch.inference_mode()
     def run_image(self, item: ScheduledSeq, span: ImageSpan) -> None:
@@ -159,7 +159,9 @@ class ModelRunner:
         end = span.end if span.bidirectional else None
         last = last_rows(kv, [0] if item.wanted else [])
         own = self.drafter is not None and bool(self.drafter.kv_specs)  # it reads all rows
-        model, adapted = self.model_for([item.seq.adapter], [item.count]), item.seq.adapter is not None
+        model, adapted = self.model, item.seq.adapter is not None
+        if self.adapters is not None and adapted:
+            model = self.adapters.model_for([item.seq.adapter], [item.count])
         out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if own or adapted else last, end)
         if own and self.drafter is not None:
             self.extend([item], out.streams, kv)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from ..types import AttnSpec, DraftPlan, KVPages, KVView
 from .formats import DeviceWeight, Weight
 from .trees import FixedTree, Frontier, Nodes, Noise
+
+if TYPE_CHECKING:
+    from .lowrank import Adapter, LowRank
 
 M = TypeVar("M")
 Norms = tuple[Tensor, Tensor, Tensor]  # weights of three norms of the same rows
@@ -117,6 +120,7 @@ class CycleRequest(NamedTuple):
     plan: DraftPlan
     guess: Sequence[int] | None = None  # plan.k tokens that were drafted elsewhere; None: the drafter's
     likely: int | None = None  # logprobs: of the chosen tokens and of so many likeliest ones; None: none are wanted
+    adapter: Adapter | None = None
 
 
 class CycleResult(NamedTuple):
@@ -145,6 +149,10 @@ class HostCycle(Protocol):
     alone."""
 
     drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
+
+    def takes(self, adapter: Adapter) -> bool:
+        """May sequences use this adapter?"""
+        ...
 
     def run(
         self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None
@@ -212,6 +220,7 @@ class Backend(Protocol):
     # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself
     def compile(self, model: M) -> M: ...
     def compile_drafter(self, drafter: M) -> M: ...
+    def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None: ...
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None: ...
@@ -230,6 +239,8 @@ class Backend(Protocol):
     def residual_norms(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank: ...
+    def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor: ...
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor: ...
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor: ...

@@ -24,8 +24,9 @@ class LowRank:
     rows one below the other and B is block-structured."""
 
     a: DeviceWeight  # [r, in]
-    b: DeviceWeight  # [out, r]
+    b: DeviceWeight  # [out, r], or as the backend lays it out
     scale: Tensor  # float32 [out]
+    pieces: tuple[tuple[int, int], ...] = ()  # (outputs, rank) of the matrices that the weight is fused of
 
     @property
     def nbytes(self) -> int:
@@ -84,11 +85,7 @@ class AdaptedOps:
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         y = self.base.linear(x, w, bias)
         for rows, part in self.changes(w):
-            own = x if rows is None else x[rows]
-            delta = self.base.linear(self.base.linear(own, part.a), part.b).float() * part.scale
-            if rows is None:
-                return (y.float() + delta).to(y.dtype)
-            y[rows] = (y[rows].float() + delta).to(y.dtype)
+            y = self.base.add_lowrank(y, x, part, rows)
         return y
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:

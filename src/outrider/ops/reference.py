@@ -16,6 +16,7 @@ from torch import Tensor
 from ..types import AttnSpec, KVPages, KVView, OutriderError
 from .backend import Capabilities, DraftChain, HostCycle, M, Norms
 from .formats import DeviceWeight, Weight
+from .lowrank import Adapter, LowRank
 from .noise import gumbel
 from .trees import TreeOps
 
@@ -102,6 +103,11 @@ class ReferenceOps(TreeOps):
         """An MTP drafter whose steps, or whole rounds, take fewer calls."""
         return drafter
 
+    def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
+        """A stand-in for the model, for one pass over tokens in which sequence i has `counts[i]` rows and uses
+        `adapters[i]`; None: operation by operation (models.adapted)."""
+        return None
+
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
@@ -123,6 +129,19 @@ class ReferenceOps(TreeOps):
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         """x [R, in] · w [out, in] -> [R, out]."""
         return F.linear(x, as_tensor(w), bias)
+
+    def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank:
+        """An adapter's change of one weight, as `add_lowrank` reads it: a [r, in], b [out, r], scale float32 [out]."""
+        return LowRank(self.prepare(a), self.prepare(b), scale, tuple(pieces))
+
+    def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
+        """y [R, out] + scale · B (A x) in the given rows (None: in all), which may be written into y."""
+        own = x if rows is None else x[rows]
+        delta = self.linear(self.linear(own, part.a), part.b).float() * part.scale
+        if rows is None:
+            return (y.float() + delta).to(y.dtype)
+        y[rows] = (y[rows].float() + delta).to(y.dtype)
+        return y
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         """Float32 inside, cast back after scaling; w None: scale-free."""

@@ -63,6 +63,9 @@ class LoraUpdate:
     b: Tensor  # [out, r]
     scale: float
 
+    def within(self, limit: float) -> bool:
+        return max(float(self.a.abs().max()), float(self.b.abs().max())) < limit
+
     def delta(self) -> Tensor:
         return self.scale * (self.b.float() @ self.a.float())
 
@@ -84,18 +87,24 @@ class LoraFile:
 
 
 def load_adapter(
-    name: str, path: str | Path, config: ModelConfig, ops: Backend, dtype: torch.dtype, device: torch.device
+    name: str,
+    path: str | Path,
+    config: ModelConfig,
+    ops: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+    short: bool = False,
 ) -> Adapter:
-    """An adapter as the backend multiplies it, on its device."""
+    """An adapter as the backend multiplies it, on its device. short: next to weights of 16 bits or fewer."""
     file = read_adapter(path, config)
-    return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device))
+    return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device, short))
 
 
 def fuse(
-    file: LoraFile, config: ModelConfig, ops: Backend, dtype: torch.dtype, device: torch.device
+    file: LoraFile, config: ModelConfig, ops: Backend, dtype: torch.dtype, device: torch.device, short: bool = False
 ) -> dict[str, LowRank]:
     """Updates by canonical weight. Backends that multiply 16-bit weights next to float32 activations keep the stored
-    dtype; the others get the model's."""
+    dtype (short: 32 bits become float16, half the memory to read); the others get the model's."""
     halves = ops.capabilities.holds_halves and dtype == torch.float32
     out: dict[str, LowRank] = {}
     for canonical, plan in tensor_plan(config).items():
@@ -104,9 +113,11 @@ def fuse(
             continue
         rank, kinds = 0, {u.a.dtype for u in found if u is not None}
         kept = kinds.pop() if halves and len(kinds) == 1 else dtype
+        if halves and short and kept == torch.float32 and all(u is None or u.within(6e4) for u in found):
+            kept = torch.float16
         a = torch.cat([u.a.to(kept) for u in found if u is not None])
         b = torch.zeros((plan.shape[0], a.shape[0]), dtype=kept)
-        scale, row = torch.zeros(plan.shape[0]), 0
+        scale, row, pieces = torch.zeros(plan.shape[0]), 0, []
         for update, (rows, _) in zip(found, plan.source_shapes):
             if update is not None:
                 width = update.a.shape[0]
@@ -114,7 +125,8 @@ def fuse(
                 scale[row : row + rows] = update.scale
                 rank += width
             row += rows
-        out[canonical] = LowRank(ops.prepare(a.to(device)), ops.prepare(b.to(device)), scale.to(device))
+            pieces.append((rows, update.a.shape[0] if update is not None else 0))
+        out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces)
     return out
 
 

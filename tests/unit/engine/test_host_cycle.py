@@ -47,7 +47,7 @@ PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 
 
 def engines(
-    shape: str, taps: tuple[int, ...] = (), clusters: int = 0, ops: CpuOps | None = None
+    shape: str, taps: tuple[int, ...] = (), clusters: int = 0, ops: CpuOps | None = None, max_batch: int = 4
 ) -> tuple[Engine, Engine]:
     """The same model and drafter; the second without the one call."""
     ops = ops or CpuOps(threads=2)
@@ -63,7 +63,7 @@ def engines(
         config, reads=(0, 2), intermediate=64, taps=taps, clusters=clusters, cluster_top=3 if clusters else 0
     )
     drafter = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
-    settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
+    settings = EngineConfig(max_batch=max_batch, max_context=256, page_size=16, prefill_chunk=32)
     made = []
     for _ in range(2):
         controller = Controller(CostTable(), ("mtp", "ngram"))

@@ -18,6 +18,7 @@ typedef struct {          /* one sequence */
     int32_t accepted;      /* out */
     int32_t nodes;         /* most tokens of a tree; 0: a line */
     int32_t priced;        /* prices[b] says what its rows cost */
+    int32_t adapter;       /* which of the call's it uses; -1: none */
     int32_t likely;        /* logprobs of the chosen tokens are wanted and, of the cycle's `likely` best, so many; -1: none are */
 } Asked;
 
@@ -244,10 +245,10 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
     if (c->draft && cycle_draft(team, c, width)) return 1;
     for (int b = 0; b < B; b++) if (c->asked[b].nodes && cycle_grow(team, c, b, width)) return 1;
     for (int b = 0; b < B; b++) rows += c->asked[b].k + 1;
-    char *room = malloc((size_t)rows * 4 * 8 + (size_t)(B + 1 + 2 * B * width) * 4 + (trees ? (size_t)rows * deep * 4 : 0));
+    char *room = malloc((size_t)rows * 4 * 8 + (size_t)(rows + B + 1 + 2 * B * width) * 4 + (trees ? (size_t)rows * deep * 4 : 0));
     if (!room) return 1;
     int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows, *places = row_seq + rows;
-    int32_t *row_start = (int32_t *)(places + rows), *tables = row_start + B + 1, *paths = tables + 2 * B * width;
+    int32_t *of = (int32_t *)(places + rows), *row_start = of + rows, *tables = row_start + B + 1, *paths = tables + 2 * B * width;
     int r = 0;
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
@@ -255,6 +256,7 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
             ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->asked[b].last;
             places[r] = positions[r] = c->asked[b].length + j;
             row_seq[r] = b;
+            of[r] = c->asked[b].adapter;
             if (!trees) continue;
             const int up = j ? row_start[b] + (c->asked[b].nodes ? c->parents[(long)b * c->most + j - 1] : j - 1) : r;
             const int depth = j ? (int)(positions[up] - c->asked[b].length) + 1 : 0;
@@ -266,7 +268,7 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
     row_start[B] = r;
     Call call = c->call;
     if (trees) { call.batch.places = places; call.batch.paths = paths; call.batch.path_width = deep; }
-    call.batch.rows = r; call.batch.seqs = B;
+    call.batch.rows = r; call.batch.seqs = B; call.adapters.of = of;
     call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
     gather_tables(&call.batch, c, NULL, B, width, tables);
     int failed = or_forward(team, &call);

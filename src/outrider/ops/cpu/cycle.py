@@ -18,10 +18,12 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, GroupName, KVPages
 from ..backend import CycleRequest, CycleResult, TemperatureSampling
+from ..lowrank import Adapter
 from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
+from .lowrank import PassAdapters
 
-ASKED = Struct("=qqdddiiiiiii4x")  # CycleRequest in cycle.h
+ASKED = Struct("=qqdddiiiiiiii")  # CycleRequest in cycle.h
 
 
 class CpuCycle:
@@ -77,6 +79,10 @@ class CpuCycle:
         self.room = 0
         self.told = (c_float * 0)()  # logprobs by row
         self.sampling: TemperatureSampling | None = None
+        self.stack, self.adapters = model.stack, PassAdapters(model.stack.changes, ())
+
+    def takes(self, adapter: Adapter) -> bool:
+        return self.stack.changes(adapter) is not None
 
     def _grow(self, rows: int) -> None:
         self.room = rows = 1 << (rows - 1).bit_length()
@@ -99,13 +105,15 @@ class CpuCycle:
         """`sampling`: the batch's temperature, sampled and seed (spec.choose.SamplingBatch). `trust`: acceptance by
         confidence, where drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
-        for i, (slot, last, length, plan, guess, likely) in enumerate(asked):
+        adapters = self.adapters = self.adapters.of_next([one.adapter for one in asked])
+        c.call.adapters = adapters.c
+        for i, (slot, last, length, plan, guess, likely, _) in enumerate(asked):
             _, k, stop, drop, nodes, prices = plan
             top = -1 if likely is None else likely
             most_likely = max(most_likely, top)
             ASKED.pack_into(
                 self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes,
-                prices is not None, top
+                prices is not None, adapters.of[i], top
             )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
@@ -134,9 +142,9 @@ class CpuCycle:
         if self.ops.lib.or_decode_step(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
-        for i, (_, _, _, plan, guess, likely) in enumerate(asked):
+        for i, (_, _, _, plan, guess, likely, _) in enumerate(asked):
             most, nodes = plan.k, plan.nodes
-            _, _, _, _, steps, _, k, _, right, _, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
+            _, _, _, _, steps, _, k, _, right, _, _, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
             sure, tree, at = None, None, i * MAX_DRAFT
             if nodes:
                 own = slice(at, at + k)

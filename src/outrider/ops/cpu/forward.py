@@ -11,13 +11,16 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...types import DraftRound, KVView, OutputRows
 from ..backend import EVERY_ROW, Pass
-from .lib import CBatchBuffers, CCall, CDraft, CLayer, CStack, c_spec
+from ..lowrank import Adapter
+from .lib import CAdapters, CBatchBuffers, CCall, CDraft, CLayer, CLowRank, CStack, c_spec
+from .lowrank import PassAdapters, table
 from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
 from .packing import cluster_hashes
 
@@ -30,6 +33,7 @@ class Stack:
     ):
         self.ops, self.hidden = ops, hidden
         self.keep: list[object] = [blocks, inv_freqs]
+        self.changed: WeakKeyDictionary[Adapter, ctypes.Array[CLowRank] | None] = WeakKeyDictionary()
         self.layers = (CLayer * len(blocks))()
         for c, block in zip(self.layers, blocks, strict=True):
             c.attn, c.rope, c.inter = c_spec(block.spec), block.rope, ops.c_weight(block.down).k
@@ -62,6 +66,12 @@ class Stack:
             rope_half=self.halves,
         )
 
+    def changes(self, adapter: Adapter) -> ctypes.Array[CLowRank] | None:
+        """What an adapter changes, weight by weight; None: something that the library does not know."""
+        if adapter not in self.changed:
+            self.changed[adapter] = table(adapter, len(self.layers))
+        return self.changed[adapter]
+
     def hold(self, bias: Tensor | None) -> Tensor | None:
         """Biases come in the load dtype; the library reads float32."""
         if bias is not None:
@@ -77,6 +87,7 @@ class Stack:
         taps: Sequence[int] = (),
         shift: int = 0,
         wanted: OutputRows | None = None,
+        adapters: CAdapters | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`;
         of wanted rows."""
@@ -91,6 +102,8 @@ class Stack:
             few.set_cache(self.ops.pages(kv))
             few.c.rows = rows
             call.few, call.wanted, call.narrow = few.c, which.data_ptr(), True
+        if adapters is not None:
+            call.adapters = adapters
         fed_back = None
         if self.c.post.kind:
             fed_back = torch.empty((rows, self.c.post.n))
@@ -133,6 +146,19 @@ class CompiledModel:
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted)
+        return Pass(hidden, tuple(streams))
+
+
+class AdaptedPass(CompiledModel):
+    """A compiled model for one pass whose rows use adapters."""
+
+    def __init__(self, model: CompiledModel, adapters: Sequence[Adapter | None], counts: Sequence[int]):
+        self.__dict__.update(model.__dict__)
+        self.adapters, self.counts = PassAdapters(model.stack.changes, adapters), counts
+
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
+        used = self.adapters.by_row(self.counts)
+        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted, adapters=used)
         return Pass(hidden, tuple(streams))
 
 

@@ -1,6 +1,6 @@
 /* One product, shared out among a team: which outputs a member computes, and where the answers go. */
 #pragma once
-#include "attend.h"
+#include "lowrank.h"
 
 #define TAKE(bytes) (used += UP(bytes), at ? at + used - UP(bytes) : NULL) /* a piece of scratch at `at`; NULL: only counted */
 
@@ -21,6 +21,7 @@ typedef struct { /* where a product's answers go */
     Best *best;            /* [rows] or NULL: kept up to date */
     const Draw *draw;      /* [rows] or NULL: the best are those of the answers */
     int cut;               /* the first `cut` outputs and the rest are shared out separately (0: all together) */
+    const LowRankRows *low; /* NULL: no row uses an adapter */
 } Epilogue;
 
 #define PRIVATE_ROWS 16 /* up to here every member does the row work for itself: cheaper than handing rows over */
@@ -52,18 +53,27 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
 
 /* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all */
 INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, float *tile) {
-    float up[TILE_ROWS * LANES];
+    float up[TILE_ROWS * LANES], delta[2][TILE_ROWS * LANES];
+    unsigned changed[2] = {0, 0}; /* rows of the tile to which an adapter adds something */
     const int at = g * LANES, left = n - at;
     for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_tile(w, g, a, m0, mc, tile);
     if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
+    if (to->low) {
+        changed[0] = expand_tile(to->low, g, m0, mc, delta[0]);
+        if (to->how == TO_GATED) changed[1] = expand_tile(to->low, g + n / LANES, m0, mc, delta[1]);
+    }
     vi hash = vi_set(0);
     if (to->draw) hash = token_hashes(at);
     for (int m = 0; m < mc; m++) {
         const long row = m0 + m;
         vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
-        if (to->how == TO_GATED) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(up + LANES * m), to->bias, n + at, left));
-        else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
+        if (changed[0] >> m & 1) y = vf_add(y, vf_load(delta[0] + LANES * m));
+        if (to->how == TO_GATED) {
+            vf v = add_bias(vf_load(up + LANES * m), to->bias, n + at, left);
+            if (changed[1] >> m & 1) v = vf_add(v, vf_load(delta[1] + LANES * m));
+            y = vf_mul(vf_act(y, to->act), v);
+        } else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
         else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
         if (to->draw && to->draw[row].sampled) draw_seen(to->best + row, to->draw + row, y, hash, g, left);
         else if (to->best) best_seen(to->best + row, y, g, left);

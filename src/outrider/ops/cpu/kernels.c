@@ -15,7 +15,7 @@ int or_isa(void) {
 #endif
 }
 int or_sizes(int which) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe), sizeof(Chain)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe), sizeof(Chain), sizeof(LowRank)};
     return (int)sizes[which];
 }
 
@@ -109,6 +109,34 @@ void or_gated_linear(ThreadPool *team, const Weight *w, const float *x, int rows
 void or_logits(ThreadPool *team, const Weight *w, const float *x, int rows, float cap, float *out) {
     Epilogue to = {TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
     run_product(team, w, x, rows, to);
+}
+/* y [rows, 16·groups] += scale · B (A x), x [rows, k]: as a product of a pass adds it */
+typedef struct { const LowRank *p; const float *x; int rows, groups; float *low, *y; } LowRankJob;
+static void lowrank_region(ThreadPool *team, int me, void *job) {
+    const LowRankJob *j = job;
+    const LowRankRows l = {&j->p, NULL, j->low, 0, j->p->rank};
+    float delta[TILE_ROWS * LANES];
+    int lo, hi;
+    shrink_phase(team, me, &j->p, 1, 0, NULL, j->x, j->p->k, j->rows, j->low, j->p->rank);
+    team_barrier(team);
+    team_share(team, me, j->groups, &lo, &hi);
+    for (int g = lo; g < hi; g++)
+        for (int m0 = 0; m0 < j->rows; m0 += TILE_ROWS) {
+            const int mc = j->rows - m0 < TILE_ROWS ? j->rows - m0 : TILE_ROWS;
+            const unsigned changed = expand_tile(&l, g, m0, mc, delta);
+            for (int m = 0; m < mc; m++) {
+                float *y = j->y + ((long)(m0 + m) * j->groups + g) * LANES;
+                if (changed >> m & 1) vf_store(y, vf_add(vf_load(y), vf_load(delta + LANES * m)));
+            }
+        }
+}
+int or_lowrank(ThreadPool *team, const LowRank *p, const float *x, int rows, int groups, float *y) {
+    LowRankJob job = {p, x, rows, groups, NULL, y};
+    pool_begin(team);
+    job.low = team_scratch(team, (size_t)rows * p->rank * 4);
+    if (job.low) team_run(team, lowrank_region, &job);
+    pool_end(team);
+    return job.low ? 0 : 1;
 }
 void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float *out) {
     for (int r = 0; r < count; r++) {

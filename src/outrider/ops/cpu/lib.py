@@ -88,6 +88,18 @@ class CStack(Structure):
     ]
 
 
+class CLowRankPiece(Structure):
+    _fields_ = [*fields(c_int32, "end first rank"), ("scale", c_float), ("at", c_int64)]
+
+
+class CLowRank(Structure):
+    _fields_ = [*fields(c_void_p, "a b"), *fields(c_int32, "rank k dtype spare"), ("piece", CLowRankPiece * 3)]
+
+
+class CAdapters(Structure):
+    _fields_ = [*fields(c_void_p, "table of"), ("count", c_int64)]
+
+
 class CCall(Structure):
     _fields_ = [
         ("stack", POINTER(CStack)),
@@ -95,6 +107,7 @@ class CCall(Structure):
         *fields(c_void_p, "features hidden fed_back taps wanted"),
         ("few", CBatch),
         ("narrow", c_int32),
+        ("adapters", CAdapters),
     ]
 
 
@@ -148,6 +161,7 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_linear": (None, [P, P, P, I, P, P]),
     "or_gated_linear": (None, [P, P, P, I, I, P]),
     "or_logits": (None, [P, P, P, I, F, P]),
+    "or_lowrank": (I, [P, P, P, I, I, P]),
     "or_rows": (None, [P, P, I, F, P]),
     "or_cluster_lean": (None, [P, P, I, I, I, P, P, P, P, P]),
     "or_clustered": (None, [P, P, P, I, P, I, I, I, P, P]),
@@ -187,7 +201,8 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain)]
+    mirrored = (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank)
+    sizes = [ctypes.sizeof(s) for s in mirrored]
     assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
     return lib
 

@@ -21,8 +21,9 @@ from ...types import AttnSpec, KVPages, KVView, OutriderError
 from ..backend import EVERY_ROW, Capabilities, DraftChain, HostCycle, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, QuantPart, Weight
 from ..formats.blocks import blocks_of
+from ..lowrank import Adapter, LowRank
 from ..reference import ReferenceOps, as_tensor
-from . import packing
+from . import lowrank, packing
 from .lib import CBatchBuffers, CMoe, CPages, CSpec, CWeight, c_spec, dense_weight, load
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight
@@ -179,6 +180,21 @@ class CpuOps(ReferenceOps):
         self.lib.or_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
         return out
 
+    def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank:
+        return lowrank.pack(a, b, scale, pieces) or super().lowrank(a, b, scale, pieces)
+
+    def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
+        if not lowrank.packed(part):
+            return super().add_lowrank(y, x, part, rows)
+        own, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
+        c, size = lowrank.c_lowrank(part), (out.shape[0], out.shape[1] // LANES)
+        if self.lib.or_lowrank(self.team, ctypes.byref(c), own.data_ptr(), *size, out.data_ptr()):
+            raise MemoryError("scratch of an adapter")
+        if rows is None:
+            return out
+        y[rows] = out
+        return y
+
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         c, x = self.c_weight(w), floats(x)
         if c.n % 32:  # gate and up rows share a group
@@ -268,6 +284,13 @@ class CpuOps(ReferenceOps):
         from .forward import compile_drafter
 
         return cast(M, compile_drafter(self, drafter) or drafter)
+
+    def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
+        """Of a compiled model."""
+        from .forward import AdaptedPass, CompiledModel
+
+        fits = isinstance(model, CompiledModel) and all(a is None or model.stack.changes(a) for a in adapters)
+        return cast(M, AdaptedPass(cast(CompiledModel, model), adapters, counts)) if fits else None
 
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
