@@ -399,13 +399,17 @@ def _assemble(
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = TextModel(config, weights, ops, together)
     common = lambda: tokenizing.result().common_token_ids() if tokenizing is not None else ()  # noqa: E731
-    drafter, names, note = pick_drafter(files, settings.drafter, target, dtype, load_format, seed, common)
+    paths = tuple(map(str, settings.adapters.values()))
+    drafter, names, note = pick_drafter(files, settings.drafter, target, dtype, load_format, seed, common, paths)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
     if team is not None:
         say(f"tensor parallel: {team.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
     adapters = load_adapters(target, settings, say) if team is None else None
+    learnt = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
+    if adapters is not None and learnt and learnt not in (adapters.get(name).digest.hex() for name in adapters.paths):
+        say("the drafter was trained for another adapter, so expect fewer accepted drafts")
     vision = load_images(files, settings, ops, device, dtype)
     if isinstance(vision, ImageEncoder):
         size += vision.nbytes
@@ -535,6 +539,7 @@ def pick_drafter(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     always: Callable[[], Iterable[int]] = tuple,
+    adapters: Sequence[str] = (),
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
     tokens that a draft model scores wherever they stand in the vocabulary."""
@@ -542,7 +547,7 @@ def pick_drafter(
         return None, (), "drafter: none (plain decoding)"
     if drafter == "ngram":
         return None, ("ngram",), "drafter: ngram (suffix matches in prompt and answer)"
-    where, note = hub.auto_drafter(model) if drafter == "auto" else (drafter, "as asked")
+    where, note = hub.auto_drafter(model, adapters) if drafter == "auto" else (drafter, "as asked")
     if where is None:
         return None, ("ngram",), f"drafter: ngram ({note})"
     try:

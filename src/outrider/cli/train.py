@@ -29,6 +29,12 @@ def train(
         str | None,
         typer.Option(help="All other settings, as a TOML file; or 'shipped', 'further' (the default model's drafter)."),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="A LoRA adapter (folder, .gguf file, id): draft for the target with it."
+        ),
+    ] = None,
     init: Annotated[
         str | None, typer.Option(help="Start from this drafter (for a fine-tuned or quantised target).")
     ] = None,
@@ -66,6 +72,7 @@ def train(
             to,
             kind=kind,
             init=init,
+            adapter=adapter,
             eval_data=eval_data,
             limit=limit,
             steps=steps,

@@ -65,7 +65,7 @@ def other_weights(target: str, drafter: str, trained_for: str | None, is_now: st
     if trained_for is not None:
         return (
             None
-            if trained_for == is_now
+            if trained_for.partition("+")[0] == is_now  # behind the plus: the content of an adapter
             else "trained for other weights of this model, so expect fewer accepted drafts"
         )
     names = [Path(name).name.lower() for name in (target, drafter)]

@@ -25,7 +25,6 @@ from ..config import EngineConfig, LoadSettings
 from ..engine.engine import Engine
 from ..engine.step import Request
 from ..llm import LLM
-from ..models.config import ModelConfig
 from ..models.inspect import kv_bytes
 from ..ops.cpu.ops import default_threads
 from ..types import OutriderError, SamplingParams
@@ -33,8 +32,10 @@ from .clock import Stop
 from .config import TrainConfig
 from .data import Sequences
 from .memory import free_bytes
+from .target import Described
 
 CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences at a time that each device is good at
+ADAPTER = "trained-for"  # the name of the target's adapter in the engine that answers
 HELD_EVERY = 5  # one answer in so many is held out while there are held-out prompts left
 Report = Callable[[int, int, int, float], None]  # answers done, answers in all, tokens made now, seconds
 
@@ -132,8 +133,7 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
 # ---- the engine -----------------------------------------------------------------------------------------------------
 @contextmanager
 def answering_engine(
-    name: str,
-    config: ModelConfig,
+    known: Described,
     device: str,
     dtype: torch.dtype,
     slots: int | None,
@@ -152,7 +152,7 @@ def answering_engine(
     context = longest + 1 + page  # the engine keeps a page aside
     item = dtype.itemsize if cuda else 4
     room = (
-        free_bytes(device) // (3 * processes) // max(1, kv_bytes(config, 1, item))
+        free_bytes(device) // (3 * processes) // max(1, kv_bytes(known.config, 1, item))
     )  # positions of K/V: a third of what is free
     wanted = max(1, min(wanted, room // context))
     settings = EngineConfig(
@@ -164,9 +164,10 @@ def answering_engine(
     draft = 0 if drafter == "none" else 4
     try:
         load = LoadSettings(
-            drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own, engine=settings
-        )
-        llm = LLM.load(name, load, say=lambda _: None)
+            drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own, engine=settings,
+            adapters={} if known.adapter is None else {ADAPTER: known.adapter},
+        )  # fmt: skip
+        llm = LLM.load(known.name, load, say=lambda _: None)
         engine = llm.engine
         engine.tokenizer = None  # token ids are all that is wanted
         del llm
@@ -197,6 +198,8 @@ def answer_tasks(
     waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
     began, told, made, total = time.perf_counter(), 0.0, 0, len(tasks)
     running: dict[str, tuple[Task, list[int]]] = {}
+    pool = engine.runner.adapters
+    adapter = ADAPTER if pool is not None and ADAPTER in pool.paths else None
     if report is not None:
         report(finished, total, 0, 0.0)
     while waiting or running:
@@ -208,7 +211,8 @@ def answer_tasks(
             before = had[task.key].tokens if task.key in had else []
             running[f"{task.prompt}.{task.draw}"] = (task, list(before))
             params = SamplingParams(temperature=task.temperature, max_tokens=max_new - len(before), seed=task.seed)
-            engine.submit(Request(f"{task.prompt}.{task.draw}", [*prompts[task.prompt].tolist(), *before], params))
+            ids = [*prompts[task.prompt].tolist(), *before]
+            engine.submit(Request(f"{task.prompt}.{task.draw}", ids, params, adapter=adapter))
         for event in engine.step():
             task, tokens = running[event.id]
             tokens += event.tokens

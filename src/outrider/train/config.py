@@ -42,6 +42,7 @@ class TrainConfig:
     # the drafter
     kind: str = "mtp"  # or dflash, eagle3
     init: str | None = None  # a drafter to start from
+    adapter: str | None = None  # a LoRA adapter of the target: the drafter is for the model with it
     style: str = "auto"  # auto, plain (reads any layers, head of the target) or gemma (Gemma 4's layout)
     layers: int = 0  # 0: 6; dflash: 4; eagle3 always has one
     kv_layers: tuple[int, ...] = ()  # plain style: the target layers to read; empty: spread over the upper half
@@ -144,8 +145,8 @@ OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
     "dflash": {"layers": (4, 4), "unroll": (7, 7), "anchor_share": (0.25, 0.25)},
     "eagle3": {"layers": (1, 1), "anchor_share": (0.25, 0.25)},
 }
-OPTIONS = "target data out kind recipe init eval_data limit steps minutes lr max_new seed device".split()
-COMMAND_ONLY = set("target data out eval_data carry command device".split())
+OPTIONS = "target adapter data out kind recipe init eval_data limit steps minutes lr max_new seed device".split()
+COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
 # What may change freely where a run goes on. Of the rest, CHANGEABLE is reported; all others make another run.
 FREE = COMMAND_ONLY | set(
     "minutes answer_minutes slots answer_processes dtype shard_target save_minutes save_every log_every".split()

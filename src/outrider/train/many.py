@@ -99,7 +99,7 @@ def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int
     """The life of one process. Ctrl-C reaches it too, but it is the parent who says that it shall stop."""
     with listening() as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        config, known = share.config, describe(share.target)
+        config, known = share.config, describe(share.target, share.config.adapter)
         prompts = Sequences.load(config.out / "prompts.npz")
 
         def report(done: int, total: int, tokens: int, seconds: float) -> None:
@@ -109,8 +109,7 @@ def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int
 
         try:
             with answering_engine(
-                known.name,
-                known.config,
+                known,
                 config.device,
                 torch_dtype(config),
                 config.slots,

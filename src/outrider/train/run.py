@@ -34,7 +34,6 @@ from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import model_size
 from ..prompts import read_prompts
 from ..types import OutriderError
-from ..weights.files import fingerprint
 from ..weights.load import as_tensors, load_drafter
 from ..weights.sizes import stored_size
 from . import design, finish
@@ -123,7 +122,7 @@ class TrainRun:
     def whole(self) -> Row:
         job = self.job
         self.progress("reading prompts", 0, 1, "")
-        known = describe(job.target)
+        known = describe(job.target, job.adapter)
         self.check_folder(known)
         prompts = self.prompts(known)
         self.foresee(known, prompts)
@@ -145,7 +144,7 @@ class TrainRun:
         """Refuses a folder that holds another model's run or drafter, or a run with settings that cannot change on the
         way."""
         out = self.job.out
-        mine: Row = {"target": known.name, "target_hash": fingerprint(known.files), "settings": self.job.identity()}
+        mine: Row = {"target": known.name, "target_hash": known.hash, "settings": self.job.identity()}
         begun = read_json(out / "run.json")
         if not self.group.first:
             pass
@@ -260,7 +259,7 @@ class TrainRun:
             self.answer_by_many(known, tasks, longest)
             return
         tasks, made = undone(job.out, tasks), 0
-        with answering_engine(known.name, known.config, job.device, torch_dtype(job), job.slots, longest) as engine:
+        with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
             began = time.perf_counter()
 
             def report(done: int, count: int, tokens: int, seconds: float) -> None:

@@ -13,11 +13,15 @@ import torch
 from ..engine.text import Tokenizer
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
 from ..prompts import Prompt
 from ..types import OutriderError, TextFiles
 from ..weights import files as weight_files
 from ..weights import hub
+from ..weights.adapter import LoraFile, adapted_hash, read_adapter
 from ..weights.load import load_target, translate
+from ..weights.names import tensor_plan
 from .capture import DenseOps
 from .data import Sequences
 from .parallel import TrainGroup
@@ -32,6 +36,8 @@ class Described:
     files: weight_files.Files
     config: ModelConfig
     text: TextFiles
+    hash: str  # of its content, and of the adapter's
+    adapter: str | None = None  # a LoRA adapter: a drafter is trained for the model with it
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,12 @@ class TrainTarget:
     hash: str
 
 
-def describe(name: str) -> Described:
+def describe(name: str, adapter: str | None = None) -> Described:
     files = hub.resolve(name)
-    return Described(name, files, translate(ModelConfig.from_hf, files), weight_files.text_files(files))
+    config, hash = translate(ModelConfig.from_hf, files), weight_files.fingerprint(files)
+    if adapter is not None:
+        hash = adapted_hash(hash, read_adapter(adapter, config).digest())
+    return Described(name, files, config, weight_files.text_files(files), hash, adapter)
 
 
 def open_target(name: str | Described, device: str, dtype: torch.dtype, group: TrainGroup | None = None) -> TrainTarget:
@@ -52,8 +61,23 @@ def open_target(name: str | Described, device: str, dtype: torch.dtype, group: T
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
     keep = partial(divide, group) if group is not None else None
     config, weights, _ = load_target(known.files, device, dtype, keep=keep)
+    if known.adapter is not None:
+        if group is not None:
+            raise OutriderError("--adapter: a target that is divided over processes takes none: leave out shard_target")
+        add_adapter(weights, read_adapter(known.adapter, config), config)
     model = TextModel(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
-    return TrainTarget(model, config, weight_files.fingerprint(known.files))
+    return TrainTarget(model, config, known.hash)
+
+
+def add_adapter(weights: dict[str, DeviceWeight], file: LoraFile, config: ModelConfig) -> None:
+    """The adapter's changes become part of the dense weights, summed in float32."""
+    for name, plan in tensor_plan(config).items():
+        row, dense = 0, weights.get(name)
+        for source, (rows, *_) in zip(plan.sources, plan.source_shapes):
+            if source in file.updates:
+                own = as_tensor(dense)[row : row + rows]  # type: ignore[arg-type]
+                own.copy_(own.float() + file.updates[source].delta().to(own.device))
+            row += rows
 
 
 def encode(

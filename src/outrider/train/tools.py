@@ -58,7 +58,7 @@ def answers(
     tasks = [Task(i, 0, temperature, int(encoded.index[i])) for i in range(len(encoded))]
     many, helper = (GPU_SLOTS, "none") if device.startswith("cuda") else (CPU_SLOTS, drafter)
     wanted, longest = min(slots or many, len(encoded)), int(encoded.lengths.max()) + max_new
-    with answering_engine(known.name, known.config, device, dtype, wanted, longest, helper) as engine:
+    with answering_engine(known, device, dtype, wanted, longest, helper) as engine:
         made = list(answer_tasks(engine, encoded, tasks, max_new))
     return as_sequences(encoded, made, known.config.vocab_size)
 

@@ -86,6 +86,11 @@ class LoraFile:
         return made.digest()
 
 
+def adapted_hash(base: str, digest: bytes) -> str:
+    """What a drafter was trained for: a base model's fingerprint with an adapter's content."""
+    return f"{base}+{digest.hex()}"
+
+
 def load_adapter(
     name: str,
     path: str | Path,

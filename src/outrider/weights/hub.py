@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -89,8 +90,11 @@ def _known(name: str) -> str:
     return f" (did you mean {ids[found[0]]}?)" if found and ids[found[0]] != name else ""
 
 
-def auto_drafter(model: str | Path | Files) -> tuple[str | None, str]:
-    """The drafter that belongs to a model: (where, why) or (None, why not)."""
+def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tuple[str | None, str]:
+    """The drafter that belongs to a model, or to its only adapter (`drafter/` in the adapter's folder): (where, why) or
+    (None, why not)."""
+    if len(adapters) == 1 and ((own := Path(adapters[0]).expanduser() / "drafter") / "config.json").is_file():
+        return str(own), "found in the adapter's folder"
     name = model_of(str(model.name if isinstance(model, Files) else model))
     path = Path(name).expanduser()
     local = (

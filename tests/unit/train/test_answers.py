@@ -29,6 +29,7 @@ from outrider.train.answers import (
 from outrider.train.clock import Stop
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences
+from outrider.train.target import Described
 from outrider.types import OutriderError
 
 
@@ -177,11 +178,11 @@ def test_processes_that_answer_at_once_share_memory_and_cores(monkeypatch: pytes
 
     monkeypatch.setattr(answers.LLM, "load", load)
     monkeypatch.setattr(answers, "default_threads", lambda: 8)
-    page = EngineConfig().page_size
+    page, known = EngineConfig().page_size, Described("tiny", None, config, None, "")  # type: ignore[arg-type]
     monkeypatch.setattr(
         answers, "free_bytes", lambda device: 3 * 12 * (100 + 1 + page) * kv_bytes(config, 1, 4)
     )  # 12 sequences in a third
     for count in (1, 4, 16):
-        with answers.answering_engine("tiny", config, "cpu", torch.float32, 64, 100, processes=count):
+        with answers.answering_engine(known, "cpu", torch.float32, 64, 100, processes=count):
             pass
     assert [(s.engine.max_batch, s.threads) for s in asked] == [(12, None), (3, 2), (1, 1)]
