@@ -43,7 +43,7 @@ def llm(files: Path) -> LLM:
     )  # fmt: skip
 
 
-def test_steps_with_adapters_run_eagerly_and_others_keep_the_fast_path(llm: LLM) -> None:
+def test_steps_with_and_without_adapters_keep_the_fast_path(llm: LLM) -> None:
     fast = llm.engine.executors[0]
     assert fast.name == "host"
     ran: list[str] = []
@@ -60,7 +60,7 @@ def test_steps_with_adapters_run_eagerly_and_others_keep_the_fast_path(llm: LLM)
     assert set(ran) == {"host"}
     ran.clear()
     adapted = llm.generate([PROMPT], params, adapter="a")[0].token_ids
-    assert "eager" in ran and adapted != plain
+    assert set(ran) == {"host"} and adapted != plain
     requests = [*llm.requests(PROMPT, params), *llm.requests(PROMPT, params, adapter="a")]
     both: dict[str, list[int]] = {r.id: [] for r in requests}
     for event in llm._shared.run(requests):

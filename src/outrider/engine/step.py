@@ -162,7 +162,7 @@ class StepBatch:
 
     @property
     def adapted(self) -> bool:
-        """Some sequence decodes with an adapter: only `eager` runs such a step."""
+        """Some sequence decodes with an adapter."""
         return any([item.seq.adapter is not None for item in self.decode])
 
 
