@@ -23,9 +23,8 @@ def end_at_once(number: int = 0, frame: FrameType | None = None) -> None:
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
     while frame is not None:
-        if (
-            frame.f_code is send_again.__code__
-        ):  # it came before the hook had returned: raised there it would be dropped
+        # it came before the hook had returned: raised there it would be dropped
+        if frame.f_code is send_again.__code__:
             return interrupt_soon()
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             end_at_once()

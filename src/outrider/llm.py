@@ -383,9 +383,8 @@ def _assemble(
         threads = threads or max(1, default_threads() // team.tp.world)  # the processes share the cores
     ops = ops_module.choose(device, settings.ops, threads)
     if ops.name == "cpu" or (team is not None and device.type == "cpu"):
-        torch.set_num_threads(
-            1
-        )  # the kernels have threads of their own; torch's would spin beside them and halve the speed
+        # the kernels have threads of their own; torch's would spin beside them and halve the speed
+        torch.set_num_threads(1)
     tp, together = (None, SOLO) if team is None else (team.tp, team)
     if settings.drafter.startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
         check_draft_model(hub.resolve(model, weights=False), hub.resolve(settings.drafter[6:], weights=False))

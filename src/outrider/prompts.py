@@ -19,11 +19,8 @@ from pathlib import Path
 from .types import OutriderError
 
 UTF8 = "utf-8-sig"  # some editors begin a file with a mark of its encoding
-CHECKS = {
-    "gsm8k": ("answer",),
-    "mmlu": ("answer",),
-    "humaneval": ("prompt", "test", "entry_point"),
-}  # what each kind needs
+# what each kind needs
+CHECKS = {"gsm8k": ("answer",), "mmlu": ("answer",), "humaneval": ("prompt", "test", "entry_point")}
 
 
 @dataclass(frozen=True)

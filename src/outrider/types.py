@@ -73,9 +73,8 @@ class TextFiles:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     add_bos: bool = False  # plain text is encoded with bos in front
-    sampling: Mapping[str, float] = field(
-        default_factory=dict
-    )  # what its maker advises: temperature, top_p, top_k, min_p
+    # what its maker advises: temperature, top_p, top_k, min_p
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

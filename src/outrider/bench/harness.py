@@ -140,9 +140,8 @@ class Store:
     def __init__(self, folder: Path, settings: BenchSettings, resume: bool) -> None:
         self.path = folder / "cells.jsonl"
         wanted = json.loads(json.dumps(asdict(settings)))
-        if (
-            (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size
-        ):  # one that failed before its first cell is none
+        # one that failed before its first cell is none
+        if (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size:
             if not resume:
                 raise OutriderError(
                     f"{folder} holds a run already: --resume finishes it, another --out starts a new one"

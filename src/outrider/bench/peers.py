@@ -78,9 +78,8 @@ class Transformers:
         import torch._meta_registrations
         from transformers import AutoModelForCausalLM
 
-        _ = (
-            torch._meta_registrations.register_meta
-        )  # transformers makes models without memory: all of torch's rules (cli/quick.py)
+        # transformers makes models without memory: all of torch's rules (cli/quick.py)
+        _ = torch._meta_registrations.register_meta
 
         self.name, self.encode, self.eos, self.lookup = name, encode, sorted(eos), lookup
         kind = getattr(torch, dtype)

@@ -41,9 +41,8 @@ def likeliest(survive: Sequence[float], second: float, nodes: int, depth: int) -
     open_nodes = [0] * (depth + 1)  # of each level: that may have tokens behind them
     inner: list[set[int]] = [set() for _ in range(depth)]  # that have some
     tokens, kept, number = 1.0, 0, 0
-    heap = [
-        (-1.0, 0, 0, -1)
-    ]  # the chance, negative so that the likeliest comes first; a number; the level; the parent's number
+    # the chance, negative so that the likeliest comes first; a number; the level; the parent's number
+    heap = [(-1.0, 0, 0, -1)]
     while heap and kept <= nodes:
         chance, me, level, parent = heapq.heappop(heap)
         kept += 1

@@ -79,9 +79,8 @@ class Several:
 
     def exchange(self, nbytes: float, kernel_us: float) -> float:
         """Seconds until everybody has the sum of everybody's `nbytes`."""
-        adding = kernel_us * (
-            1 if self.gpus == 2 else self.gpus + 1
-        )  # two parts are added as they are; more in float32
+        # two parts are added as they are; more in float32
+        adding = kernel_us * (1 if self.gpus == 2 else self.gpus + 1)
         waiting = self.by.us + self.by.us_each * self.gpus
         return 1e-6 * (waiting + adding) + (self.gpus - 1) * nbytes / (self.by.bandwidth * 1e9)
 

@@ -19,9 +19,8 @@ class PagePool:
     def __init__(self, count: int):
         self.count = count
         self.refs = [0] * count
-        self._free = list(
-            range(count - 1, 0, -1)
-        )  # the next one to be handed out is the last; fresh ones come in ascending order
+        # the next one to be handed out is the last; fresh ones come in ascending order
+        self._free = list(range(count - 1, 0, -1))
 
     @property
     def free(self) -> int:

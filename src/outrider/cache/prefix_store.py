@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from .store import KVStore
 
 log = logging.getLogger("outrider")
-HEADER = struct.Struct(
-    "<8s16s16sIIQ8x"
-)  # magic, identity, chain hash, CRC-32 of the payload, groups in it, payload bytes
+# magic, identity, chain hash, CRC-32 of the payload, groups in it, payload bytes
+HEADER = struct.Struct("<8s16s16sIIQ8x")
 MAGIC = b"outrkv1\n"
 QUEUED = 256 << 20  # bytes copied out and not yet written; more pages wait in the cache
 PER_STEP = 64 << 20  # bytes read back, or copied out, between two steps
@@ -66,9 +65,8 @@ class PrefixStore:
         self._queued = 0  # bytes
         self._size: int | None = None  # bytes of the folder's files by our count; None: not counted yet
         self._lock, self._failed = threading.Lock(), False
-        self._writer = ThreadPoolExecutor(
-            1, "outrider-prefix-store"
-        )  # what is queued when the interpreter ends is still written
+        # what is queued when the interpreter ends is still written
+        self._writer = ThreadPoolExecutor(1, "outrider-prefix-store")
         self.pages_read = self.pages_written = 0
 
     # ---- out ------------------------------------------------------------------------------------------------------
@@ -89,13 +87,11 @@ class PrefixStore:
                 continue  # evicted before it was written
             groups = [name for name in self._names if entry.pages[name]]
             parts = [t[entry.pages[name]].reshape(-1) for name in groups for t in self._kv.layers_of(name)]
-            data = (
-                torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-            )  # wholly before a window: a link of the chain
+            # wholly before a window: a link of the chain
+            data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
             done = None
-            if (
-                data.device.type == "cuda"
-            ):  # the copy is in the order of the device's work; the writer waits for it, the step does not
+            # the copy is in the order of the device's work; the writer waits for it, the step does not
+            if data.device.type == "cuda":
                 host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
                 data, done = host.copy_(data, non_blocking=True), torch.cuda.Event()
                 done.record()

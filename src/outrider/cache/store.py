@@ -134,18 +134,16 @@ class KVStore:
         self.tables: dict[GroupName, Tensor] = {
             name: torch.zeros((spec.slots + 1, width), dtype=torch.int32, device=self.device) for name in self.groups
         }
-        self._changed: dict[GroupName, list[tuple[int, int]]] = {
-            name: [] for name in self.groups
-        }  # (place in the table, page)
+        # (place in the table, page)
+        self._changed: dict[GroupName, list[tuple[int, int]]] = {name: [] for name in self.groups}
         self._width = width
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
         self.swap = Swap(spec.swap, self.device)
         both = [(self._group_of[i], t) for i in specs for t in (self.keys[i], self.values[i])]
-        self._layers = [
-            (name, t.view(torch.uint8)) for name, t in both if t is not None
-        ]  # swapping moves bytes, whatever they mean
+        # swapping moves bytes, whatever they mean
+        self._layers = [(name, t.view(torch.uint8)) for name, t in both if t is not None]
         self.disk: PrefixStore | None = None  # prefixes that survive a restart
 
     def take_ahead(self) -> None:

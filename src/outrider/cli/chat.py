@@ -66,9 +66,8 @@ def chat(
     """
     asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     given = {name: value for name, value in asked.items() if value is not None}
-    common.sampling(
-        **{"max_tokens": max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": seed, **given}
-    )  # refused before the model is loaded
+    # refused before the model is loaded
+    common.sampling(**{"max_tokens": max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": seed, **given})
     load = common.with_adapters(load, adapter)
     llm = common.load_llm(model, load)
     llm.adapter = next(iter(load.adapters), None)

@@ -102,14 +102,8 @@ ImageFiles = Annotated[
     list[str] | None, typer.Option("--image", help="An image that the prompt is about (may be repeated).")
 ]
 SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] of the user's file may set them
-PLAIN = (
-    bool,
-    int,
-    float,
-    int | None,
-    float | None,
-    Path | None,
-)  # what the parser reads; others are texts, and the settings check them
+# what the parser reads; others are texts, and the settings check them
+PLAIN = bool, int, float, int | None, float | None, Path | None
 
 
 def loading(*names: str) -> Callable[[Command], Command]:

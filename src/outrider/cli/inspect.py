@@ -137,9 +137,8 @@ def inspect(
         total = model_size(config).total * size
     if gpu is not None and kv_dtype == "int8":
         raise OutriderError("--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
-    kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(
-        kv_dtype, 2.0
-    )  # int8: each row of a head has a factor
+    # int8: each row of a head has a factor
+    kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
     data = {"model": model, **report(config, helper, size, helper_size, context, total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
     data["rounded_activations"] = rounded_activations(files.config)

@@ -100,9 +100,8 @@ def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
 def ask(url: str, key: str, body: object = None, timeout: float = 5.0) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    direct = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # a proxy of this machine knows no server of ours
+    # a proxy of this machine knows no server of ours
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
         return json.load(answer)
 

@@ -112,9 +112,8 @@ def serve(
     )  # fmt: skip
     settings = replace(settings, api_keys=read_keys(settings.api_key, settings.api_key_file))
     common.follow_if_told(load)
-    listener = listen(
-        settings.host, settings.port
-    )  # before the model is loaded: a port in use should not cost a minute
+    # before the model is loaded: a port in use should not cost a minute
+    listener = listen(settings.host, settings.port)
     if max_concurrent is not None:
         load = replace(load, engine=replace(load.engine, max_batch=max_concurrent + SPARE))
     served: ServedModel | ModelPool

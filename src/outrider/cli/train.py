@@ -31,9 +31,7 @@ def train(
     ] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH", help="A LoRA adapter (folder, .gguf file, id): draft for the target with it."
-        ),
+        typer.Option(metavar="PATH", help="A LoRA adapter (folder, .gguf file, id): draft for the target with it."),
     ] = None,
     init: Annotated[
         str | None, typer.Option(help="Start from this drafter (for a fine-tuned or quantised target).")

@@ -106,9 +106,8 @@ class _Answer:
             return
         if self._head is not None:
             head, self._head = self._head, None
-            if head["status"] == 503 and b'"shutting_down"' in message.get(
-                "body", b""
-            ):  # the replica leaves: others are there
+            # the replica leaves: others are there
+            if head["status"] == 503 and b'"shutting_down"' in message.get("body", b""):
                 raise ReplicaLost
             self.flowing = True
             await self._send(head)

@@ -24,15 +24,12 @@ from .cycle import CycleInput, Rows, cycle, verify_coupled
 from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 from .tree import Tree
 
-KNOWN = (
-    2 * MAX_DRAFT + 1
-)  # guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
-Choosing = Literal[
-    "greedy", "sampled", "head 64", "head 1024", "sort"
-]  # how candidates are found: the cheapest that serves all rows
-DraftSource = Literal[
-    "drafter", "host", "both", "drafted"
-]  # drafted: by another graph just before, as masks depend on the drafts
+# guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
+KNOWN = 2 * MAX_DRAFT + 1
+# how candidates are found: the cheapest that serves all rows
+Choosing = Literal["greedy", "sampled", "head 64", "head 1024", "sort"]
+# drafted: by another graph just before, as masks depend on the drafts
+DraftSource = Literal["drafter", "host", "both", "drafted"]
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
 
 
@@ -182,9 +179,8 @@ def decode_step(
 
     def once() -> Tensor | None:
         last, length = state.last.index_select(0, slots), state.position.index_select(0, slots)
-        pages = store.pages_of(
-            slots, key.context
-        )  # gathered once: drafter and target look through them at different positions
+        # gathered once: drafter and target look through them at different positions
+        pages = store.pages_of(slots, key.context)
         if key.part == "draft":
             inputs.drafted[:b, : key.drafted].copy_(guess(last, length, pages).tokens)
             out.tokens[:, :k].copy_(inputs.drafted[:b, :k])

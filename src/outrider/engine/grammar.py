@@ -65,9 +65,8 @@ class GrammarMatcher:
                 break
             consumed += not ended
             self._fill(bits[valid + 1])
-            if (
-                self.failed is not None
-            ):  # too complex behind this token: plain decoding may never go there, so the draft ends before it
+            # too complex behind this token: plain decoding may never go there, so the draft ends before it
+            if self.failed is not None:
                 bits[valid + 1] = -1
                 break
             valid += 1
@@ -102,9 +101,8 @@ class GrammarMatcher:
         if self.done:
             return token in self._eos  # the text is complete; the end token changes nothing
         began = time.thread_time()
-        taken = self._inner.try_consume_tokens(
-            [token]
-        )  # leaves the state usable on refusal; consume_token would poison it
+        # leaves the state usable on refusal; consume_token would poison it
+        taken = self._inner.try_consume_tokens([token])
         self._spent += time.thread_time() - began
         return bool(taken == 1)
 
@@ -172,9 +170,8 @@ class GrammarCompiler:
             raise OutriderError(f"the grammar can't be compiled: {first_line(start.get_error())}")
         made = CompiledGrammar(start, self._vocab, self._eos)
         first = made.matcher()
-        some = unpacked(
-            first.bits([]), self._vocab
-        ).any()  # some grammars compile but allow nothing, or are too complex at the first step
+        # some grammars compile but allow nothing, or are too complex at the first step
+        some = unpacked(first.bits([]), self._vocab).any()
         if first.failed is not None or not some:
             raise OutriderError(f"the grammar can't be compiled: {first.failed or 'it allows no text at all'}")
         return made

@@ -39,10 +39,8 @@ from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
 
 log = logging.getLogger("outrider")
-NODES = (
-    7,
-    TIMED,
-)  # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
+# tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
+NODES = 7, TIMED
 # Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split
 # of the keys.
 TOGETHER, APART = 8, 1 << 18
@@ -211,9 +209,8 @@ class GraphExecutor(Executor):
         """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they
         would be too deep or too wide. Steps with penalties, masks, logprobs or guesses of the host have lines as well:
         what is drafted changes no answer."""
-        asked = min(
-            item.plan.nodes for item in scheduled if item.plan.k
-        )  # pages are reserved for so many rows of each; who drafts none keeps its root
+        # pages are reserved for so many rows of each; who drafts none keeps its root
+        asked = min(item.plan.nodes for item in scheduled if item.plan.k)
         if (
             self.drafter is None
             or not self.trees

@@ -17,9 +17,8 @@ from .text import Detokenizer, overlap
 class Accepted(NamedTuple):
     """What of a cycle's tokens belongs to the answer: as many of the first ones as there are `texts`."""
 
-    texts: list[
-        str
-    ]  # what each token lets us show; "" while it may be half a character or the beginning of a stop string
+    # what each token lets us show; "" while it may be half a character or the beginning of a stop string
+    texts: list[str]
     finish: str | None = None  # stop | length | error
     error: str | None = None
     stopped_by: str | None = None  # the stop string that ended it

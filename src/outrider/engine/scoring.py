@@ -71,9 +71,8 @@ class Scorer(ScoringJob):
     def __init__(self, tokens: Sequence[int], top: int) -> None:
         super().__init__(tokens, len(tokens) - 1)  # after the last token nothing is asked
         self._top = top
-        self.entries: list[dict[int, float] | None] = [
-            None
-        ]  # per token {id: logprob}, itself first; nothing stands before the first
+        # per token {id: logprob}, itself first; nothing stands before the first
+        self.entries: list[dict[int, float] | None] = [None]
 
     def take(self, states: Tensor, begin: int) -> None:
         logp = torch.log_softmax(states.float(), -1)  # [rows, V]

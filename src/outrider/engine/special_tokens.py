@@ -27,9 +27,8 @@ from tokenizers import Tokenizer as Backend
 from ..types import Json, OutriderError
 
 Variables = Mapping[str, Json]
-Renderer = Callable[
-    [Sequence[Mapping[str, Json]], Json, Variables], str
-]  # (messages, tools, variables) -> the template's text
+# (messages, tools, variables) -> the template's text
+Renderer = Callable[[Sequence[Mapping[str, Json]], Json, Variables], str]
 PLAIN = "_-.,/:\"'"  # punctuation of keys, roles and JSON: never replaced
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 

@@ -74,9 +74,8 @@ class Seq:
     num_inflight_tokens: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
     answer: OutputProcessor = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
-    temperature_only: bool = field(
-        init=False
-    )  # its tokens are chosen by temperature and seed alone: no filter, history or mask
+    # its tokens are chosen by temperature and seed alone: no filter, history or mask
+    temperature_only: bool = field(init=False)
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
 

@@ -12,9 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from ..types import AttnSpec, OutriderError
 
-Foreign = Mapping[
-    str, Any
-]  # what a JSON file or GGUF metadata holds: anything at any depth, until it is translated here
+# what a JSON file or GGUF metadata holds: anything at any depth, until it is translated here
+Foreign = Mapping[str, Any]
 ForeignDict = dict[str, Any]
 T = TypeVar("T")
 Family = Literal["llama", "gemma3", "gemma4"]

@@ -24,9 +24,8 @@ from .config import ModelConfig
 from .layers import Block, gather_blocks, rope_variants
 from .split import SOLO, Collectives, piece
 
-End = tuple[
-    Tensor | None, Tensor | None, Tensor | None
-]  # a residual step behind a sublayer: its norm, the layer's scalar, the next norm
+# a residual step behind a sublayer: its norm, the layer's scalar, the next norm
+End = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)

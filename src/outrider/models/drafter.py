@@ -47,9 +47,8 @@ class MTPNet:
         self.post: DeviceWeight | None = weights["post"] if config.has_post else None  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of)
-        self.head: DeviceWeight = (
-            target.head if config.tied_to_target else weights["embed"]
-        )  # [V, Hb or h], or by cluster [C, S, …]
+        # [V, Hb or h], or by cluster [C, S, …]
+        self.head: DeviceWeight = target.head if config.tied_to_target else weights["embed"]
         self.centroids: DeviceWeight | None = None  # [C, Hb or h]
         self.cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
         # Over a head that is divided over processes, by tokens, all tokens are scored.
@@ -103,9 +102,8 @@ class MTPNet:
             return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(
                 g, self.head, None
             )
-        best, z = self.ops.clustered_logits(
-            g, self.centroids, self.head, self.config.cluster_top, cluster_bonus
-        )  # [B, top], [B, top, S]
+        # [B, top], [B, top, S]
+        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, cluster_bonus)
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def draft(

@@ -14,9 +14,8 @@ from .compat import fits, reads
 from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
 
 DECODE_ROWS = (1, 5, 9)
-WORK = (
-    1 << 30
-)  # bytes of a GPU beside weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
+# bytes of a GPU beside weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
+WORK = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ class ModelSize:
         if config.moe is not None:
             experts = config.moe.experts * (1 - (1 - config.moe.top_k / config.moe.experts) ** rows)
         body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
-        looked_up = rows * (
-            (0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim
-        )  # tied: the head holds the row
+        # tied: the head holds the row
+        looked_up = rows * ((0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim)
         return body + self.head + self.outside + looked_up
 
     @property

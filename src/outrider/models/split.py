@@ -46,9 +46,8 @@ class Shard:
     columns: bool = False
 
 
-Shards = dict[
-    str, tuple[Shard, ...]
-]  # by canonical name, one for each source of its plan; names that are not there are kept whole
+# by canonical name, one for each source of its plan; names that are not there are kept whole
+Shards = dict[str, tuple[Shard, ...]]
 
 
 class Collectives(Protocol):

@@ -61,17 +61,8 @@ class Capabilities:
     # of sequences (filled up with idle ones) and at most so many rows.
     graphs: bool = False
     graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-    graph_widths: tuple[int, ...] = (
-        0,
-        1,
-        2,
-        3,
-        4,
-        6,
-        8,
-        12,
-        16,
-    )  # the K of its sequences; one that drafts less has a limit
+    # the K of its sequences; one that drafts less has a limit
+    graph_widths: tuple[int, ...] = 0, 1, 2, 3, 4, 6, 8, 12, 16
     graph_rows: int = 2048
     sequences: int = 8  # at once, where the configuration leaves it open
     # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while
@@ -207,15 +198,13 @@ class Backend(Protocol):
 
     # ---- weights
     def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None: ...
-    def look_up(
-        self, table: Weight, device: torch.device | str
-    ) -> DeviceWeight | None: ...  # a table of which only rows are ever read
+    # a table of which only rows are ever read
+    def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None: ...
     def prepare(self, dense: Tensor) -> DeviceWeight: ...
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight: ...
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight: ...
-    def coarse(
-        self, weight: DeviceWeight
-    ) -> DeviceWeight: ...  # about four bits, for a draft model; the weight itself where that is no quicker
+    # about four bits, for a draft model; the weight itself where that is no quicker
+    def coarse(self, weight: DeviceWeight) -> DeviceWeight: ...
 
     # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself
     def compile(self, model: M) -> M: ...

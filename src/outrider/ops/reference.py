@@ -54,9 +54,8 @@ def as_tensor(weight: DeviceWeight) -> Tensor:
 class ReferenceOps(TreeOps):
     name = "reference"
     version = ""
-    capabilities = Capabilities(
-        trees=True
-    )  # torch's products may round differently for another number of rows, in trees as in lines
+    # torch's products may round differently for another number of rows, in trees as in lines
+    capabilities = Capabilities(trees=True)
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         """What K/V is stored as, given the dtype of the activations and the user's wish."""

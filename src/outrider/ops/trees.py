@@ -151,9 +151,8 @@ class TreeOps:
         kept = kept.gather(1, order.sort(1).indices)  # [B, N]
         follows = nodes.parents.gather(1, kept)
         number = (follows[:, :, None] == kept[:, None, :]).to(torch.int64).argmax(-1) + 1
-        parent_rows = torch.cat(
-            (torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1
-        )  # [B, N + 1] within the sequence
+        # [B, N + 1] within the sequence
+        parent_rows = torch.cat((torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1)
         deep = torch.cat((torch.zeros_like(kept[:, :1]), kept // (found // depth) + 1), 1)
         up = [torch.arange(rows, device=device).expand(batch, rows)]
         for _ in range(depth):
@@ -201,9 +200,8 @@ class TreeOps:
         on_path = depth <= accepted[:, None]  # [B, D + 1]
         seq = torch.arange(length.shape[0], device=length.device)[:, None].expand_as(on_path).reshape(-1)
         target = length[:, None] + torch.where(on_path, depth, 0)
-        source = length[:, None] + torch.where(
-            on_path, rows, 0
-        )  # where there is nothing to move, the newest token onto itself
+        # where there is nothing to move, the newest token onto itself
+        source = length[:, None] + torch.where(on_path, rows, 0)
         for spec in specs:
             self.move_kv(seq, source.reshape(-1), target.reshape(-1), spec, kv)
 

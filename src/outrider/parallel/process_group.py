@@ -130,9 +130,8 @@ class ProcessGroup:
         every = mine if self.tp.world == 1 else mine.new_empty((self.tp.world * mine.shape[0], *mine.shape[1:]))
         with parting():
             if self.device.type == "cuda":
-                dist.all_gather_into_tensor(
-                    every, mine
-                )  # one kernel of NCCL, which a CUDA graph captures like any other
+                # one kernel of NCCL, which a CUDA graph captures like any other
+                dist.all_gather_into_tensor(every, mine)
             else:
                 dist.all_gather(list(every.chunk(self.tp.world)), mine)
         return every.view(self.tp.world, *mine.shape)

@@ -60,9 +60,8 @@ class Server:
         self.pool, self.settings = shelf, settings
         self.admission = Admission(settings)
         self.keys = Keys(settings)
-        self.executor = FairExecutor(
-            DESK_THREADS, max(DESK_WAITING, settings.max_concurrent)
-        )  # one client may fill all places at once
+        # one client may fill all places at once
+        self.executor = FairExecutor(DESK_THREADS, max(DESK_WAITING, settings.max_concurrent))
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
@@ -156,9 +155,8 @@ class Server:
         """A large body is read when it is its client's turn; until then it stays with its client. Close it when the
         text is done with."""
         room, client = ExitStack(), request.state.client
-        if (
-            int(request.headers.get("content-length", 0)) > BIG_BODY or "transfer-encoding" in request.headers
-        ):  # chunks: of any size
+        # chunks: of any size
+        if int(request.headers.get("content-length", 0)) > BIG_BODY or "transfer-encoding" in request.headers:
             await self.big_bodies.acquire(client)
             room.callback(self.big_bodies.release, client)
         return room

@@ -120,9 +120,8 @@ class Results:
         whole = 0
         self._file.seek(0)
         for number, raw in enumerate(self._file, 1):
-            if not raw.endswith(b"\n") and (
-                ids or raw.startswith(BEGINNING[: len(raw)])
-            ):  # behind results it can be nothing else
+            # behind results it can be nothing else
+            if not raw.endswith(b"\n") and (ids or raw.startswith(BEGINNING[: len(raw)])):
                 break
             whole += len(raw)
             try:

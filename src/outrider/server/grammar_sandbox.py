@@ -28,10 +28,8 @@ from ..types import OutriderError
 from .grammar_source import MAX_CHARS, GrammarSource, build, parts
 
 STACK = 1 << 20  # bytes; any thread of the server has more
-QUICK, LOOK = (
-    0.1,
-    0.05,
-)  # seconds of processor time after which a trial has to stand back; seconds between two looks at it
+# seconds of processor time after which a trial has to stand back; seconds between two looks at it
+QUICK, LOOK = 0.1, 0.05
 
 
 @dataclass
@@ -179,9 +177,8 @@ class GrammarSandbox:
 
 def main() -> None:
     with contextlib.suppress(PermissionError):  # it leads a session already
-        os.setpgid(
-            0, 0
-        )  # a terminal's signals are not for us; done here, because not every event loop can start a group
+        # a terminal's signals are not for us; done here, because not every event loop can start a group
+        os.setpgid(0, 0)
     line, pending = _first_line()
     setup = json.loads(line)
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])

@@ -191,9 +191,8 @@ class _SandboxProcess:
         self._reader.cancel()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(
-                    self._process.pid, signal.SIGKILL
-                )  # its trials too: they hold its pipes, and nobody else would end them
+                # its trials too: they hold its pipes, and nobody else would end them
+                os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()  # where it has no group of its own yet
         await self._process.wait()

@@ -31,9 +31,8 @@ LOCAL_SCHEMES = ("vscode-webview", "app", "tauri")  # pages of programs on this 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 SLASHES = re.compile("/{2,}")
-ROUTE = re.compile(
-    r"/(v1/|api/)?[a-z/_-]{0,32}"
-)  # what of a path may stand in the log: never a text that somebody put there
+# what of a path may stand in the log: never a text that somebody put there
+ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -71,9 +70,8 @@ class Admission:
             message = (
                 f"This client has {mine} of the server's {self.most} sequences in flight; {self.share} are its share."
             )
-            wait = self._estimate.until_free(
-                (mine + sequences - self.share) * self.in_flight // mine
-            )  # others' places don't help it
+            # others' places don't help it
+            wait = self._estimate.until_free((mine + sequences - self.share) * self.in_flight // mine)
             raise ApiError(429, message, retry_after=wait, code="client_full")
         self.in_flight += sequences
         entered, began = self.in_flight, time.monotonic()
@@ -107,12 +105,10 @@ class RequestGuard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
-        path = scope["path"].removeprefix(
-            scope.get("root_path", "")
-        )  # as our routes have it, whatever a proxy serves us under
-        if path.startswith(
-            ("http://", "https://")
-        ):  # a target in absolute form, as it is sent to proxies: its host is the one meant
+        # as our routes have it, whatever a proxy serves us under
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        # a target in absolute form, as it is sent to proxies: its host is the one meant
+        if path.startswith(("http://", "https://")):
             asked = _split(path)
             headers[b"host"], path = asked.netloc.encode("latin-1", "replace"), asked.path or "/"
             scope = {**scope, "path": scope.get("root_path", "") + path}
@@ -159,9 +155,8 @@ class RequestGuard:
                 await answer(message)
 
         try:
-            if (
-                b"content-length" in headers and b"transfer-encoding" in headers
-            ):  # two lengths: whoever is in between may believe the other
+            # two lengths: whoever is in between may believe the other
+            if b"content-length" in headers and b"transfer-encoding" in headers:
                 raise bad("Content-Length and Transfer-Encoding exclude each other.", code="two_lengths")
             self._host(headers)
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers and cross:
@@ -172,9 +167,8 @@ class RequestGuard:
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self._settings.max_body:
                 raise self._too_large()
-            with suppress(
-                ClientDisconnect
-            ):  # who left in the middle of a body hears no answer, and is not worth a traceback
+            # who left in the middle of a body hears no answer, and is not worth a traceback
+            with suppress(ClientDisconnect):
                 await self.app(scope, counted, secured)
             if refused:
                 raise self._too_large()

@@ -134,9 +134,8 @@ class Outbox:
 
     def _written(self, count: int, began: float) -> None:
         if count:
-            each = min(
-                (time.thread_time() - began) / count, 1.5 * self._each
-            )  # the loop may have had something else to do in between
+            # the loop may have had something else to do in between
+            each = min((time.thread_time() - began) / count, 1.5 * self._each)
             self._each = max(SHORTEST, 0.8 * self._each + 0.2 * each)
         with self._lock:
             self._writing = False

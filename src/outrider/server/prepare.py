@@ -97,9 +97,8 @@ class Preparer:
         self._longest_token = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
         self.dialect = Dialect.of(backend.tokenizer)
         response = self.tokenizer.encode(GEMMA_RESPONSE, bos=False)
-        self._hand_over = (
-            tuple(response) if len(response) == 1 else ()
-        )  # Gemma 4 hands over to the tool with this token
+        # Gemma 4 hands over to the tool with this token
+        self._hand_over = tuple(response) if len(response) == 1 else ()
         self.infill = Infill.of(self.tokenizer)
         self._sampling = RequestSampling(backend, self._encode, gemma_tools=self.dialect.tools == "gemma4")
 
@@ -302,9 +301,8 @@ class Preparer:
         if images and isinstance(self._backend.vision, str):
             raise bad(f"{self._backend.vision[:1].upper()}{self._backend.vision[1:]}.", "messages")
         for message in body.messages:
-            if (
-                message.role == "user" and body.truncate_prompt_tokens is None
-            ):  # what others have said a template may leave out
+            # what others have said a template may leave out
+            if message.role == "user" and body.truncate_prompt_tokens is None:
                 self._check_beginning(message.text, "messages")
         if not self.dialect.template_tools:
             self._check_beginning(json.dumps(tools) if tools else "", "tools")
@@ -383,9 +381,8 @@ class Preparer:
                 try:
                     arguments: JsonValue = json.loads(given) if isinstance(given, str) else cast(JsonValue, given)
                 except (ValueError, RecursionError):
-                    arguments = cast(
-                        JsonValue, given
-                    )  # a call that was cut off comes back as it was: the conversation can go on
+                    # a call that was cut off comes back as it was: the conversation can go on
+                    arguments = cast(JsonValue, given)
                 calls.append(
                     {
                         "id": call.id,

@@ -43,9 +43,8 @@ class PromptRecorder:
                 return
             self._longest = len(text)
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self._file.parent, delete=False
-            ) as made:  # mode 0600
+            # mode 0600
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._file.parent, delete=False) as made:
                 made.write(text)
             os.replace(made.name, self._file)
         except (OSError, ValueError, AttributeError, TypeError) as e:

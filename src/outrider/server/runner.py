@@ -299,9 +299,8 @@ class Runner:
         """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""
         self.failed_steps += 1
         self._failures += 1
-        told = (
-            str(error) if isinstance(error, OutriderError) else where(error)
-        )  # our own say in a line what the machine lacks
+        # our own say in a line what the machine lacks
+        told = str(error) if isinstance(error, OutriderError) else where(error)
         log.error("engine step failed, and %d requests with it: %s", len(self._streams), told)
         ids = list(self._streams)
         for id in (*ids, *self.detached):

@@ -206,9 +206,8 @@ class SchemaFormat(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    schema_: dict[str, object] | None = Field(
-        default=None, alias="schema"
-    )  # llama.cpp: beside type json_object or json_schema
+    # llama.cpp: beside type json_object or json_schema
+    schema_: dict[str, object] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def whole(self) -> ResponseFormat:
@@ -430,9 +429,8 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: str | list[object] = Field(
-        description="A text, token ids, or a list of either."
-    )  # a long list is looked at when there is room
+    # a long list is looked at when there is room
+    prompt: str | list[object] = Field(description="A text, token ids, or a list of either.")
     logprobs: Likeliest | None = None
     echo: bool | None = None
     best_of: Annotated[Integer, Field(ge=1, le=128)] | None = None

@@ -70,11 +70,8 @@ class TokenizerProcess:
         if self._closed:
             raise EOFError
         if self._process is None:
-            command = [
-                sys.executable,
-                "-P",
-                __file__,
-            ]  # as a script: it needs nothing of this package, and less memory so
+            # as a script: it needs nothing of this package, and less memory so
+            command = [sys.executable, "-P", __file__]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
             )

@@ -21,10 +21,8 @@ from .acceptance import BINS
 from .simulate import Trace
 
 FILE = "acceptance.json"
-FIRST, NEIGHBOUR = (
-    0.5,
-    2.0,
-)  # acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
+# acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
+FIRST, NEIGHBOUR = 0.5, 2.0
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,8 @@ class SamplingBatch:
     any_filter: bool
     any_top_k: bool
     any_top_p: bool
-    head: (
-        int | None
-    )  # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
+    # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
+    head: int | None
     penalties: Penalties | None
     bias: Sparse | None
     bad_words: BadWords | None
@@ -302,9 +301,8 @@ class SamplingBatch:
 
     def _floor(self, z: Tensor, row_seq: Tensor, head: int) -> tuple[Tensor, Tensor]:
         """The smallest logit that stays [R], from the `head` largest; and whether these were enough [R]."""
-        values, at = (
-            z.sort(-1, descending=True) if head == z.shape[1] else z.topk(head, dim=-1)
-        )  # [R, head], largest first
+        # [R, head], largest first
+        values, at = z.sort(-1, descending=True) if head == z.shape[1] else z.topk(head, dim=-1)
         k = self.top_k[row_seq]
         kth = values.gather(1, (k - 1).clamp(max=head - 1)[:, None])[:, 0]
         floor = torch.where(k <= head, kth, -math.inf)

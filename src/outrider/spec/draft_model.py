@@ -28,10 +28,8 @@ from .protocols import Target
 
 PAGE = 32
 CHUNK = 512  # most tokens of one sequence in a pass while catching up
-READ, READ_BESIDE = (
-    256,
-    64,
-)  # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
+# tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
+READ, READ_BESIDE = 256, 64
 NEAR = 16  # tokens that such a round reads itself
 # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
 LISTED = 49_152
@@ -51,9 +49,8 @@ class Track:
     pages: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     sure: int = 0  # positions below this were compared before; committed tokens do not change
-    unlisted: dict[int, None] = field(
-        default_factory=dict
-    )  # its tokens that the draft model does not score for everybody, in order
+    # its tokens that the draft model does not score for everybody, in order
+    unlisted: dict[int, None] = field(default_factory=dict)
     looked: int = 0  # positions below this were looked through for them
     foreign: bool = False  # it holds an id beyond the draft model's vocabulary
     checked: int = 0  # positions below this were looked through for such ids

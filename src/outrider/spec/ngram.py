@@ -18,9 +18,8 @@ class NgramIndex:
     def __init__(self, tokens: Iterable[int] = ()):
         self.tokens: list[int] = []
         self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
-        self._earlier: tuple[list[int], ...] = tuple(
-            [] for _ in SIZES
-        )  # [i]: where the n-gram that ends at i ended before; -1
+        # [i]: where the n-gram that ends at i ended before; -1
+        self._earlier: tuple[list[int], ...] = tuple([] for _ in SIZES)
         self._place, self._length = -1, 0  # the running match: tokens[_place] would come next, _length tokens agree
         self._looked = False  # whether candidates were compared since the last token
         self.extend(tokens)

@@ -48,9 +48,8 @@ Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]
 def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = None) -> list[int]:
     """The likeliest nodes, at most so many and no more than are worth their price, the main chain first; parents come
     before children."""
-    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[
-        :most
-    ]  # a parent is never less likely, nor later
+    # a parent is never less likely, nor later
+    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]
     if prices is not None:
         net, best, count = 0.0, 0.0, 0
         for n, i in enumerate(order, 1):
@@ -91,9 +90,8 @@ def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
                 if chance * trust >= plans[b].stop:
                     following.append((chance * trust, b, len(trees[b]) - 1, row, token))
         following.sort(key=lambda x: (x[1], -x[0], x[2]))
-        chosen = [
-            x for i, x in enumerate(following) if i < WIDTH or following[i - WIDTH][1] != x[1]
-        ]  # so many of each sequence
+        # so many of each sequence
+        chosen = [x for i, x in enumerate(following) if i < WIDTH or following[i - WIDTH][1] != x[1]]
         if not chosen:
             break
         front = [(b, node, chance) for chance, b, node, _, _ in chosen]
@@ -118,9 +116,8 @@ def build_fixed_tree(
     """A tree of `nodes` tokens for every sequence, at most `depth` deep. Nothing here waits for the device."""
     sampling, ops = batch.sampling, batch.ops
     filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.any_filter else None
-    heat = (
-        torch.ones_like(sampling.temperature) if sampling.any_filter else sampling.temperature
-    )  # or it was divided by already
+    # or it was divided by already
+    heat = torch.ones_like(sampling.temperature) if sampling.any_filter else sampling.temperature
     found, front = Nodes.of(batch.last.shape[0], depth, batch.last.device), Frontier.root(batch.last)
     for level in range(depth):
         ids, logits = score(level, front)

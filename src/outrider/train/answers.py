@@ -151,9 +151,8 @@ def answering_engine(
     page = EngineConfig().page_size
     context = longest + 1 + page  # the engine keeps a page aside
     item = dtype.itemsize if cuda else 4
-    room = (
-        free_bytes(device) // (3 * processes) // max(1, kv_bytes(known.config, 1, item))
-    )  # positions of K/V: a third of what is free
+    # positions of K/V: a third of what is free
+    room = free_bytes(device) // (3 * processes) // max(1, kv_bytes(known.config, 1, item))
     wanted = max(1, min(wanted, room // context))
     settings = EngineConfig(
         max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page)

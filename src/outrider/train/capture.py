@@ -41,9 +41,8 @@ class DenseOps(ReferenceOps):
     name = "dense"
 
     def __init__(self) -> None:
-        self._cast: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # norm weights in the activations' dtype, kept alive beside the original
+        # norm weights in the activations' dtype, kept alive beside the original
+        self._cast: dict[int, tuple[Tensor, Tensor]] = {}
 
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         """As the reference's, with the factor rounded on the host: a captured graph may not copy from there."""

@@ -34,9 +34,8 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
     size = vocab // clusters
     x = F.normalize(rows.float(), dim=-1)
     generator = torch.Generator().manual_seed(seed)
-    if (
-        not x.is_cuda and x.shape[1] > CPU_WIDTH
-    ):  # directions survive a random projection, and a CPU is as many times faster
+    # directions survive a random projection, and a CPU is as many times faster
+    if not x.is_cuda and x.shape[1] > CPU_WIDTH:
         x = F.normalize(x @ torch.randn(x.shape[1], CPU_WIDTH, generator=generator), dim=-1)
         iterations = min(iterations, CPU_ITERATIONS)
     centres = x[torch.randperm(vocab, generator=generator)[:clusters].to(x.device)]

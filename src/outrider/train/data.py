@@ -233,6 +233,5 @@ def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
             ahead.append(pool.submit(next, items, None))
             yield item
     finally:
-        pool.shutdown(
-            cancel_futures=True
-        )  # and wait: a thread inside torch while the interpreter ends would abort the process
+        # and wait: a thread inside torch while the interpreter ends would abort the process
+        pool.shutdown(cancel_futures=True)

@@ -132,9 +132,8 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
     top = max(1, clusters // 16)
     style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
     if style == "gemma":
-        if (
-            job.hidden_size is not None and job.hidden_size > target.hidden
-        ):  # its head is the target's, in fewer directions
+        # its head is the target's, in fewer directions
+        if job.hidden_size is not None and job.hidden_size > target.hidden:
             raise OutriderError(
                 f"hidden_size {job.hidden_size} is wider than the target ({target.hidden}): give less, or style plain"
             )
@@ -179,9 +178,8 @@ def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch])
     if not model.config.qkv_bias:
         return
     reads = [layer.attn.kv_layer for layer in net.layers]
-    entering = tuple(
-        max(0, r - 1) for r in reads
-    )  # the residual stream that enters layer r is the one after layer r - 1
+    # the residual stream that enters layer r is the one after layer r - 1
+    entering = tuple(max(0, r - 1) for r in reads)
     rows: list[list[Tensor]] = [[] for _ in reads]
     for batch in batches:
         b, a = batch.where(batch.anchors[0])

@@ -61,10 +61,8 @@ class EvalHead:
         """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens
         it scored. `at` [A]: the positions guessed. In pieces: nothing of size [A, V] is ever there."""
         step = chunk_rows(g.device, 8 * self.rows.shape[0] * (4 if sampling.any_sampled else 1))
-        ids, ops = (
-            None if self.clusters is None else self.clusters[0],
-            ReferenceOps(),
-        )  # its rules of noise and leaning are the definition
+        # its rules of noise and leaning are the definition
+        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()
         out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
         for rows in torch.arange(len(g), device=g.device).split(step):
             some = sampling.select(rows)

@@ -174,9 +174,8 @@ def write_folder(
                 (folder / name).write_text(content, encoding="utf-8")
             elif content:
                 write_json(folder / name, dict(content))  # type: ignore[call-overload]
-        part.chmod(
-            S_IMODE((folder / "config.json").stat().st_mode)
-        )  # safetensors lets nobody else read it: a server may be another user
+        # safetensors lets nobody else read it: a server may be another user
+        part.chmod(S_IMODE((folder / "config.json").stat().st_mode))
         part.replace(folder / "model.safetensors")
     except OSError as error:
         raise OutriderError(

@@ -23,18 +23,14 @@ HANDFUL = 10  # steps: a timed run that made fewer has failed
 EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step reaches
 OP_SECONDS = 1.5e-5  # that torch takes to start an operation
 ANSWER_SHARE, CPU_ANSWER_SHARE = 0.4, 0.25  # of the minutes, where answer_minutes does not say: a CPU learns slowly
-FINISH_SHARE, FINISH_PASSES = (
-    0.1,
-    6.0,
-)  # of the minutes, at most; passes over the held-out answers, with a reserve of a half
+# of the minutes, at most; passes over the held-out answers, with a reserve of a half
+FINISH_SHARE, FINISH_PASSES = 0.1, 6.0
 EXPORT_SECONDS = 3.0
 LOAD_RATE = 5e7  # weights per second that are read and unpacked; it happens twice, for the engine and for training
 ANSWER_STEP_SECONDS = 1e-3  # of the engine's own work in a step
 KMEANS_ROUNDS, KMEANS_WIDTH = 8.0, 128.0  # passes over the vocabulary when a head is clustered, in so many directions
-FIT_ROWS, FIT_TOKENS = (
-    1024,
-    3.0,
-)  # anchors that the drafter's input is fitted on at least, and tokens that the target reads for each
+# anchors that the drafter's input is fitted on at least, and tokens that the target reads for each
+FIT_ROWS, FIT_TOKENS = 1024, 3.0
 HELD_SHARE = 0.2  # of the answers, held out
 
 

@@ -66,9 +66,8 @@ class TrainGroup:
         if mine.is_cuda:
             dist.all_gather_into_tensor(every, mine)
         else:
-            dist.all_gather(
-                list(every.view(torch.uint8).chunk(self.world)), mine.view(torch.uint8)
-            )  # as bytes: gloo knows few types
+            # as bytes: gloo knows few types
+            dist.all_gather(list(every.view(torch.uint8).chunk(self.world)), mine.view(torch.uint8))
         return every
 
     def wait(self) -> None:

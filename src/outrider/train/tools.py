@@ -191,9 +191,8 @@ def cluster_drafter(
     if opened is not None and data is not None:
         net = load_net(drafter, opened, clustered=False)
         cast, full, _ = views(net, opened)
-        g, choices = states(
-            opened.model, net, cast, full, data
-        )  # where it drafts, and what the full head chooses there
+        # where it drafts, and what the full head chooses there
+        g, choices = states(opened.model, net, cast, full, data)
         cut = max(1, g.shape[0] * 4 // 5)
         means = fit_centroids(g[:cut], cluster_of(order, count)[choices[:cut]], means, 300, 1e-2, seed=seed)
         curve = recall_curve(g[cut:], choices[cut:], means, order)

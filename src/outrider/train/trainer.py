@@ -49,9 +49,8 @@ class Hooks:
     evaluate: Callable[[], Row] | None = None  # must hold "score": larger is better
     log: Callable[[Row], None] | None = None
     export: Callable[[], None] = lambda: None  # writes the drafter: after each evaluation that is the best so far
-    progress: Callable[[float, str], None] = lambda share, line: (
-        None
-    )  # share of the run that is done, and a line about it
+    # share of the run that is done, and a line about it
+    progress: Callable[[float, str], None] = lambda share, line: None
     all_ranks_evaluate: bool = False  # since no process has the whole target
 
 
@@ -115,9 +114,8 @@ class Trainer:
         head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
-        chance = torch.ones(
-            batch.ids[:, batch.first :].numel(), device=self.device
-        )  # that the steps so far were accepted
+        # that the steps so far were accepted
+        chance = torch.ones(batch.ids[:, batch.first :].numel(), device=self.device)
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             weight = s.step_decay ** (j - 1) * (1.0 - s.survival_weight + s.survival_weight * chance[rows])

@@ -210,9 +210,8 @@ def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
     if meta.arch == "gemma3":
         config["sliding_window"] = meta.whole("attention.sliding_window")
         config["rope_local_base_freq"] = meta.number("rope.freq_base_swa", 10000.0)
-        config["query_pre_attn_scalar"] = (
-            hidden / heads if layers == 62 else head_dim
-        )  # only 27B differs, and no key says so
+        # only 27B differs, and no key says so
+        config["query_pre_attn_scalar"] = hidden / heads if layers == 62 else head_dim
         config["layer_types"] = _layer_types(meta, layers)
     elif meta.get("attention.sliding_window") is not None:
         config |= {"sliding_window": meta.whole("attention.sliding_window"), "use_sliding_window": True}

@@ -31,12 +31,8 @@ SPLITS = {  # how text is cut before merging, by tokenizer.ggml.pre; None: GPT-2
 }
 
 GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (0, 1 << 31),
-    "min_p": (0.0, 1.0),
-}  # advice on sampling
+# advice on sampling
+RANGES = {"temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0)}
 log = logging.getLogger("outrider")
 
 

@@ -48,9 +48,8 @@ class Gptq:
         q = unpack(qweight.t(), self.bits)  # [N, K]
         zero = unpack(qzeros, self.bits).t().contiguous()
         if not self.second:
-            zero = (
-                (zero + 1) & ((1 << self.bits) - 1) if self.bits == 8 else zero + 1
-            )  # 16 is a zero that 4 bits cannot hold
+            # 16 is a zero that 4 bits cannot hold
+            zero = (zero + 1) & ((1 << self.bits) - 1) if self.bits == 8 else zero + 1
         made = {"q": pairs(q) if self.bits == 4 else q.contiguous(), "scale": scale, "zero": zero}
         ordered = False
         if "g_idx" in tensors and self.group:
@@ -70,9 +69,8 @@ def gptq(settings: Settings) -> QuantScheme:
 
     usual, dense = stored(settings), strings(settings, "modules_to_not_convert", "modules_in_block_not_to_quantize")
     special = settings.get("dynamic")
-    rules = (
-        special if isinstance(special, Mapping) else {}
-    )  # "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes them
+    # "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes them
+    rules = special if isinstance(special, Mapping) else {}
 
     def find(module: str) -> QuantReader | None:
         if not linear(module) or module == "lm_head" or matches(module, dense, contained=True):

@@ -44,16 +44,11 @@ class QuantReader(Protocol):
         ...
 
 
-QuantScheme = Callable[
-    [str], QuantReader | None
-]  # by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
+# by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
+QuantScheme = Callable[[str], QuantReader | None]
 NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules with a matrix that "Linear" does not mean
-ACTIVATION_SCALES = (
-    "input_scale",
-    "input_global_scale",
-    "input_zero_point",
-    "output_scale",
-)  # weights only: activations stay as they are
+# weights only: activations stay as they are
+ACTIVATION_SCALES = "input_scale", "input_global_scale", "input_zero_point", "output_scale"
 
 
 def linear(module: str) -> bool:

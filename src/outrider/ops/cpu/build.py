@@ -24,15 +24,8 @@ HERE = Path(__file__).parent
 SHIPPED = HERE / "prebuilt"  # libraries inside a wheel (setup.py)
 UNITS = ("chunks.c", "tiles.c", "kernels.c")  # compiled side by side
 SOURCES = tuple(sorted(path.name for path in HERE.glob("*.[ch]")))  # all of them: a change to any makes another library
-ISAS = (
-    "avx512bf16",
-    "avx512",
-    "avxvnni",
-    "avx2",
-    "i8mm",
-    "dotprod",
-    "generic",
-)  # best first; the processor decides which it can run
+# best first; the processor decides which it can run
+ISAS = "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "generic"
 AVX512 = (
     "-O3",
     "-mavx512f",
@@ -269,9 +262,8 @@ def _run(commands: list[list[str]], folder: Path) -> None:
     limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
     running: list[subprocess.Popen[str]] = []
     try:
-        mask = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # one that is started is known here before Ctrl-C is
+        # one that is started is known here before Ctrl-C is
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for c in commands:
                 running.append(

@@ -138,10 +138,8 @@ class CompiledModel:
         self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
         self.embed, self.logits, self.scores = model.embed, model.logits, model.scores
         self.forward_soft = model.forward_soft  # operation by operation: the same kernels, and the same bits
-        self.together, self.all_reduce = (
-            model.together,
-            model.all_reduce,
-        )  # of one process: whole passes know nothing of others
+        # of one process: whole passes know nothing of others
+        self.together, self.all_reduce = model.together, model.all_reduce
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:

@@ -11,9 +11,8 @@ from torch import Tensor
 from ...types import AttnSpec, KVPages, KVView
 from .build import SHIPPED, shared_object
 
-W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(
-    14
-)  # formats.h
+# formats.h
+W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(14)
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
 
 
@@ -192,9 +191,8 @@ def load(isa: str | None = None) -> ctypes.CDLL:
             words in str(error)
             for words in ("file too short", "invalid ELF header", "file data overread", "cannot read file data")
         )
-        if (
-            path.is_relative_to(SHIPPED) or not damaged
-        ):  # not there to be run from (noexec), say: building it again would not help
+        # not there to be run from (noexec), say: building it again would not help
+        if path.is_relative_to(SHIPPED) or not damaged:
             raise
         path.unlink()
         lib = ctypes.CDLL(str(shared_object(isa)))

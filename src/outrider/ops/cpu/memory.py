@@ -136,6 +136,5 @@ def drop(address: int, size: int) -> None:
 
 def populate(address: int, size: int) -> int:
     """The memory of a range as if it had been written to, its contents as they are; 0: done."""
-    return int(
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 23)
-    )  # MADV_POPULATE_WRITE, Linux 5.14
+    # MADV_POPULATE_WRITE, Linux 5.14
+    return int(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 23))

@@ -103,9 +103,8 @@ class CpuOps(ReferenceOps):
             return None
         if len(parts[0].shape) == 2:
             return self.pack([stored_rows(p) for p in parts])
-        if (
-            len(parts) != 1 or parts[0].shape[1] % 32
-        ):  # an expert's rows, and the gates among them, must be whole groups
+        # an expert's rows, and the gates among them, must be whole groups
+        if len(parts) != 1 or parts[0].shape[1] % 32:
             return None
         packed = self.pack([stored_rows(parts[0])])
         return None if packed is None else packed.view(*parts[0].shape)

@@ -108,9 +108,8 @@ class Weight:
     format: Format
     shape: tuple[int, ...]
     tensors: Mapping[str, Tensor]
-    release: Callable[[int, int], None] | None = field(
-        default=None, compare=False
-    )  # rows [lo, hi) were read: forget their pages
+    # rows [lo, hi) were read: forget their pages
+    release: Callable[[int, int], None] | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:

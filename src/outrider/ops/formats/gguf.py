@@ -58,9 +58,8 @@ class QuantPart:
     kind: str
     shape: tuple[int, int]  # (N, K)
     data: np.ndarray  # uint8 [N, bytes per row]
-    release: Callable[[int, int], None] | None = field(
-        default=None, compare=False
-    )  # rows [lo, hi) have been read: forget their pages
+    # rows [lo, hi) have been read: forget their pages
+    release: Callable[[int, int], None] | None = field(default=None, compare=False)
 
     @property
     def weight(self) -> Weight:
@@ -167,9 +166,8 @@ def _iq4_nl(b: np.ndarray) -> np.ndarray:
 def _iq4_xs(b: np.ndarray) -> np.ndarray:
     """d, 16 bits with the top two bits of eight scales, 4 bytes with their low halves, 8 x 16 bytes of nibbles."""
     low = np.stack((b[:, 4:8] & 15, b[:, 4:8] >> 4), axis=2).reshape(-1, 8)
-    high = (
-        np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[None]
-    ) & 3  # [blocks, 8]
+    # [blocks, 8]
+    high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[None] & 3
     scale = _half(b, 0) * ((low | (high << 4)).astype(np.float32) - 32)
     return scale[:, :, None] * IQ4_VALUES[_nibbles(b[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)]
 

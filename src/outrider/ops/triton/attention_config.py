@@ -16,9 +16,8 @@ from .fp8_kv import is_fp8
 from .gemm_config import MAX_SMEM
 
 WIDE_HEAD_SMEM = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
-MAX_PARTIAL_BYTES = (
-    1 << 30
-)  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
+# bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
+MAX_PARTIAL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)

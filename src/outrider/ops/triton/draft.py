@@ -290,9 +290,8 @@ class FusedDrafter:
                 else WORK_UNITS + 4
             )
         self.programs = programs
-        cuts = min(
-            WORK_UNITS, 1 << (programs.bit_length() - 1)
-        )  # no phase may have more units a sequence than there are programs
+        # no phase may have more units a sequence than there are programs
+        cuts = min(WORK_UNITS, 1 << (programs.bit_length() - 1))
         self._pack()
         h, inter, size = config.hidden, drafter.blocks[0].down.shape[1], config.vocab_size // config.clusters
         cut = [splits[0] if r.spec.window else splits[1] for r in self.runs]
@@ -311,9 +310,8 @@ class FusedDrafter:
             at += -(-count // 64) * 64
         self.scratch = torch.zeros((most, at), dtype=torch.float32, device=device)
         self.best = torch.zeros((most, 256), dtype=torch.int64, device=device)
-        self.scores = torch.full(
-            (most, MAX_DRAFT, 2 * 256), float("-inf"), device=device
-        )  # each program's two best, by step
+        # each program's two best, by step
+        self.scores = torch.full((most, MAX_DRAFT, 2 * 256), float("-inf"), device=device)
         self.tokens = torch.zeros((most, MAX_DRAFT, 2 * 256), dtype=torch.int32, device=device)
         self.counter = torch.zeros(128, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when one was missed
         self.alarm = self.counter[64:65]  # a barrier timed out: the guesses of that round are worthless

@@ -42,9 +42,8 @@ class StepTiles:
     chunk: int = 1024  # columns of the input a program
 
 
-BF16_TILES = StepTiles(
-    q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4)
-)  # bfloat16: twice the bytes
+# bfloat16: twice the bytes
+BF16_TILES = StepTiles(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))
 INT8_TILES = StepTiles(out=(32768, 2, 8), down=(8192, 1, 4))
 
 
@@ -171,11 +170,8 @@ class SteppedDrafter:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=drafter.device)
 
-        self.before, self.between, self.y = (
-            floats(h),
-            floats(h),
-            floats(parts, h),
-        )  # the stream before attention, before the MLP
+        # the stream before attention, before the MLP
+        self.before, self.between, self.y = floats(h), floats(h), floats(parts, h)
         self.inputs, self.q, self.g = floats(2 * self.chunks, h), floats(wide), floats(h)
         self.part = floats(max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
         self.ml = floats(max(s.heads * self._splits(s)[0] for s in specs), 2)

@@ -28,9 +28,8 @@ def tile_of(w, rows, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr)
     """Columns first .. first + KC of some rows: [BN, KC / 16, 4] words, or [BN, KC]."""
     if Q8:
         k = first // 4 + tl.arange(0, KC // 4)
-        words = tl.load(
-            w + rows[:, None] * (K // 4) + k[None, :], eviction_policy="evict_first"
-        )  # flat: lanes side by side
+        # flat: lanes side by side
+        words = tl.load(w + rows[:, None] * (K // 4) + k[None, :], eviction_policy="evict_first")
         return tl.reshape(words, (rows.shape[0], KC // 16, 4))
     else:
         return tl.load(w + rows[:, None] * K + (first + tl.arange(0, KC))[None, :], eviction_policy="evict_first")

@@ -96,9 +96,8 @@ def linear_kernel(
             )
     else:
         acc = chain(x_row, rows < M, w + w_row, k_from, k_to, BM, WIDE, BK, SWAP_AB, EVEN, PREC)
-    if (
-        TRIGGER_LATE
-    ):  # a big dense_gemm: were the next kernel let in at once, its waiting programs would crowd out this one's
+    # a big dense_gemm: were the next kernel let in at once, its waiting programs would crowd out this one's
+    if TRIGGER_LATE:
         gdc_launch_dependents()
 
     if SPLITS > 1 and not SERIAL_SPLITK:

@@ -156,15 +156,13 @@ def config_for_rows(tile: GemmReduction, n: int, k: int, rows: int, gated: bool,
         ]
         return min(options, key=lambda option: option[0])[1]
     tiles = triton.cdiv(n * sides, 128)
-    if (
-        rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0
-    ):  # few weights: more programs are worth more than what they share
+    # few weights: more programs are worth more than what they share
+    if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:
         return GemmConfig(32, 64 // sides, 128, 3)
     wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights a program
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
-    if (
-        rows > 64 and wide == 64 and tile.splits * tiles >= 36
-    ):  # two programs for the rows would read each weight twice in 64s
+    # two programs for the rows would read each weight twice in 64s
+    if rows > 64 and wide == 64 and tile.splits * tiles >= 36:
         wide, bm = 128, 128 if gated and tiles >= 90 else 64
     if bm >= 64 and gated and k <= 2048 and tiles >= 180:
         wide = 256
@@ -238,11 +236,8 @@ STREAMK_RATES = {
     (256, 64, 64): (1.05, 4, 4, 96),
     (256, 64, 128): (0.93, 4, 8, 132),
 }
-SPLITK_RATES = {
-    (128, 32, 128): (0.7, 5, 8),
-    (128, 32, 256): (0.72, 3, 8),
-    (256, 64, 128): (0.8, 3, 8),
-}  # those that take several tiles and parts of one
+# those that take several tiles and parts of one
+SPLITK_RATES = {(128, 32, 128): (0.7, 5, 8), (128, 32, 256): (0.72, 3, 8), (256, 64, 128): (0.8, 3, 8)}
 SPLITK_GATED_RATES = {(128, 32, 128): (0.79, 5, 4)}
 STREAMK_MAX_ROWS = 640  # up to which these were measured
 # Tiles up to which each is a program's own, on smaller cards too: cut ones need more shared memory than the stages of
@@ -267,9 +262,8 @@ def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int)
     for (bm, more, wide), (rate, stages, warps) in (SPLITK_RATES if sides == 1 else SPLITK_GATED_RATES).items():
         tiles = triton.cdiv(n * sides, wide)
         if spans == 1 and rows <= bm + more and tiles > STREAMK_MAX_WHOLE_TILES:
-            each = (bm + more) * wide * k * 2 / (
-                rate * 6e6
-            ) + 11  # nothing is fetched for the next tile while this one is stored
+            # nothing is fetched for the next tile while this one is stored
+            each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11
             yield (tiles / 132 + 0.1) * each, GemmConfig(bm, wide // sides, 64, stages, warps, True, more, tma=True)
 
 

@@ -28,12 +28,8 @@ from .wna16_gemv import ACTS
 SOURCE = FOLDER / "moe_gemv_int8.cu"
 MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
 MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router
-WORDS, STAGE, X_BYTES, CHOICES = (
-    2048,
-    2112,
-    256,
-    1040,
-)  # of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
+# of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
+WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040
 NUMBERS = (
     "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span",
     "down_splits",
@@ -129,9 +125,8 @@ class MoeGemvPlan:
         experts, hidden, inner = down.shape
         chunks, deep = gate_up.matrix.chunks, down.matrix.chunks
         most = 1 if rows == 1 else MOST_ROWS
-        chosen = (
-            top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS
-        )  # a warp chooses; among several rows a place has four bits
+        # a warp chooses; among several rows a place has four bits
+        chosen = top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS
         fits = 0 < rows <= MOST_ROWS and chosen and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
         if not fits or gate_up.shape != (experts, 2 * inner, hidden) or hidden % 128 or inner % 8:
             return None

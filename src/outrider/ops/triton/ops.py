@@ -37,15 +37,13 @@ class TritonOps(ReferenceOps):
         self.pdl = (
             torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         )
-        self.semaphores = torch.zeros(
-            NUM_SEMAPHORES, dtype=torch.int32, device=device
-        )  # every kernel leaves its counters at 0
+        # every kernel leaves its counters at 0
+        self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)
         self.pointers = trees.Pointers()
         on_gpu = torch.device(device).type == "cuda"
         self.shared = max_smem(torch.device(device))
-        self.hopper = (
-            not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
-        )  # what tiles of prompts were made for and seen on
+        # what tiles of prompts were made for and seen on
+        self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
         self.ahead = (
             Precompiler[GemmKind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant)
             if on_gpu

@@ -155,9 +155,8 @@ def quant_kernel(
     if GATED:  # gate and up rows alternate in the tile, and so do the sums
         cols = tl.minimum(pid_n * (BN // 2) + local // 2, N // 2 - 1) + (local % 2) * (N // 2)
     else:
-        cols = tl.minimum(
-            pid_n * BN + local, N - 1
-        )  # rows of the weight; those past the end repeat the last one and are never stored
+        # rows of the weight; those past the end repeat the last one and are never stored
+        cols = tl.minimum(pid_n * BN + local, N - 1)
     first = split * chunk_span
     last = tl.minimum(first + chunk_span, chunks)
     block = (cols // 64).to(tl.int64) * chunks
@@ -203,9 +202,8 @@ def quant_kernel(
         acc *= tl.load(factor + cols)[:, None]
         if MORE > 0:
             beside *= tl.load(factor + cols)[:, None]
-    if (
-        TRIGGER_LATE
-    ):  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
+    # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
+    if TRIGGER_LATE:
         gdc_launch_dependents()
     if SPLITS > 1:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.

@@ -12,16 +12,8 @@ from functools import lru_cache
 import torch
 import triton
 
-SMEM_KIB = {
-    80: 163,
-    86: 99,
-    87: 163,
-    89: 99,
-    90: 227,
-    100: 227,
-    103: 227,
-    120: 99,
-}  # of shared memory a program may take, by architecture
+# of shared memory a program may take, by architecture
+SMEM_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
 
 @lru_cache
@@ -75,19 +67,15 @@ def fit(
     # Five bits take no tile of 8 tokens: the byte above a word makes the compiler pair four neighbouring columns there
     # instead of two (kWidth), and sums round differently than in tiles of 16 to 128, which had the same bits on an
     # H200.
-    if (
-        rows <= 8 and plane == 32 and not above
-    ):  # 4 bits: two warps with 32 rows each share what there is beside the weights
+    # 4 bits: two warps with 32 rows each share what there is beside the weights
+    if rows <= 8 and plane == 32 and not above:
         return 8, replace(tile, warps=2, stages=3, registers=160) if bits == 4 else tile
-    if (
-        rows > 64 and shared >= 226 << 10
-    ):  # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights a program 2,185
-        return 128, replace(
-            tile, bn=128, warps=8, stages=2 if has_zero_point or above else 3
-        )  # offsets and bits above take room too
-    if (
-        32 < rows <= 40 and bits == 4 and lone and not has_zero_point and not above and shared >= 226 << 10
-    ):  # four drafted tokens of eight sequences
+    # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights a program 2,185
+    if rows > 64 and shared >= 226 << 10:
+        # offsets and bits above take room too
+        return 128, replace(tile, bn=128, warps=8, stages=2 if has_zero_point or above else 3)
+    # four drafted tokens of eight sequences
+    if 32 < rows <= 40 and bits == 4 and lone and not has_zero_point and not above and shared >= 226 << 10:
         # 31B in int4, us, 64 tokens before: gate_up 121 -> 95, down 84 -> 64, qkv 56 -> 44, out 44 -> 33
         return 32, replace(tile, more=8, stages=3, registers=168 if tile.splits == 1 else None)
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64

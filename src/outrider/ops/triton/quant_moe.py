@@ -104,9 +104,8 @@ def quant_experts_kernel(
         if GATED:  # gate and up rows alternate in the tile, and so do the sums
             rows = e * N + tl.minimum(pid_n * (BN // 2) + local // 2, N // 2 - 1) + (local % 2) * (N // 2)
         else:
-            rows = e * N + tl.minimum(
-                pid_n * BN + local, N - 1
-            )  # rows past the end repeat the last one and are never stored
+            # rows past the end repeat the last one and are never stored
+            rows = e * N + tl.minimum(pid_n * BN + local, N - 1)
         block = (rows // 64).to(tl.int64) * chunks
         w_at = (block * (64 * P) + (rows % 64) * P)[:, None] + tl.arange(0, P)[None, :]
         w_ptr, h_ptr = w + w_at, high + w_at

@@ -174,9 +174,8 @@ def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: 
     is missing is 0."""
     n, k = codes.shape
     codes = torch.nn.functional.pad(codes, (0, chunks * planes * plane - k, 0, tiles * ROWS - n))
-    c = codes.view(
-        tiles, ROWS, chunks, 2, planes // 2, plane // 2, 2
-    )  # half of the planes, plane in it, pair, column of the pair
+    # half of the planes, plane in it, pair, column of the pair
+    c = codes.view(tiles, ROWS, chunks, 2, planes // 2, plane // 2, 2)
     words = torch.zeros((tiles, ROWS, chunks, plane // 2, 2), dtype=torch.int32, device=codes.device)
     for half in range(2):
         for p in range(planes // 2):

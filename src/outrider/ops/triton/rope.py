@@ -13,10 +13,8 @@ from ...types import AttnSpec, KVView
 from .common import pdl_start
 
 PROMPT = 256  # rows from which a program takes several heads: there are enough programs
-FEW_HEADS, FEW_ROWS = (
-    8,
-    range(5, 17),
-)  # of so few heads it takes several of so many rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
+# of so few heads it takes several of so many rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
+FEW_HEADS, FEW_ROWS = 8, range(5, 17)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -113,9 +111,8 @@ def _stored(x, cache):
     if cache.dtype.element_ty == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)  # of subnormals that of 2^-6
-        large = (exponent + 0x0A400000).to(
-            tl.float32, bitcast=True
-        )  # 1.5 · 2^20 times as large: a sum with it has three bits of x left
+        # 1.5 · 2^20 times as large: a sum with it has three bits of x left
+        large = (exponent + 0x0A400000).to(tl.float32, bitcast=True)
         x = (x + large) - large
     return x.to(cache.dtype.element_ty)
 

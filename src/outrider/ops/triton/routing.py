@@ -39,9 +39,8 @@ def route_kernel(
         total += one
         ps = tl.where(slot == i, one, ps)
         at = tl.sum(tl.where(rank == i, ids, 0), 0)
-        best = tl.where(
-            slot == i, tl.minimum(at, EXPERTS - 1), best
-        )  # logits that are no numbers have no order: some expert
+        # logits that are no numbers have no order: some expert
+        best = tl.where(slot == i, tl.minimum(at, EXPERTS - 1), best)
     ok = slot < TOP
     tl.store(chosen + row * TOP + slot, best, mask=ok)
     tl.store(weight + row * TOP + slot, ps / total * tl.load(scale + best, mask=ok, other=0.0), mask=ok)

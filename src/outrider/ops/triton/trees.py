@@ -74,9 +74,8 @@ def branch_kernel(
     pdl_start(PDL)
     row = b * WIDTH + w
     ok = (c < BRANCH * chunks)[None, :] & (w >= 0)[:, None]
-    z = tl.load(
-        best + row[:, None] * (BRANCH * chunks) + c[None, :], mask=ok, other=float("-inf")
-    )  # [W, chunks of BRANCH]
+    # [W, chunks of BRANCH]
+    z = tl.load(best + row[:, None] * (BRANCH * chunks) + c[None, :], mask=ok, other=float("-inf"))
     sums = tl.load(mass + row[:, None] * chunks + c[None, :] // BRANCH, mask=ok & (c % BRANCH == 0)[None, :], other=0.0)
     most = tl.max(z, 1)
     most = tl.where(most == float("-inf"), 0.0, most)  # nothing was scored: no child has a chance
@@ -202,9 +201,8 @@ def plant_kernel(
     likely = tl.load(chance + at, mask=real, other=-1.0)
     kept = real & (tl.sum(_before(likely, i), 1) < COUNT)
     order = tl.where(tl.load(chain + at, mask=real, other=0) > 0, i, i + SPACE)
-    number = 1 + tl.sum(
-        ((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1
-    )  # of the row, where it is kept
+    # of the row, where it is kept
+    number = 1 + tl.sum(((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1)
     tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=kept)
     first, depth = b * (COUNT + 1), i // EACH + 1
     row = first + number
