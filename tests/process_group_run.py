@@ -19,11 +19,11 @@ from tests.engines import request, run
 from tests.kv import build_kv
 from torch import Tensor
 
+from outrider.assemble import pick_drafter
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import AllowedTokens
 from outrider.engine.scoring import Scorer
-from outrider.llm import pick_drafter
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.split import TPRank, split_target

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from gpu_common import FAILED, say, verdict
 from gpu_rig import SIZES, shallow
-from outrider import llm as llm_module
+from outrider import assemble
 from outrider.config import EngineConfig, LoadSettings
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
@@ -126,7 +126,7 @@ class Copies(ProcessGroup):
 def share_weights() -> None:
     """Every engine of this process is built over the same tensors: 31B fits once."""
     for name in ("load_target", "load_drafter"):
-        load, made = getattr(llm_module, name), {}
+        load, made = getattr(assemble, name), {}
 
         def once(what, *rest, load=load, made=made, **how):  # type: ignore[no-untyped-def]
             key = str(getattr(what, "path", what))
@@ -134,7 +134,7 @@ def share_weights() -> None:
                 made[key] = load(what, *rest, **how)
             return made[key]
 
-        setattr(llm_module, name, once)
+        setattr(assemble, name, once)
 
 
 def block(engine: Engine, tag: str, prompt: list[int], k: int, steps: int) -> float:

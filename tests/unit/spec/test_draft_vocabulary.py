@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from tests import tiny
 
-from outrider import LLM, SamplingParams
-from outrider import llm as llm_module
+from outrider import LLM, SamplingParams, assemble
 from outrider.types import OutriderError
 
 TEXT = "The quick brown fox"
@@ -63,7 +62,7 @@ def test_other_tokens_are_refused_before_weights_are_read(
     def read(*_: Any, **__: Any) -> None:
         pytest.fail("weights were read")
 
-    monkeypatch.setattr(llm_module, "load_target", read)
+    monkeypatch.setattr(assemble, "load_target", read)
     with pytest.raises(
         OutriderError, match=r"other cannot draft for .*: vocabularies of 304 and 288 tokens, from two tokenizers"
     ):
