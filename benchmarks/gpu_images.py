@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from outrider import LLM, SamplingParams
+from outrider.models import vision
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.image_processing import target_size
 from outrider.models.vision import VisionModel
@@ -29,6 +30,7 @@ from outrider.models.vision_config import IMAGE_TOKENS, VisionConfig
 from outrider.ops import choose
 from outrider.weights.vision import _dummy
 
+BEGAN = time.perf_counter()
 RATE = 989e12  # an H200's dense bfloat16 rate
 SIGLIP = {"model_type": "gemma3", "text_config": {"hidden_size": 2560}, "vision_config": {}}
 
@@ -101,12 +103,14 @@ def folder(name: str, layers: int | None) -> str:
     config = json.loads(json.dumps(BUILTIN_CONFIGS[name]))
     text = config["text_config"]
     text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
+    if text["num_kv_shared_layers"]:
+        text["num_kv_shared_layers"] = layers // 2
     where = Path(tempfile.mkdtemp())
     (where / "config.json").write_text(json.dumps(config))
     return str(where)
 
 
-def engine(name: str, layers: int | None, device: torch.device) -> None:
+def engine(name: str, layers: int | None, device: torch.device, ks: list[int]) -> None:
     """Plain = drafted, alone = in a batch; milliseconds of a prompt by budget."""
     drafter = "ngram" if layers or name not in BUILTIN_CONFIGS else f"{name}-assistant"
     llm = LLM.load(
@@ -115,6 +119,9 @@ def engine(name: str, layers: int | None, device: torch.device) -> None:
     )  # fmt: skip
     encoder, rng = llm.images(), np.random.default_rng(1)
     encoder.tokens = 280
+    print(
+        f"{name}: loaded, {time.perf_counter() - BEGAN:.0f} s; decoding by {llm.engine.executors[0].name}", flush=True
+    )
     place = encoder.config.placeholder_id
     photo = lambda i: np.random.default_rng(i).integers(0, 256, (600, 800 + 60 * i, 3), dtype=np.uint8)  # noqa: E731
     texts = [rng.integers(10, 250, 40).tolist() for _ in range(3)]
@@ -126,7 +133,7 @@ def engine(name: str, layers: int | None, device: torch.device) -> None:
     for temperature in (0.0, 0.9):
         params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, ignore_eos=True)
         alone = [llm.generate(p, params, drafter=False)[0].token_ids for p in prompts]
-        for k in (1, 4, 8, 16):
+        for k in ks:
             answers = llm.generate(prompts, params, draft_tokens=k)
             llm.engine.store.prefix.clear()
             same = [a.token_ids for a in answers] == alone
@@ -153,16 +160,20 @@ def main() -> None:
     parser.add_argument("--tower", nargs="*", default=[])
     parser.add_argument("--engine", nargs="*", default=[], help="MODEL or MODEL:LAYERS")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ks", type=int, nargs="*", default=[1, 4, 8, 16])
+    parser.add_argument("--flash", action="store_true", help="towers: without cuDNN's attention")
     parser.add_argument("--repeats", type=int, default=10)
     given = parser.parse_args()
     device = torch.device(given.device)
+    if given.flash:
+        del vision.BACKENDS[0]
     for name in given.parity:
         parity(name, device)
     for name in given.tower:
         tower(name, device, given.repeats)
     for name in given.engine:
         model, _, layers = name.partition(":")
-        engine(model, int(layers) if layers else None, device)
+        engine(model, int(layers) if layers else None, device, given.ks)
 
 
 if __name__ == "__main__":

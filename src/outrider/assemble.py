@@ -126,7 +126,7 @@ def _assemble(
     learnt = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
     if adapters is not None and learnt and learnt not in (adapters.get(name).digest.hex() for name in adapters.paths):
         say("the drafter was trained for another adapter, so expect fewer accepted drafts")
-    vision = load_images(files, settings, ops, device, dtype)
+    vision, image_rows = load_images(files, settings, ops, device, dtype, team is None or team.tp.rank == 0)
     if isinstance(vision, ImageEncoder):
         size += vision.nbytes
         if tokenizer is not None:
@@ -148,7 +148,7 @@ def _assemble(
         controller,
         ops.kv_dtype(dtype, engine_config.kv_dtype),
         agree=agree,
-        image_rows=vision.tokens if isinstance(vision, ImageEncoder) else 0,
+        image_rows=image_rows,
     )
     engine.runner.adapters = adapters
     if engine_config.prefix_store is not None:
@@ -183,23 +183,25 @@ def _assemble(
 
 
 def load_images(
-    files: Files, settings: LoadSettings, ops: Backend, device: torch.device, dtype: torch.dtype
-) -> ImageEncoder | str:
-    """What reads the images of this model; a text: why none are read."""
+    files: Files, settings: LoadSettings, ops: Backend, device: torch.device, dtype: torch.dtype, leads: bool
+) -> tuple[ImageEncoder | str, int]:
+    """What reads the images of this model (a text: why none are read), and the most rows of an image. leads: this
+    process is rank 0, which reads them for all."""
     config = vision_config(files)
     if config is None:
-        return NO_MMPROJ if files.gguf is not None else NO_VISION
+        return NO_MMPROJ if files.gguf is not None else NO_VISION, 0
     if not settings.vision:
-        return "images are off: the model was loaded without its vision weights (--no-vision)"
-    if settings.tensor_parallel > 1:
-        return "images are not read by a model that is divided over several processes (tensor parallel)"
+        return "images are off: the model was loaded without its vision weights (--no-vision)", 0
     dummy = settings.seed if settings.load_format == "dummy" else None
     if dummy is None and not has_vision(files):
-        return NO_VISION
+        return NO_VISION, 0
+    rows = config.tokens or settings.image_tokens
+    if not leads:
+        return "images are read by rank 0", rows
     weights = load_vision(files, config, device, dtype, dummy)
     on_gpu, threads = device.type == "cuda", settings.threads or default_threads()
     model = VisionModel(config, weights, ops if on_gpu else ReferenceOps(), 1 if on_gpu else threads)
-    return ImageEncoder(model, settings.image_tokens, settings.max_images, settings.max_image_pixels)
+    return ImageEncoder(model, rows, settings.max_images, settings.max_image_pixels), rows
 
 
 def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str], None]) -> AdapterPool:

@@ -56,7 +56,7 @@ def continued(ids: list[int], more: Sequence[int]) -> list[int]:
 class ImageEncoder:
     def __init__(self, model: VisionModel, tokens: int, max_images: int, max_pixels: int) -> None:
         self.model, self.config, self.max_images = model, model.config, max_images
-        self.tokens = model.config.tokens or tokens
+        self.tokens = tokens
         self.decoder = ImageDecoder(max_pixels)
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._lock = threading.Lock()

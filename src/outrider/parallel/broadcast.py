@@ -24,7 +24,7 @@ from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
 from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, ScheduledSeq, Seq, StepBatch
 from ..spec.plan import CostPart
-from ..types import GroupName, Matcher, OutriderError, SamplingParams
+from ..types import GroupName, ImageSpan, Matcher, OutriderError, SamplingParams
 from .process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Joined(NamedTuple):
     prompt: list[int]
     params: SamplingParams  # without the grammar
     grammar: bool
+    images: tuple[ImageSpan, ...]  # their soft tokens are rank 0's
 
 
 class SeqMessage(NamedTuple):
@@ -119,7 +120,9 @@ class Leader:
         if known is None:
             known = self._known[seq.id] = Known(seq)
             params = seq.request.params
-            joined[seq.id] = Joined(seq.request.prompt, replace(params, grammar=None), params.grammar is not None)
+            images = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in seq.request.images)
+            own = replace(params, grammar=None)
+            joined[seq.id] = Joined(list(seq.request.prompt), own, params.grammar is not None, images)
             if seq.answer.matcher is not None:
                 seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.team)
         fresh = known.cache is not seq.held
@@ -283,7 +286,7 @@ class Follower:
                 self.engine.drafter.forget(name)
         for name, who in told.joined.items():
             params = replace(who.params, grammar=RemoteMatcher(self.team)) if who.grammar else who.params
-            seq = self._seqs[name] = Seq(Request(name, who.prompt, params), 0.0, [])
+            seq = self._seqs[name] = Seq(Request(name, who.prompt, params, images=who.images), 0.0, [])
             seq.answer = OutputProcessor(
                 params, (), None, params.grammar.matcher() if params.grammar is not None else None
             )
