@@ -13,14 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.block_drafters import LAYOUTS, drafter
-from tests.engines import VOCAB, request, run, run_joining, tiny_engine, tiny_model
+from tests.block_drafters import LAYOUTS, drafter, net, tensors
+from tests.engines import VARIANTS, VOCAB, request, run, run_joining, tiny_engine, tiny_model
 
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.step import Request
+from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
+from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.block import BlockDrafter, read_rows
 from outrider.spec.drafter import DraftBatch
+from outrider.spec.plan import VERIFY, CostPart
 from outrider.types import Draft, DraftPlan
+from outrider.weights.load import dummy_weights
 
 MODELS = {name: tiny_model(name) for name in ("llama", "mistral", "dense", "edge")}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5, 8, 8, 9, 21]
@@ -61,8 +66,10 @@ class Audited(BlockDrafter):
                 )
                 there = places[b] >= 0
                 assert int(there.sum()) == min([known, *(w - 1 for w in (own, spec.window) if w is not None)])
-                torch.testing.assert_close(keys[b][:, there].transpose(0, 1), k_want[places[b][there]], **CLOSE)
-                torch.testing.assert_close(values[b][:, there].transpose(0, 1), v_want[places[b][there]], **CLOSE)
+                torch.testing.assert_close(keys[b][:, there].transpose(0, 1).float(), k_want[places[b][there]], **CLOSE)
+                torch.testing.assert_close(
+                    values[b][:, there].transpose(0, 1).float(), v_want[places[b][there]], **CLOSE
+                )
             self.audits += 1
         return super().propose(batch, k)
 
@@ -212,3 +219,41 @@ def test_a_drafter_that_foresees_is_accepted(folder: Path) -> None:
         engine = tiny_engine("llama", made, names=(), model=model)
         assert run(engine, [request("a", PROMPT, k=4, max_tokens=20, **params)])["a"] == want
         assert engine.metrics.accepted == engine.metrics.drafted > 10
+
+
+WIDE = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize("layout", [*KINDS, "dspark"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "T0.9"])
+def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, Any]) -> None:
+    """On a CPU the target's part of a step is one call, with the drafter's tokens handed in: texts, features, drafts
+    and context are those of the single operations. Catches streams read from other rows than were run."""
+    ops = CpuOps(threads=2)
+    config = ModelConfig.from_hf({**VARIANTS["llama"], **WIDE})
+    weights = dummy_weights(config, "cpu", torch.float32, ops, None, 3)
+    model = ops.compile(TextModel(config, weights, ops))
+    body = {key: {**raw, **WIDE} if key == "transformer_layer_config" else raw for key, raw in LAYOUTS[layout].items()}
+    raw = body if "transformer_layer_config" in body else {**body, **WIDE}
+    made = [
+        Audited(BlockDrafter(net(folder / f"{layout}-wide", raw, tensors(raw, 4, 1.0), model)).block) for _ in range(2)
+    ]
+    one, many = (tiny_engine("llama", d, model=model, max_batch=4, page_size=16) for d in made)
+    assert [e.name for e in one.executors] == ["host", "eager"]
+    many.executors = many.executors[1:]
+    jobs = [
+        request("a", PROMPT, k=3, drafter=made[0].name, **params),
+        request("b", PROMPT[2:], k=5, drafter="ngram", **params),
+        request("c", PROMPT[4:], drafter=False, **params),
+        request("d", PROMPT[1:], k=1, **{**params, "max_tokens": 9}),
+        request("e", PROMPT[3:], k=4, **{**params, "presence_penalty": 0.5}),  # no part of the call
+    ]
+    got, want = run(one, jobs), run(many, jobs)
+    assert got == want
+    assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
+    assert torch.equal(one.runner.features, many.runner.features)
+    assert made[0].audits > 3 and one.metrics.drafter_failures == many.metrics.drafter_failures == 0
+    made[0].rounds = 0  # what a scratch sequence holds is no text
+    for part in (VERIFY, CostPart("draft", made[0].name)):
+        assert one.executors[0].can_probe(part)
+        one.executors[0].probe(part, 2, 3, 40)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config import Verify
+from ..ops.backend import DraftResult
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftBatch
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
@@ -200,6 +201,19 @@ class EagerExecutor(Executor):
                 parents = torch.arange(k, device=device).repeat(len(scheduled), 1)
                 parents[at, :width] = draft.parents
         return Draft(tokens, lengths, q, confidence, parents)
+
+    @torch.inference_mode()
+    def drafts(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
+        """The drafts of a step that another executor runs, by number of the sequence."""
+        which = [i for i, item in enumerate(batch.decode) if item.plan.k and item.guess is None]
+        if not which:
+            return {}
+        some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
+        scheduled = [batch.decode[i] for i in which]
+        draft = self.propose(scheduled, self._input(scheduled, some), batch.trust)
+        sure = draft.confidence.tolist() if draft.confidence is not None else [[]] * len(which)
+        made = zip(draft.tokens.tolist(), map(confidences, sure), draft.lengths.tolist())
+        return {i: DraftResult(tokens, likely, length) for i, (tokens, likely, length) in zip(which, made)}
 
     def _checked(self, draft: Draft, scheduled: Sequence[ScheduledSeq]) -> Draft:
         size, k = len(scheduled), max(item.plan.k for item in scheduled)

@@ -129,9 +129,6 @@ class Engine:
         """Fastest first; the last one takes everything."""
         runner, made = self.runner, list[Executor]()
         drafter = self.drafter
-        if drafter is not None and drafter.kv_specs:
-            log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
-            return [EagerExecutor(runner, self.spec.verify, self.metrics)]
         if self.spec.verify == "coupled":
             if self.graphs and (drafter is None or drafter.in_graph):
                 widths = (0, USUAL if self.spec.draft_tokens is None else self.spec.draft_tokens)
@@ -140,6 +137,8 @@ class Engine:
             cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
             if cycle is not None and not made:
                 made.append(HostExecutor(runner, cycle, self.metrics))
+        if drafter is not None and drafter.kv_specs and not made:
+            log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
         return [*made, EagerExecutor(runner, self.spec.verify, self.metrics)]
 
     def serve(self) -> str:

@@ -3,10 +3,13 @@ temperature alone, with or without logprobs.
 
 Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept
 short: no tensor operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`. An
-MTP drafter's round is part of the call; a draft model's is a call of its own before it.
+MTP drafter's round is part of the call; a draft model's is a call of its own before it. A block drafter drafts
+operation by operation before the call, and reads the call's residual streams after it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +19,7 @@ from ..spec.drafter import HostDraftRequest
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..types import DraftPlan, SamplingParams
 from .cycle import logprobs
-from .eager import switch_off
+from .eager import EagerExecutor, switch_off
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .step import Emitted, Executor, PendingStep, Plan, StepBatch
@@ -29,7 +32,10 @@ class HostExecutor(Executor):
         self.runner, self.cycle, self.metrics = runner, cycle, metrics
         drafter = runner.drafter
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
-        own = (drafter.name,) if drafter is not None and (cycle.drafts or drafter.host_rounds) else ()
+        # its drafts are made operation by operation, and it is shown every pass
+        self.eager = EagerExecutor(runner, "coupled", metrics) if drafter is not None and drafter.kv_specs else None
+        calls = cycle.drafts or self.ahead is not None or self.eager is not None
+        own = (drafter.name,) if drafter is not None and calls else ()
         self.trees = cycle.drafts
         self.drafters = (None, "ngram", *own)  # whose drafts the call can take
         self._probes: dict[int, SamplingBatch] = {}
@@ -47,7 +53,11 @@ class HostExecutor(Executor):
         if batch.decode:
             runner.store.flush()
             sampling = runner.sampling([item.seq for item in batch.decode])
-            ahead = self._draft_ahead(batch, sampling) if self.ahead is not None else {}
+            ahead = {}
+            if self.ahead is not None:
+                ahead = self._draft_ahead(batch, sampling)
+            elif self.eager is not None:
+                ahead = self.eager.drafts(batch, sampling)
             requests = []
             for i, x in enumerate(batch.decode):
                 each, guess, drafted = x.plan, x.guess if x.plan.k else None, ahead.get(i)
@@ -61,7 +71,17 @@ class HostExecutor(Executor):
                 if drafted.confidence:
                     made[i] = made[i]._replace(confidence=drafted.confidence[: requests[i].plan.k + 1])
             pending.payload = made
+            if self.eager is not None:
+                self._extend([(x.slot, x.start, request.plan.k) for x, request in zip(batch.decode, requests)], batch)
         return pending
+
+    @torch.inference_mode()
+    def _extend(self, passed: Sequence[tuple[int, int, int]], batch: StepBatch | None = None) -> None:
+        """Let a drafter with K/V of its own read the last call; passed: slot, first position, draft tokens of each
+        sequence."""
+        kv = self.runner.view([slot for slot, _, _ in passed], [(start, k + 1) for _, start, k in passed])
+        streams, chosen = self.cycle.last_pass(sum(k + 1 for _, _, k in passed))
+        self.runner.extend(batch.decode if batch is not None else (), streams, kv, chosen)
 
     def _draft_ahead(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
         """The drafts of a drafter whose rounds are a call of their own, by number of the sequence."""
@@ -121,5 +141,10 @@ class HostExecutor(Executor):
             for name in names:
                 self.ahead.forget(name)
             guess = [0] * k
+        if self.eager is not None and part != VERIFY:
+            self.eager.probe(part, batch, k, context)
+            guess = [0] * k
         plan = DraftPlan(part.drafter, k)
         self.cycle.run([CycleRequest(slot, 0, context, plan, guess) for slot in slots], sampling, None)
+        if self.eager is not None:
+            self._extend([(slot, context, k) for slot in slots])

@@ -98,7 +98,7 @@ class ModelRunner:
         """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts
         from it; nobody reads what comes out of the other rows."""
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
-        kv = self._view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
+        kv = self.view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
         ends = [i for i, item in enumerate(scheduled) if item.wanted]
         last = last_rows(kv, ends)
         model = self.model_for([item.seq.adapter for item in scheduled], [item.count for item in scheduled])
@@ -154,7 +154,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run_image(self, item: ScheduledSeq, span: ImageSpan) -> None:
         """Rows of one image, in a pass of their own: so its bits depend on no other sequence."""
-        kv, rows = self._view([item.slot], [(item.start, item.count)]), item.start - span.start
+        kv, rows = self.view([item.slot], [(item.start, item.count)]), item.start - span.start
         soft = span.soft_tokens[rows : rows + item.count].to(self.device, self.model.dtype)
         end = span.end if span.bidirectional else None
         last = last_rows(kv, [0] if item.wanted else [])
@@ -176,12 +176,12 @@ class ModelRunner:
         written."""
         if self.scored is not None:
             self.scored(cache, tokens, begin, logits)
-        view = self._view([cache.slot], [(begin, len(tokens))])
+        view = self.view([cache.slot], [(begin, len(tokens))])
         model = self.model_for([adapter], [len(tokens)])
         hidden = model.forward(upload(tokens, torch.int64, self.device), view).hidden
         return self.model.logits(hidden) if logits else hidden
 
-    def _view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:
+    def view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:
         """For a pass over (first position, how many) of the sequences in these slots."""
         device, (start, count) = self.device, spans[0]
         if len(spans) == 1:

@@ -151,6 +151,11 @@ class HostCycle(Protocol):
         """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
         ...
 
+    def last_pass(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Of the first rows of the last run: the tapped streams [rows, H], and the target's choices [rows]. Valid until
+        the next run."""
+        ...
+
 
 class DraftRequest(NamedTuple):
     """A sequence that a draft model is to guess for: what it has not read of its text, at least the newest token."""

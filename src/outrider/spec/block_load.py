@@ -59,13 +59,13 @@ def load_block(
     source, how, ops = renamed(open_source(files)), recipe(files.config, files.name), target.ops
     plans = block_plan(config, source.entries)
     pieces = check(source, plans, target.config, how)
-    halves = ops.capabilities.holds_halves and dtype == torch.float32
+    rounded = ops.capabilities.draft_format  # a guess need not be exact
     weights: dict[str, DeviceWeight] = {}
     for name, plan in plans.items():
         parts = [piece.weight(source.where) for piece in pieces[name]]
-        weight = packed(plan, parts, ops, target.device, False, halves)
+        weight = packed(plan, parts, ops, target.device, False, False)
         if weight is None:
-            weight = transform(name, plan, dense(plan, parts, target.device, dtype, False), ops, None)
+            weight = transform(name, plan, dense(plan, parts, target.device, dtype, False), ops, rounded)
         for piece in pieces[name]:
             piece.release()
         weights[name] = weight

@@ -87,17 +87,20 @@ class CpuCycle:
     def _grow(self, rows: int) -> None:
         self.room = rows = 1 << (rows - 1).bit_length()
         hidden, z = torch.empty((rows, self.hidden)), torch.empty((rows, self.vocab))
-        streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
+        streams = self.streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
         self.chosen = (c_int64 * rows)()
         self.tapped = (c_void_p * max(1, len(streams)))(*[s.data_ptr() for s in streams])
         by_layer: list[int | None] = [None] * self.layers
         for layer, stream in zip(self.taps, streams):
             by_layer[layer] = stream.data_ptr()
         self.by_layer = (c_void_p * self.layers)(*by_layer)
-        self.buffers = [hidden, z, streams]
+        self.buffers = [hidden, z]
         c = self.c
         c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
         c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
+
+    def last_pass(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        return tuple(stream[:rows] for stream in self.streams), torch.tensor(self.chosen[:rows])
 
     def run(
         self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None

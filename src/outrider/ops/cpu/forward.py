@@ -136,7 +136,7 @@ class CompiledModel:
     def __init__(self, model: Any, stack: Stack):
         self.model, self.stack = model, stack
         self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
-        self.embed, self.logits, self.scores = model.embed, model.logits, model.scores
+        self.embed, self.rows, self.logits, self.scores = model.embed, model.rows, model.logits, model.scores
         self.forward_soft = model.forward_soft  # operation by operation: the same kernels, and the same bits
         # of one process: whole passes know nothing of others
         self.together, self.all_reduce = model.together, model.all_reduce
