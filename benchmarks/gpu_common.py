@@ -140,7 +140,6 @@ def kernel_table(events: list[dict[str, Any]], title: str) -> None:
 
 
 # ---- inputs and times
-# ---------------------------------------------------------------------------------------------------
 def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") * scale).to(dtype)
 

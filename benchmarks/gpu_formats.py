@@ -111,7 +111,6 @@ def scale_of(dry: bool) -> Scale:
 
 
 # ---- checkpoints
-# -------------------------------------------------------------------------------------------------------
 def dense_state(config: ModelConfig, scale: Scale) -> dict[str, Tensor]:
     """Random tensors by their Hugging Face names, on the device."""
     rng, state = torch.Generator(device=scale.device).manual_seed(5), {}
@@ -189,7 +188,6 @@ def soften(weights: dict[str, DeviceWeight] | dict[str, Tensor]) -> None:
 
 
 # ---- checks
-# ------------------------------------------------------------------------------------------------------------
 def off(got: Tensor, want: Tensor) -> float:
     """Relative; nan and infinity stay what they are."""
     return float((got.double() - want.double()).norm() / want.double().norm())
@@ -302,7 +300,6 @@ def whole(
 
 
 # ---- processes
-# ---------------------------------------------------------------------------------------------------------
 def run(names: list[str], args: argparse.Namespace, deadline: float) -> str | None:
     """A family in a process of its own, which prints its lines; what went wrong with it, or None."""
     command = [

@@ -191,7 +191,6 @@ class Rig:
         )
 
     # ---- what must be read
-    # ---------------------------------------------------------------------------------------------
     def weight_bytes(self, rows: int = 1) -> int:
         """Weights one pass must read: all but the embedding rows that are not looked up; of the experts as many as
         `rows` rows choose among (8 of 128 for one row; for more, what even routing gives on average)."""
@@ -225,7 +224,6 @@ class Rig:
         return kv_bytes(self.config, context, item, read=True)
 
     # ---- sequences
-    # -----------------------------------------------------------------------------------------------------
     def open(self, batch: int, context: int, room: int) -> list[SeqCache]:
         """`batch` sequences with `context` random positions in the cache and room for `room` more."""
         g = torch.Generator(device=self.device).manual_seed(7)
@@ -265,7 +263,6 @@ class Rig:
         return self.model.forward(ids, kv, wanted=last_rows(kv, [0]) if last else None).hidden
 
     # ---- a cycle as one graph
-    # --------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def graph(
         self, seqs: list[SeqCache], k: int, context: int, bound: int, *, advance: bool = False,
@@ -306,7 +303,6 @@ def collect() -> None:
 
 
 # ---- assumed acceptance
-# ----------------------------------------------------------------------------------------------------
 class Synthetic:
     """SYNTHETIC acceptance: the drafter and the target run for real, then the verdict is replaced. Dummy weights guess
     nothing right; what a cycle costs does not depend on it. `chances[j]`: position j is right, given those before it
@@ -328,7 +324,6 @@ class Synthetic:
 
 
 # ---- bitwise equality
-# ------------------------------------------------------------------------------------------------------
 @dataclass
 class Equality:
     """What comparing a speculative run with the plain one gave."""

@@ -36,7 +36,6 @@ PROCESSES = 8  # of clients
 
 
 # ---- a client process: plain sockets, as little work as can be
-# -----------------------------------------------------------------
 def client() -> None:
     """On stdin {port, streams: [{at, body}]}; prints for each stream [[seconds since the epoch, tokens], ...], or an
     error."""
@@ -84,7 +83,6 @@ def client() -> None:
 
 
 # ---- the server's side
-# -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Load:
     """Streams that decode, and long prompts that arrive meanwhile."""

@@ -119,7 +119,6 @@ def quick(against_hf: bool = True) -> GpuBenchSettings:
 
 
 # ---- measuring
-# -------------------------------------------------------------------------------------------------------------
 def run(
     settings: GpuBenchSettings,
     say: Say,
@@ -312,7 +311,6 @@ def allocated() -> int:
 
 
 # ---- writing down
-# ----------------------------------------------------------------------------------------------------------
 def verdict(value: float, limit: float | None, least: bool = False) -> str:
     """The value, and whether the target is met."""
     if limit is None:

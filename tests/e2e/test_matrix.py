@@ -115,7 +115,6 @@ def no_compiler() -> str:
 
 
 # ---- what each command is asked, and how its answer is known to be one
-# -----------------------------------------------------------
 def generate(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     code, out, err = outrider(
         "generate", place.model(kind), "Hi there", "--max-tokens", 8, "--json", "--compare", *use(place, kind)

@@ -31,7 +31,6 @@ from outrider.weights.names import tensor_plan
 
 
 # ---- bitwise equality
-# --------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def equality(size: str) -> str:
     """Logits and tokens of every position are the same bits for K = 0 and K in 1..16, alone and in a batch of 8."""
@@ -69,7 +68,6 @@ def equality(size: str) -> str:
 
 
 # ---- against transformers
-# ----------------------------------------------------------------------------------------------------
 def weights_of(model: Any, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A transformers model's weights under our names."""
     stored = model.state_dict()
@@ -156,7 +154,6 @@ def warm_up() -> str:
 
 
 # ---- drafting
-# ----------------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def draft_rounds(size: str) -> str:
     """Whole rounds of a compiled drafter against a float32 one that follows its guesses: batches that share a launch
@@ -204,7 +201,6 @@ def draft_rounds(size: str) -> str:
 
 
 # ---- memory
-# ------------------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def memory() -> str:
     """31B: a prompt chunk, plain steps and cycles of 16 take at most 2 GiB beside weights and K/V."""
@@ -229,7 +225,6 @@ def memory() -> str:
 
 
 # ---- a real model
-# ------------------------------------------------------------------------------------------------------------
 def smollm2() -> str:
     """Tokens a second of the default model, plain and speculative, and the same text. OUTRIDER_SMOLLM2: its .gguf."""
     path = os.environ.get("OUTRIDER_SMOLLM2")

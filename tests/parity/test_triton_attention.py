@@ -33,7 +33,6 @@ def ops() -> TritonOps:
 
 
 # ---- attention
-# ------------------------------------------------------------------------------------------------------------
 def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.dtype = torch.float32) -> KVView:
     """Shuffled pages; positions before a span hold random K/V, those after it NaN: reading too far shows."""
     top = max(start + count for start, count in spans)

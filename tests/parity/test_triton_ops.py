@@ -55,7 +55,6 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 # ---- products
-# ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,n,k", [(1, 48, 64), (5, 40, 96), (17, 32, 64), (40, 72, 80)])
 def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -257,7 +256,6 @@ def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
 
 
 # ---- rows
-# ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(ops: TritonOps, dtype: torch.dtype) -> None:
     """A mean over the padded width; the scalar applied before the sum; x' returned un-normed where no norm follows."""
@@ -323,7 +321,6 @@ def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, 
 
 
 # ---- experts
-# ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_moe(ops: TritonOps, rows: int) -> None:
     """An expert with more rows than a tile; weights not renormalised, or scaled before that; slots mixed up."""
@@ -404,7 +401,6 @@ def test_moe_tiles(ops: TritonOps, pairs: int, wide: int) -> None:
 
 
 # ---- choosing
-# ---------------------------------------------------------------------------------------------------------------
 def test_clusters(ops: TritonOps) -> None:
     g, centroids, rows = rand(3, 24), rand(20, 24, seed=1), rand(20, 9, 24, seed=2)
     tokens = torch.randperm(20 * 9).view(20, 9).to(DEVICE)

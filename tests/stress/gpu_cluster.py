@@ -64,7 +64,6 @@ K = 4
 
 
 # ---- models
-# ----------------------------------------------------------------------------------------------------------------
 @contextmanager
 def folder(size: str, layers: int | None, dry: bool) -> Iterator[tuple[str, str]]:
     """Where the configurations of a target and its drafter lie; weights are made up."""
@@ -107,7 +106,6 @@ def graphs_of(engine: Engine) -> GraphExecutor | None:
 
 
 # ---- one rank
-# ----------------------------------------------------------------------------------------------------------------
 class Copies(ProcessGroup):
     """The same team, whose exchanges move their part."""
 
@@ -251,7 +249,6 @@ def one(size: str, device: str, dry: bool) -> None:
 
 
 # ---- two ranks
-# ---------------------------------------------------------------------------------------------------------------
 class Logits(ScoringJob):
     logits = True
 

@@ -126,7 +126,6 @@ def machine(name: str) -> Hardware:
 
 
 # ---- acceptance
-# ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Acceptance:
     """`survive[j]`: the chance that the first j + 1 drafted tokens are all right."""
@@ -191,7 +190,6 @@ def chance(share: float, k: int) -> float:
 
 
 # ---- a step
-# ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Setup:
     target: ModelConfig
@@ -334,7 +332,6 @@ def predict(setup: Setup, accept: Acceptance) -> Prediction:
 
 
 # ---- several GPUs
-# ----------------------------------------------------------------------------------------------------
 COUNTS = (1, 2, 4, 8)  # GPUs that may share a model
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -430,7 +427,6 @@ def roofline(setup: Setup) -> tuple[list[tuple[float, float]], float, list[tuple
 
 
 # ---- against what was measured
-# ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Check:
     what: str

@@ -61,7 +61,6 @@ def prove(
 
 
 # ---- 1
-# ----------------------------------------------------------------------------------------------------------------
 def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResult]:
     for i, prompt in enumerate(prompts):
         answer = llm.generate(prompt, SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[
@@ -127,7 +126,6 @@ def _rows(
 
 
 # ---- 2
-# ----------------------------------------------------------------------------------------------------------------
 def identity(
     llm: LLM,
     prompts: Sequence[list[int]],
@@ -176,7 +174,6 @@ def _logprob_gap(
 
 
 # ---- 3
-# ----------------------------------------------------------------------------------------------------------------
 def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: Sequence[int]) -> Iterator[ProofResult]:
     """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the
     way."""
@@ -207,7 +204,6 @@ def _parts(answer: Completion) -> dict[str, object]:
 
 
 # ---- 4
-# ----------------------------------------------------------------------------------------------------------------
 def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[ProofResult]:
     """First emitted token of the rejection verifiers, K = 1, target p and a wrong but plausible q from real logits."""
     tokens = (

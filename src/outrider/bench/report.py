@@ -144,7 +144,6 @@ def scores(
 
 
 # ---- showing
-# -------------------------------------------------------------------------------------------------------
 COLUMNS = {
     "contestant": "plain decoding, or drafter/K; auto: the controller chooses K",
     "ms/tok": "milliseconds per token of the answer, its first token apart; median over the repeats",

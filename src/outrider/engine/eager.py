@@ -161,7 +161,6 @@ class EagerExecutor(Executor):
         )
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors
-    # -----------------------------
     def propose(self, scheduled: Sequence[ScheduledSeq], x: CycleInput, trust: Sequence[float] | None) -> Draft:
         """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.DraftPlan)."""
         k, device = x.rows.k, self.runner.device
@@ -263,7 +262,6 @@ class EagerExecutor(Executor):
         )
 
     # ---- timing
-    # ---------------------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         runner = self.runner

@@ -144,7 +144,6 @@ class GraphExecutor(Executor):
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
     # ---- planning: which graph, captured if there is none
-    # ------------------------------------------------------------------------------------------------
     def plan(self, batch: StepBatch) -> GraphPlan | None:
         if batch.adapted or any(item.seq.adapter is not None for item in batch.prompts):
             return None
@@ -284,7 +283,6 @@ class GraphExecutor(Executor):
         self.prefill_graphs.cache.graphs.clear()
 
     # ---- one step
-    # -----------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         """Start the step and return at once."""
@@ -438,7 +436,6 @@ class GraphExecutor(Executor):
             self._uploaded[name] = tuple(values)
 
     # ---- timing
-    # -------------------------------------------------------------------------------------------------------
     def can_probe(self, part: CostPart) -> bool:
         return self.broken is None
 

@@ -336,7 +336,6 @@ class ReferenceOps(TreeOps):
         return self.residual_norm(stream, y, out_w, scale, next_w, eps)
 
     # ---- drafting and choosing
-    # ------------------------------------------------------------------------------------
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

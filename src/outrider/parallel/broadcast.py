@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 # ---- what is told
-# --------------------------------------------------------------------------------------------------------------
 class Joined(NamedTuple):
     """A sequence that the others have not met."""
 
@@ -75,7 +74,6 @@ class Order:
 
 
 # ---- rank 0
-# ----------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Known:
     """What the others know of a sequence."""
@@ -230,7 +228,6 @@ class BroadcastMatcher:
 
 
 # ---- the others
-# ------------------------------------------------------------------------------------------------------------------
 class RemoteMatcher:
     """A grammar elsewhere: what it allows comes from rank 0."""
 

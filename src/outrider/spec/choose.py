@@ -336,7 +336,6 @@ def stream(seed: Tensor, start: Tensor, salt: int) -> Tensor:
 
 
 # ---- building blocks (host)
-# -------------------------------------------------------------------------------------------
 def _int64(seed: int) -> int:
     seed &= 0xFFFFFFFFFFFFFFFF
     return seed - (1 << 64) if seed >> 63 else seed

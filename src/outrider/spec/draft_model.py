@@ -178,7 +178,6 @@ class DraftModel(Drafter):
         return len(tokens) + k <= self.model.config.max_context
 
     # ---- in one call
-    # ----------------------------------------------------------------------------------------------------------
     def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
         """A sequence whose text is still being read has no draft: few tokens are read per round, so that no other
         sequence waits long for one prompt."""
@@ -242,7 +241,6 @@ class DraftModel(Drafter):
         )  # fmt: skip
 
     # ---- step by step
-    # ---------------------------------------------------------------------------------------------------------
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
         """Of the sequences `fit`: k tokens [F, k], and q [F, k, V] when they were drawn."""
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]

@@ -147,7 +147,6 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
 
 
 # ---- where the weights start
-# ----------------------------------------------------------------------------------------
 @torch.no_grad()
 def start_from_target(net: DrafterModule, model: TextModel) -> None:
     """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP

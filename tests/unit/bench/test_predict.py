@@ -219,7 +219,6 @@ def test_a_machine_fitted_to_two_products_predicts_them():
 
 
 # ---- trees
-# ---------------------------------------------------------------------------------------------------------------
 def test_a_tree_without_second_guesses_is_a_line_and_with_them_is_counted_by_hand():
     survive = Acceptance.by_position([0.6, 0.3, 0.15], "").survive
     assert likeliest(survive, 0.0, 3, 3) == (pytest.approx(1 + 0.6 + 0.3 + 0.15), [1, 1, 1])

@@ -96,7 +96,6 @@ def test_wanted_rows_in_one_call(name: str, quantize: str | None) -> None:
 
 
 # ---- the engine
-# ------------------------------------------------------------------------------------------------------------------
 class Counting:
     """A model that counts the rows of every matrix product, and may be told that everybody's output is wanted."""
 

@@ -214,7 +214,6 @@ def round_kernel(
 
 
 # ---- packing
-# ------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LayerRun:
     """Layers of one shape over the same K/V."""

@@ -158,7 +158,6 @@ def angles(s, position, freqs, HALF: tl.constexpr):
 
 
 # ---- phases
-# -----------------------------------------------------------------------------------------------------------------
 @triton.jit
 def pre_phase(
     w, table, features, feature_stride, last, out, s0, best, step, steps, batch, table_scale, tick, spins, counter,

@@ -135,7 +135,6 @@ def best_token(best, ids, PROGRAMS: tl.constexpr, SPACE: tl.constexpr):
 
 
 # ---- kernels
-# ------------------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["last", "out"])
 def pre_kernel(
     w, ws, table, features, g, last, best, ids, out, parts, table_scale, step,
