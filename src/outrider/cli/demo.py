@@ -57,11 +57,9 @@ def demo(
         out.print(f"{fast.text}\n")
         p, f = plain.stats, fast.stats
         if p.decode_tps and f.decode_tps:
-            tokens, plain_s, fast_s = (
-                tokens + p.new_tokens,
-                plain_s + p.new_tokens / p.decode_tps,
-                fast_s + p.new_tokens / f.decode_tps,
-            )
+            tokens = tokens + p.new_tokens
+            plain_s = plain_s + p.new_tokens / p.decode_tps
+            fast_s = fast_s + p.new_tokens / f.decode_tps
         row: list[str | Text] = [
             prompt if len(prompt) < 16 else prompt[:15] + "…",
             f"{p.decode_tps:.1f}",

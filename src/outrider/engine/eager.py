@@ -67,10 +67,8 @@ class EagerExecutor(Executor):
         pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], self.runner.clock())
         if batch.decode:
             pending.payload, scheduled = self._run(batch), batch.decode
-            pending.width, pending.context = (
-                sum(each.drafted for each in pending.payload) / len(scheduled),
-                sum(len(x.seq.tokens) for x in scheduled) // len(scheduled),
-            )
+            pending.width = sum(each.drafted for each in pending.payload) / len(scheduled)
+            pending.context = sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
         return pending
 
     def read(self, pending: PendingStep) -> list[Emitted]:
@@ -139,10 +137,8 @@ class EagerExecutor(Executor):
         if verdict.rows is not None:  # of a tree, the rows of the path
             width = verdict.rows.shape[1]
             which = (rows.start[:-1, None] + verdict.rows).reshape(-1)
-            table, start = (
-                logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist(),
-                range(0, len(seqs) * width, width),
-            )
+            table = logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist()
+            start = range(0, len(seqs) * width, width)
         else:
             table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]

@@ -119,10 +119,8 @@ class GraphExecutor(Executor):
         self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
         self.trees = drafter is not None and capabilities.trees
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
-        self.state, self.inputs = (
-            State.of(runner.features),
-            Inputs.of(self.device, self.idle, capabilities.graph_batches[-1]),
-        )
+        self.state = State.of(runner.features)
+        self.inputs = Inputs.of(self.device, self.idle, capabilities.graph_batches[-1])
         self.history = SlotSamplingState(self.idle + 1, runner.vocab, runner.eos, self.device)
         self.bits: Tensor | None = (
             None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes

@@ -113,10 +113,8 @@ class HostExecutor(Executor):
             verified = VerifiedTree.of(*tree) if tree is not None else None
             out.append(Emitted(tokens, k, top, confidence, verified, drafts))
         if scheduled:
-            pending.width, pending.context = (
-                sum(each.drafted for each in out) / len(scheduled),
-                sum(len(x.seq.tokens) for x in scheduled) // len(scheduled),
-            )
+            pending.width = sum(each.drafted for each in out) / len(scheduled)
+            pending.context = sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
         return out
 
     def can_probe(self, part: CostPart) -> bool:

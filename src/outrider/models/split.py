@@ -144,10 +144,8 @@ def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str)
             f"{what} has {attn.heads} heads over {attn.kv_heads} K/V heads, too few for --tensor-parallel {tp.world}: "
             f"take fewer"
         )
-    mine, keys = (
-        Shard(((q * attn.head_dim, q_end * attn.head_dim),)),
-        Shard(((kv * attn.head_dim, kv_end * attn.head_dim),)),
-    )
+    mine = Shard(((q * attn.head_dim, q_end * attn.head_dim),))
+    keys = Shard(((kv * attn.head_dim, kv_end * attn.head_dim),))
     extra = 0 if not attn.writes else (1 if attn.k_eq_v else 2)
     cuts[here + "qkv"] = cuts[here + "qkv_bias"] = (mine, *[keys] * extra)
     cuts[here + "out"] = (replace(mine, columns=True),)

@@ -63,12 +63,10 @@ class PoolSlot:
 
     def take(self, model: LoadedModel) -> None:
         backend = model.backend
-        self.model, self.size, self.max_context, self.note = (
-            model,
-            backend.nbytes or self.size,
-            backend.max_context,
-            backend.note,
-        )
+        self.model = model
+        self.size = backend.nbytes or self.size
+        self.max_context = backend.max_context
+        self.note = backend.note
         self.info = backend.info if backend.info.family else self.info
         self.loads += 1
 

@@ -285,10 +285,8 @@ def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int
     """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn
     along. Returns the number of states looked at."""
     g, token = drawn_states(net, model, data)
-    clusters, head = (
-        net.config.clusters,
-        held_dense(model.head) if net.config.tied_to_target else net.weight("embed").to(g.dtype),
-    )
+    clusters = net.config.clusters
+    head = held_dense(model.head) if net.config.tied_to_target else net.weight("embed").to(g.dtype)
     order = likely_together(g[:: max(1, g.shape[0] // 300_000)], head, clusters)
     fitted = fit_centroids(
         g, cluster_of(order, clusters)[token], cluster_means(head, order, clusters), 300, 1e-2, 16384

@@ -75,11 +75,9 @@ class RunCosts:
         accumulate: int,
     ) -> RunCosts:
         """Everything but loading and answering, which depend on the files."""
-        rate, vocab, width = (
-            speed.rate * EFFICIENCY,
-            target.vocab_size,
-            0 if isinstance(drafter, BlockConfig) else drafter.backbone_hidden * (2 + len(drafter.taps)),
-        )
+        rate = speed.rate * EFFICIENCY
+        vocab = target.vocab_size
+        width = 0 if isinstance(drafter, BlockConfig) else drafter.backbone_hidden * (2 + len(drafter.taps))
         passes = 1 if isinstance(drafter, BlockConfig) and drafter.kind == "dflash" else unroll
         operations = 3.0 * passes * (30.0 * len(drafter.layers) + 40.0)
         step = sizes.anchors * work.anchor(sizes.scored or vocab, sizes.keep) / rate + operations * OP_SECONDS

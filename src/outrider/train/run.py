@@ -195,10 +195,8 @@ class TrainRun:
                 self.same_file("--data", job.data, before)
                 self.same_file("--eval-data", job.eval_data, before)
             else:
-                listed, apart = (
-                    read_prompts(job.data, job.limit),
-                    [] if job.eval_data is None else read_prompts(job.eval_data),
-                )
+                listed = read_prompts(job.data, job.limit)
+                apart = [] if job.eval_data is None else read_prompts(job.eval_data)
                 encode([*listed, *apart], known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(
                     kept
                 )

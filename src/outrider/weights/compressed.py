@@ -189,11 +189,9 @@ def compressed_tensors(settings: Settings) -> QuantScheme:
 
 
 def scheme(layout: str, weights: Settings) -> QuantReader:
-    kind, bits, strategy = (
-        str(weights.get("type", "int")),
-        whole(weights, "num_bits", 8, METHOD),
-        str(weights.get("strategy")),
-    )
+    kind = str(weights.get("type", "int"))
+    bits = whole(weights, "num_bits", 8, METHOD)
+    strategy = str(weights.get("strategy"))
     known = (
         f"quantization_config ({METHOD}): {layout or 'no format'} with {kind}{bits} weights by {strategy} is not "
         f"supported"

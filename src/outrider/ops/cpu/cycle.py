@@ -48,12 +48,10 @@ class CpuCycle:
         c.features = features.data_ptr()
         c.call.stack = ctypes.pointer(model.stack.c)
         batch = c.call.batch
-        batch.page_size, batch.keys, batch.values, batch.kv_dtype = (
-            cache.page_size,
-            pages.at_keys,
-            pages.at_values,
-            pages.dtype,
-        )
+        batch.page_size = cache.page_size
+        batch.keys = pages.at_keys
+        batch.values = pages.at_values
+        batch.kv_dtype = pages.dtype
         groups: tuple[GroupName, ...] = ("full", "sliding")
         for i, group in enumerate(groups):
             table = cache.tables.get(group)
@@ -128,11 +126,9 @@ class CpuCycle:
             self._grow(rows)
         if sampling is not self.sampling:
             self.sampling = sampling
-            c.temperature, c.sampled, c.seed = (
-                sampling.temperature.data_ptr(),
-                sampling.sampled.data_ptr(),
-                sampling.seed.data_ptr(),
-            )
+            c.temperature = sampling.temperature.data_ptr()
+            c.sampled = sampling.sampled.data_ptr()
+            c.seed = sampling.seed.data_ptr()
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:
@@ -151,10 +147,8 @@ class CpuCycle:
             sure, tree, at = None, None, i * MAX_DRAFT
             if nodes:
                 own = slice(at, at + k)
-                sure, tree = (
-                    self.confidence[own],
-                    (self.parents[own], self.path[at : at + right], steps, self.guesses[own]),
-                )
+                sure = self.confidence[own]
+                tree = (self.parents[own], self.path[at : at + right], steps, self.guesses[own])
             elif guess is None and most:
                 sure = self.confidence[at : at + min(most, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted

@@ -71,12 +71,10 @@ class CpuChain:
         out, sure, lengths = (c_int64 * (size * k))(), (c_float * (size * k))(), (c_int64 * size)()
         made_here = (seen, seen_start, guess, out, sure, lengths)
         c.seen, c.seen_start, c.position, c.out, c.confidence, c.lengths = [ctypes.addressof(x) for x in made_here]
-        c.temperature, c.sampled, c.seed, c.steps = (
-            sampling.temperature.data_ptr(),
-            sampling.sampled.data_ptr(),
-            sampling.seed.data_ptr(),
-            k,
-        )
+        c.temperature = sampling.temperature.data_ptr()
+        c.sampled = sampling.sampled.data_ptr()
+        c.seed = sampling.seed.data_ptr()
+        c.steps = k
         c.stop = c.drop = c.trust = None
         if trust is not None:
             ends = [

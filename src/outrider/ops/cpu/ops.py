@@ -431,12 +431,10 @@ class CpuOps(ReferenceOps):
         if self._hashes is None or self._hashes[0]() is not tokens:
             self._hashes = (weakref.ref(tokens), packing.cluster_hashes(tokens))
         clusters, size = tokens.shape
-        seed, position, temperature, sampled = (
-            seed.contiguous(),
-            position.contiguous(),
-            floats(temperature),
-            sampled.contiguous(),
-        )
+        seed = seed.contiguous()
+        position = position.contiguous()
+        temperature = floats(temperature)
+        sampled = sampled.contiguous()
         out = torch.zeros((seed.shape[0], clusters))
         self.lib.or_cluster_lean(
             self.team,
