@@ -17,9 +17,12 @@ from .. import svg
 from ..bench import predict as model_of
 from ..bench import predict_trees as trees
 from ..bench import several
+from ..bench.predict_images import image_costs
 from ..models.builtin_configs import BUILTIN_CONFIGS
+from ..models.vision_config import VisionConfig
 from ..spec import acceptance_profile
 from ..types import OutriderError
+from ..weights.files import translate
 from . import common
 from .common import out
 from .inspect import per_weight, read, read_drafter
@@ -138,11 +141,19 @@ def predict(
         text = svg.lines(title, across, "TFLOP/s", [("what the machine can do", roof)], marks=marks, divide=sides)
         plot.write_text(text, encoding="utf-8")
     more = _several(setup, accepted, by) if tensor_parallel > 1 else {}
+    files = read(model)[0]
+    vision = translate(VisionConfig.from_hf, files) if files.gguf is None else None
+    images = image_costs(vision, setup) if vision is not None else []
     if as_json:
         branched = {"second": second, "trees": [vars(p) for p in points]} if points else {}
-        print(json.dumps({"model": model, **data, **branched, **more}))
+        print(json.dumps({"model": model, **data, **branched, **more, "images": images}))
         return
     _show(model, data)
+    for cost in images:
+        out.print(
+            f"image   {cost['tokens']} tokens: tower {cost['tower_tflop']:.2f} TFLOP, about {cost['tower_ms']:.1f} ms; "
+            f"in the prompt {cost['prompt_tflop']:.2f} TFLOP, about {cost['prompt_ms']:.1f} ms"
+        )
     if points:
         _show_trees(points, second or 0.0)
     if tensor_parallel > 1:

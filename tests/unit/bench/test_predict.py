@@ -259,3 +259,22 @@ def test_the_command_knows_trees():
 
 def test_trees_are_as_wide_as_the_ones_that_are_grown() -> None:
     assert (predict_trees.BRANCH, predict_trees.WIDTH) == (trees.BRANCH, trees.WIDTH)
+
+
+def test_images_cost_what_their_arithmetic_says() -> None:
+    """Attention forgotten, patches taken for tokens, position tables multiplied."""
+    from outrider.bench.predict_images import image_costs
+    from outrider.models.vision_config import VisionConfig
+
+    raw = BUILTIN_CONFIGS["google/gemma-4-E2B-it"]
+    vision = VisionConfig.from_hf(raw)
+    assert vision is not None
+    setup = Setup(ModelConfig.from_hf(raw), None, machine("h200"), 1, 1024, 2.0)
+    costs = image_costs(vision, setup)
+    assert [cost["tokens"] for cost in costs] == [70, 140, 280, 560, 1120]
+    patches, d, wide = 9 * 280, 768, 3072
+    layer = 2 * patches * (4 * d * d + 3 * d * wide) + 4 * patches**2 * d
+    whole = 16 * layer + 2 * patches * 768 * d + 2 * 280 * d * 1536
+    assert costs[2]["tower_tflop"] == pytest.approx(whole / 1e12)
+    assert costs[2]["prompt_tflop"] == pytest.approx(4 * costs[0]["prompt_tflop"], rel=0.05)
+    assert costs[4]["tower_ms"] > 4 * costs[2]["tower_ms"]
