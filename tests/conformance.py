@@ -26,6 +26,7 @@ def asked(**body: Any) -> dict[str, Any]:
 class Api:
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=120)
+        self.keyed: str | None = None  # the address of one that wants the key "secret"
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:
         answer = self.http.post(path, json=body)

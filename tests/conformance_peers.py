@@ -267,6 +267,16 @@ def cards_tell_the_context(api: Api) -> None:
     assert api.post("/api/show", {"model": "fake"})["model_info"]["outrider.context_length"] == 1536
 
 
+@case
+def cache_salt_keeps_prefixes_apart(api: Api) -> None:
+    def cached(**body: Any) -> int:
+        told = api.text(prompt="a salted prompt " * 20, max_tokens=1, **body)
+        return int(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0 and cached(cache_salt="s") == 0 and cached(cache_salt="s") > 0 and cached(cache_salt="t") == 0
+
+
 many("peers", {
     "n_predict": lambda api: same(api.text(n_predict=3, max_tokens=None, ignore_eos=True)["usage"]["completion_tokens"], 3),
     "n_predict_chat": lambda api: same(api.chat(n_predict=3, max_tokens=None, ignore_eos=True)["usage"]["completion_tokens"], 3),

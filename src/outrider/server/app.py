@@ -7,6 +7,7 @@ before tokenising, and clients take turns at every stage (fair.py), so that what
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -191,11 +192,12 @@ class Server:
         room.close()
         if self.recorder is not None:
             await self.executor.run(client, partial(self.recorder.take, request.state.path, raw), long)
-        for r in () if self.settings.share_prefixes else job.requests:
-            r.namespace = self.keys.namespace(client)
         adapter = adapter_named(slot, body.model)
+        namespace = b"" if self.settings.share_prefixes else self.keys.namespace(client)
+        if body.cache_salt is not None:
+            namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()
         for r in job.requests:
-            r.adapter = adapter
+            r.adapter, r.namespace = adapter, namespace
         if job.grammar is not None:
             job = job.under(await model.grammars.get(job.grammar, client))
         if self.settings.log_prompts:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from .errors import ApiError, bad
 from .prepare import Preparer
@@ -58,6 +58,12 @@ class TextFormat(Lenient):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, object] | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def with_schema(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("type 'json_schema' needs a schema")
+        return self
 
 
 class TextOptions(Lenient):

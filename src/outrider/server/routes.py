@@ -157,6 +157,10 @@ def _information(app: FastAPI, server: Server) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    @app.get("/load", response_model=None)
+    async def load() -> dict[str, int]:
+        return {"server_load": server.admission.in_flight}
+
     @app.get("/slots", response_model=None)
     async def slots() -> list[Json]:
         """What runs: how far prompts are read, as llama.cpp's server tells it. No text."""

@@ -38,6 +38,12 @@ class RequestSampling:
             for name, default in self.defaults(body.defaults).items()
         }
         bias, never = self._biases(body)
+        for field, ids in (
+            ("logit_bias", [*bias, *(t for w in never for t in w)]),
+            ("stop_token_ids", body.stop_token_ids),
+        ):
+            if (most := max(ids or (), default=0)) >= self._backend.vocab_size:
+                raise bad(f"{field}: {most} is outside the vocabulary (0..{self._backend.vocab_size - 1}).", field)
         params = SamplingParams(
             temperature=chosen["temperature"],
             logit_bias=bias,

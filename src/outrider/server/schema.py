@@ -254,7 +254,7 @@ class OutriderOptions(Strict):
 INERT = (
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
     "modalities",
-    "verbosity", "cache_prompt", "cache_salt", "request_id", "add_special_tokens", "skip_special_tokens",
+    "verbosity", "cache_prompt", "request_id", "add_special_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "prompt_cache_options",
 )  # fmt: skip
 
@@ -287,6 +287,7 @@ class Common(Strict):
     return_tokens_as_token_ids: bool | None = None  # tokens of logprobs as "token_id:15"
     # the prompt's last so many tokens are kept; -1: as many as fit
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # prefixes are shared with this salt
     # among the waiting requests of one client; lower comes first
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
