@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class Target:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
         )
-        self.lines = 0
+        self.lines, self.last = 0, deque[str](maxlen=40)
         self.port = self._port()
         threading.Thread(target=self._count, daemon=True).start()
 
@@ -107,6 +107,7 @@ class Target:
         told = 0  # lines of a failure that are still to be passed on: its traceback
         for line in self.process.stderr:
             self.lines += 1
+            self.last.append(line.rstrip())
             told = 16 if "engine" in line and "failed" in line else told - 1
             if told > 0:
                 print(line.rstrip(), file=sys.stderr, flush=True)

@@ -6,8 +6,9 @@ Starts `outrider serve` as a process of its own on 127.0.0.1 and sends it, from 
 made from the routes' own JSON schemas, then broken: a value of another type, a million items, grammars and JSON schemas
 at random, cut and flipped bytes, wrong lengths, odd heads, several requests in one go, a byte at a time, halves closed,
 resets. Fails (exit code 1) on a 5xx that is no "try again", on an error without its JSON object, on a whole request
-without an answer, when the server ends, and when /health takes longer than --stall seconds (measure that on a quiet
-machine). A case is its number: --seed and --first repeat it. One JSON object is printed at the end.
+without an answer, when the server ends, and when its event loop stands still for longer than --stall seconds, whoever
+the others on this machine are (watched_server.py). A case is its number: --seed and --first repeat it; with --state the
+same command goes on where an earlier one was ended. One JSON object is printed at the end.
 """
 
 from __future__ import annotations
@@ -226,10 +227,10 @@ class Case:
 
 
 class Fuzzer:
-    def __init__(self, port: int, seed: int) -> None:
-        self.port, self.seed = port, seed
-        self.counts: Counter[str] = Counter()
-        self.problems: list[str] = []
+    def __init__(self, target: Target, seed: int, state: dict[str, Any]) -> None:
+        self.target, self.port, self.seed = target, target.port, seed
+        self.counts: Counter[str] = Counter(state.get("answers", {}))
+        self.problems: list[str] = state.get("first_problems", [])
 
     async def one(self, number: int) -> None:
         case = Case(self.seed, number)
@@ -297,14 +298,15 @@ class Fuzzer:
             self.problems.append(f"case {number} ({case.path}): {status} without an error object: {said[:200]!r}")
 
     async def run(self, seconds: float, at_once: int, first: int) -> int:
+        """The number of the case to go on with."""
         until, numbers = time.monotonic() + seconds, iter(range(first, 10**12))
 
         async def worker() -> None:
-            while time.monotonic() < until:
+            while time.monotonic() < until and self.target.process.poll() is None:
                 await self.one(next(numbers))
 
         await asyncio.gather(*(worker() for _ in range(at_once)))
-        return next(numbers) - first
+        return next(numbers)
 
 
 def watch_health(port: int, stop: threading.Event, times: list[float]) -> None:
@@ -327,7 +329,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--at-once", type=int, default=8, help="connections")
-    parser.add_argument("--stall", type=float, default=0.25, help="seconds that /health may take; 0: not judged")
+    parser.add_argument("--stall", type=float, default=0.25, help="seconds that the event loop may stand still")
+    parser.add_argument("--state", type=Path, help="file to go on from")
     parser.add_argument(
         "--serve",
         default="--timeout 60 --request-timeout 3 --max-context 512",
@@ -337,32 +340,53 @@ def main() -> None:
     logging.getLogger("asyncio").setLevel(
         logging.ERROR
     )  # of writes to connections that the server has closed, as it should
+    state: dict[str, Any] = {"minutes": 0.0, "next_case": args.first}
+    if args.state is not None and args.state.exists():
+        state = json.loads(args.state.read_text())
+    problems = 0
+    while state["minutes"] < args.minutes and not problems:
+        state = part(args, state, min(5.0, args.minutes - state["minutes"]))
+        problems = state["problems"]
+        if args.state is not None:
+            args.state.write_text(json.dumps(state))
+    print(json.dumps(state))
+    sys.exit(1 if problems else 0)
+
+
+def part(args: argparse.Namespace, state: dict[str, Any], minutes: float) -> dict[str, Any]:
+    """Some minutes with a server of their own; the state with what came of them."""
     target = Target(args.model, args.serve.split())
     times: list[float] = []
     stop = threading.Event()
     watcher = threading.Thread(target=watch_health, args=(target.port, stop, times), daemon=True)
     try:
-        before = target.memory()
+        before, began = target.memory(), time.monotonic()
         watcher.start()
-        fuzzer = Fuzzer(target.port, args.seed)
-        cases = asyncio.run(fuzzer.run(60 * args.minutes, args.at_once, args.first))
+        fuzzer = Fuzzer(target, args.seed, state)
+        following = asyncio.run(fuzzer.run(60 * minutes, args.at_once, state["next_case"]))
         stop.set()
         watcher.join(130)
         if target.process.poll() is not None:
-            fuzzer.problems.append(f"the server ended with {target.process.poll()}")
-        if args.stall and max(times, default=0.0) > args.stall:
-            fuzzer.problems.append(f"/health took {max(times):.3f} s")
-        result = {
-            "model": args.model, "minutes": args.minutes, "cases": cases,
+            fuzzer.problems.insert(0, f"the server ended with {target.process.poll()}: {list(target.last)}")
+        stalls = target.stalls(began)
+        worst = max(stalls, key=still, default=None)
+        if worst is not None and still(worst) > 1e3 * args.stall:
+            fuzzer.problems.append(f"the event loop stood still: {worst}")
+        return {
+            "model": args.model, "minutes": round(state["minutes"] + minutes, 2), "next_case": following,
             "answers": dict(sorted(fuzzer.counts.items())),
-            "health_max_ms": round(1e3 * max(times, default=0.0), 1),
-            "memory_mb": [before >> 20, target.memory() >> 20],
+            "stall_max_ms": max(state.get("stall_max_ms", 0.0), 0.0 if worst is None else still(worst)),
+            "health_max_ms": max(state.get("health_max_ms", 0.0), round(1e3 * max(times, default=0.0), 1)),
+            "memory_mb": [*state.get("memory_mb", []), [before >> 20, target.memory() >> 20]],
             "problems": len(fuzzer.problems), "first_problems": fuzzer.problems[:10],
         }  # fmt: skip
     finally:
         target.stop()
-    print(json.dumps(result))
-    sys.exit(1 if fuzzer.problems else 0)
+
+
+def still(event: dict[str, Any]) -> float:
+    """Milliseconds: computing, or by the clock without waits for a processor."""
+    return max(event["net_ms"], event["computed_ms"])
 
 
 if __name__ == "__main__":

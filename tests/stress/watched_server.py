@@ -3,23 +3,21 @@
     python tests/stress/watched_server.py EVENTS serve MODEL ...
 
 A line of JSON goes to the file EVENTS whenever one turn of the event loop, or waiting for the interpreter's lock, took
-longer than 30 ms, or a turn computed for more than 12 ms. `net_ms` leaves out the time in which threads of this process were ready to run and had no processor
-(Linux counts it), so that it means the same on a busy machine; `what` names the slowest callback of the turn, or where
-the threads stood in the middle of the wait.
+longer than 30 ms, or a turn computed for more than 12 ms. `net_ms` leaves out the time in which threads of this process
+were ready to run and had no processor (Linux counts it), so that it means the same on a busy machine; `what` names the
+slowest callback of the turn, or where the other threads stood after the wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import gc
 import json
 import os
 import re
 import selectors
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -29,7 +27,7 @@ from types import FrameType
 from typing import IO, Any
 
 SLOW, LONG, EVERY = 0.030, 0.012, 0.020  # seconds: by the clock, computing; how often the lock is asked for
-WAITING = re.compile(r"threading\.py|queue\.py|selectors\.py|futures/thread\.py|watched_server\.py")
+WAITING = re.compile(r"(threading|queue|selectors|thread|unix_events)\.py")  # threads that wait for work
 
 
 class Watch:
@@ -77,22 +75,17 @@ class Watch:
             self._collected += time.monotonic() - self._collecting
 
     def _ask_for_lock(self) -> None:
-        main = threading.main_thread().ident or 0
-        with tempfile.TemporaryFile("w+") as stacks:
-            while True:
-                began = time.monotonic()
-                self._waited.append((began, all_delays()))
-                faulthandler.dump_traceback_later(EVERY + 2 * SLOW, file=stacks)  # by a thread that needs no lock
-                time.sleep(EVERY)
-                late = time.monotonic() - began - EVERY
-                faulthandler.cancel_dump_traceback_later()
-                if not self._idle and time.monotonic() - self._turn > LONG and not self._seen:
-                    self._seen = innermost(sys._current_frames()[main])
-                if late > SLOW:
-                    stacks.seek(0)
-                    self._tell("lock", late, busy_threads(stacks.read()))
-                stacks.seek(0)
-                stacks.truncate()
+        main, mine = threading.main_thread().ident or 0, threading.get_ident()
+        while True:
+            began = time.monotonic()
+            self._waited.append((began, all_delays()))
+            time.sleep(EVERY)
+            late = time.monotonic() - began - EVERY
+            if not self._idle and time.monotonic() - self._turn > LONG and not self._seen:
+                self._seen = innermost(sys._current_frames()[main])
+            if late > SLOW:  # whoever had the lock stands behind what it was held for
+                stacks = [innermost(frame) for thread, frame in sys._current_frames().items() if thread != mine]
+                self._tell("lock", late, " | ".join(s for s in stacks if not WAITING.match(s))[:600])
 
     def _tell(self, kind: str, took: float, what: str, computed: float = 0.0) -> None:
         until = time.monotonic()
@@ -125,21 +118,8 @@ def named(handle: asyncio.Handle) -> str:
 
 
 def innermost(frame: FrameType) -> str:
-    return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)[:-9:-1])
-
-
-def busy_threads(stacks: str) -> str:
-    """The innermost frames of the threads that are not waiting for work."""
-    found = []
-    for block in stacks.split("\n\n"):
-        frames = re.findall(r'File "[^"]*?([^/"]+/[^/"]+)", line (\d+) in (\S+)', block)
-        if frames and not WAITING.search(frames[0][0]):
-            found.append(" < ".join(f"{file}:{line} {name}" for file, line, name in frames[:3]))
-    return " | ".join(found)[:600]
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=8, lookup_lines=False)
+    return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in stack)
 
 
 def main() -> None:
