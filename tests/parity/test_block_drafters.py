@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tests.block_drafters import LAYOUTS, net, past_of, speculators, tensors
 from tests.engines import tiny_model
+from tests.quantised import SCHEMES, convert
 from torch import Tensor
 
 TARGETS = {name: tiny_model(name) for name in ("llama", "qwen3", "dense")}
@@ -221,3 +222,23 @@ def test_deepseeks_eagle3_is_the_definition(tmp_path: Path, layout: str) -> None
         past = past_of(block, [s[:t] for s in context], ids[:t])(0)
         h, *_ = block.feature_step(ids[t : t + 1], feature[t : t + 1], torch.tensor([t]), past)
         torch.testing.assert_close(block.logits(h)[0], want[t], **CLOSE)
+
+
+# ---- quantised --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "scheme", ["ct-int4-g32", "ct-fp8-channel", "ct-nvfp4", "modelopt-nvfp4", "fp8-block", "awq", "gptq-int4"]
+)
+@torch.inference_mode()
+def test_quantised_checkpoints_are_the_values_they_mean(tmp_path: Path, scheme: str) -> None:
+    """The layers' matrices in the formats that targets come in; embedding, head, fc and norms dense."""
+    target = tiny_model("llama")
+    raw = {**LAYOUTS["z-lab"], "intermediate_size": 64}
+    stored, meant = convert({f"model.{name}": value for name, value in tensors(raw).items()}, scheme)
+    assert len(stored) > len(meant)
+    settings = SCHEMES[scheme][1]
+    whole = net(tmp_path / "whole", raw, meant, target)
+    some = net(tmp_path / "some", {**raw, "quantization_config": settings}, stored, target)
+    streams = [torch.randn(7, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    ids, at = torch.tensor([[9, 4, 4, 4, 4, 4]]), torch.arange(7, 13)[None]
+    want, got = (n.backbone(ids, at, past_of(n, streams)) for n in (whole, some))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

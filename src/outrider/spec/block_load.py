@@ -52,8 +52,6 @@ def load_block(
         raise OutriderError(f"{files.name}: {config.kind} drafters run in one process only: leave out tensor_parallel")
     if load_format == "dummy":
         return BlockNet(config, dummy_block(config, target, dtype, seed), target.ops, target)
-    if files.gguf is not None:
-        raise OutriderError(f"{files.name}: {config.kind} drafters are read from safetensors, not from GGUF")
     if (files.path / "mask_embedding.pt").is_file():
         raise OutriderError(f"{files.name}: a mask embedding in a file of its own (mask_embedding.pt) is not supported")
     source, how, ops = renamed(open_source(files)), recipe(files.config, files.name), target.ops
@@ -70,7 +68,10 @@ def load_block(
             piece.release()
         weights[name] = weight
     if "d2t" in weights:
-        ids = torch.arange(config.draft_vocab, device=target.device) + as_tensor(weights["d2t"])
+        order = torch.arange(config.draft_vocab, device=target.device)
+        if files.gguf is not None:  # the ids themselves there, not offsets
+            weights["d2t"] = as_tensor(weights["d2t"]) - order
+        ids = order + as_tensor(weights["d2t"])
         if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
             raise OutriderError(
                 f"{source.where}: tensor d2t names tokens outside the vocabulary of {config.vocab_size}"

@@ -2,7 +2,8 @@
 
 Llama's q and k rows are stored permuted (interleaved rotary pairs); the row order that undoes it is attached to the
 entry. Gemma 3's norms already contain the +1 there. An MTP drafter is a file of its own (llama.cpp's
-`gemma4-assistant`; files made before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`).
+`gemma4-assistant`; files made before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`), and so
+are block drafters (`dflash`, which also means DSpark, and `eagle3`).
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ TOP = {
     "nextn.pre_projection": "pre_projection",
     "nextn.post_projection": "post_projection",
     "masked_embd_centroids": "masked_embedding.centroids",
+    "enc.output_norm": "hidden_norm",
+    "conf_proj": "confidence_head.proj",
 }
+BLOCKS = ("dflash", "eagle3")
 ORDERING = "masked_embedding.token_ordering"
 TOP_WHOLE = {"mtp.token_ordering.weight": ORDERING, "masked_embd_ordering": ORDERING}
 LAYER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    "attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
@@ -90,7 +94,7 @@ def source(file: GGUF, config: ForeignDict) -> TensorSource:
         if name == "rope_freqs.weight":  # read by `hf_config`
             continue
         named = hf_name(name, file.arch)
-        if file.arch == "llama" and ".self_attn." in named and named.split(".")[-2] in ("q_proj", "k_proj"):
+        if file.arch in ("llama", "eagle3") and ".self_attn." in named and named.split(".")[-2] in ("q_proj", "k_proj"):
             heads = config["num_attention_heads" if ".q_proj." in named else "num_key_value_heads"]
             if entry.shape[0] % (2 * heads):
                 raise OutriderError(
@@ -151,6 +155,8 @@ def eos_ids(file: GGUF) -> list[int]:
 def hf_config(file: GGUF) -> ForeignDict:
     if file.arch == "clip":
         raise OutriderError(f"{file.path} is a multimodal projector (mmproj), not a model: name the model's own file")
+    if file.arch in BLOCKS:
+        return _block(file)
     if file.arch not in ARCHITECTURES:
         raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported: supported are {FAMILIES}")
     meta, tensors = _Meta(file), file.tensors
@@ -186,6 +192,58 @@ def _assistant(file: GGUF, text: ForeignDict) -> ForeignDict:
     # A drafter has no K or V; the flag says only that its full layers count their K/V heads by themselves.
     text["attention_k_eq_v"] = text["num_global_key_value_heads"] != text["num_key_value_heads"]
     return {"model_type": text["model_type"], "backbone_hidden_size": post.shape[0], "text_config": text, **clusters}
+
+
+def _block(file: GGUF) -> ForeignDict:
+    """A block drafter as z-lab's or EAGLE-3's config.json has it. Tapped layers are named there by the layer that reads
+    the stream, one more than the layer that leaves it."""
+    meta, tensors = _Meta(file), file.tensors
+    layers, heads, hidden = (meta.whole(key) for key in ("block_count", "attention.head_count", "embedding_length"))
+    words = file.meta.get("tokenizer.ggml.tokens")
+    vocab = meta.whole("vocab_size", len(words) if isinstance(words, list) else 0)
+    taps = meta.get("target_layers" if file.arch == "dflash" else "extract_layers")
+    if not layers or not heads or not vocab or not isinstance(taps, np.ndarray) or taps.dtype.kind not in "iu":
+        raise OutriderError(f"{file.path}: no layers, heads, vocabulary or target layers for a {file.arch} drafter")
+    config: ForeignDict = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        **_plain(meta, heads, layers, hidden),
+    }
+    if file.arch == "eagle3":
+        head = tensors.get("output.weight")
+        return config | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "draft_vocab_size": vocab if head is None else head.shape[0],
+            "target_hidden_size": meta.whole("target_hidden_size", hidden),
+            "eagle_aux_hidden_state_layer_ids": [int(t) for t in taps],
+            "norm_before_residual": bool(meta.get("norm_before_residual")),
+        }
+    if "selector_hidden.weight" in tensors:
+        raise OutriderError(f"{file.path}: DFlash 2 drafters are read from safetensors, not from GGUF")
+    nested: ForeignDict = {
+        "mask_token_id": file.meta.get("tokenizer.ggml.mask_token_id"),
+        "target_layer_ids": [int(t) - 1 for t in taps],
+        "block_size": meta.whole("block_size"),
+    }
+    if meta.get("attention.causal") is not None:
+        nested["causal"] = bool(meta.get("attention.causal"))
+    if "sliding_window" in config:
+        every = meta.get("attention.sliding_window_pattern") is None
+        config["layer_types"] = ["sliding_attention"] * layers if every else _layer_types(meta, layers)
+    markov, sure = tensors.get("markov_w1.weight"), tensors.get("conf_proj.weight")
+    if markov is not None:
+        nested |= {
+            "markov_rank": markov.shape[-1],
+            "sample_from_anchor": bool(meta.get("sample_from_anchor") in (None, True)),
+            "enable_confidence_head": sure is not None,
+            "confidence_head_with_markov": sure is not None and sure.shape[-1] > hidden,
+        }
+    name = "DFlashDraftModel" if markov is None else "DSparkDraftModel"
+    return config | {"architectures": [name], "model_type": "qwen3", "dflash_config": nested}
 
 
 def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
