@@ -156,3 +156,38 @@ def test_batches_of_images_are_exact(served: Served, llm: LLM, tmp_path: Path) -
     with ThreadPoolExecutor(8) as pool:
         both = [answer["choices"][0]["message"]["content"] for answer in pool.map(ask, urls * 2)]
     assert both == alone * 2
+
+
+HOSTILE: list[Any] = [
+    None, 5, [], {}, {"url": None}, {"url": 5}, {"url": ["a"]}, "", "data:", "data:,", "data:image/png;base64,",
+    "data:image/png;base64,AAAA", "DATA:image/png;base64,%%%", "javascript:alert(1)", "file:///etc/passwd",
+    "http://127.0.0.1/a.png", "https://[::1]/a.png", "http://169.254.169.254/latest", "/etc/passwd", "C:\\a.png",
+    "data:text/html;base64,PGI+", "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(),
+    "data:image/png;base64," + encoded()[:80], "data:image/png;base64," + "A" * 100_000, "\x00", "data:" + "x" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", ["openai", "responses", "anthropic", "ollama"])
+def test_hostile_requests_are_refused(served: Served, llm: LLM, expected: tuple[str, int], protocol: str) -> None:
+    """More than 80 bodies: each gets a 4xx in the protocol's form, nothing is left running, and the next is answered."""
+    for given in HOSTILE:
+        url = given.get("url") if isinstance(given, dict) else given
+        if protocol == "openai":
+            answer = chat(served, [{"type": "image_url", "image_url": given}])
+        elif protocol == "responses":
+            content = [{"type": "input_image", "image_url": given}]
+            answer = served.http.post("/v1/responses", json={"input": [{"role": "user", "content": content}]})
+        elif protocol == "anthropic":
+            kind = {"type": "url", "url": url} if not str(url).startswith("data:image/png") else {"type": "base64"}
+            source = {**kind, "media_type": "image/png", "data": str(url).rpartition(",")[2] + "!"}
+            content = [{"type": "image", "source": source}]
+            body = {"max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+            answer = served.http.post("/v1/messages", json=body)
+        else:
+            message = {"role": "user", "content": "x", "images": given if isinstance(given, list) and given else [url]}
+            answer = served.http.post("/api/chat", json={"stream": False, "messages": [message]})
+        assert 400 <= answer.status_code < 500 and answer.json().get("error"), (given, answer.status_code, answer.text)
+    assert not llm.engine.progress()
+    image = {"type": "image_url", "image_url": {"url": URL}}
+    good = chat(served, [image, {"type": "text", "text": "see"}]).json()
+    assert good["choices"][0]["message"]["content"] == expected[0]

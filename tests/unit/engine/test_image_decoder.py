@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -165,3 +166,41 @@ def test_many_at_once_take_turns(decoder: ImageDecoder) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda data: decoder.pixels(data, TOKENS, SIDE), [PNG, JPEG] * 8))
     assert all(np.array_equal(made[0], other) for other in made[::2])
+
+
+def mutated(seed: int) -> bytes:
+    """A sound file of some format with a few bytes changed, cut out, doubled or put in."""
+    rng = np.random.default_rng(seed)
+    kind = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")[seed % 7]
+    data = bytearray(saved(noise(), kind))
+    for _ in range(int(rng.integers(1, 6))):
+        at, size = int(rng.integers(0, len(data))), int(rng.integers(1, 24))
+        how = int(rng.integers(0, 5))
+        piece = bytes(rng.integers(0, 256, size, dtype=np.uint8))
+        if how == 0:
+            data[at : at + size] = piece
+        elif how == 1:
+            data[at] ^= 1 << int(rng.integers(0, 8))
+        elif how == 2:
+            del data[max(8, at) :]
+        elif how == 3:
+            data[at:at] = data[at : at + size] * 3
+        else:
+            data[int(rng.integers(0, min(64, len(data))))] = int(rng.choice([0, 127, 128, 255]))  # in the header
+    return bytes(data)
+
+
+@pytest.mark.parametrize("first", range(0, 168, 42))
+def test_mutated_files_give_a_picture_or_a_line(decoder: ImageDecoder, first: int) -> None:
+    """No crash of ours, no descriptor or process left behind, and the next file is read."""
+    good = saved(noise(), "PNG")
+    want = decoder.pixels(good, 16, 12)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for seed in range(first, first + 42):
+        try:
+            made = decoder.pixels(mutated(seed), 16, 12)
+            assert made.dtype == np.uint8 and made.ndim == 3 and made.shape[2] == 3, seed
+        except OutriderError as error:
+            assert str(error) and "\n" not in str(error) and len(str(error)) < 300, seed
+    assert np.array_equal(decoder.pixels(good, 16, 12), want)
+    assert not before or len(os.listdir("/proc/self/fd")) <= before
