@@ -1,4 +1,4 @@
-"""Images on a GPU, random weights: is the tower right, do answers keep their bits, and how long does an image take.
+"""Images on a GPU or a CPU (--device cpu), random weights: is the tower right, do answers keep their bits, and how long does an image take.
 
     python benchmarks/gpu_images.py --parity google/gemma-4-E2B-it gemma-3 --tower google/gemma-4-31B-it \\
         --engine google/gemma-4-E2B-it google/gemma-4-31B-it:12
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -110,12 +111,12 @@ def folder(name: str, layers: int | None) -> str:
     return str(where)
 
 
-def engine(name: str, layers: int | None, device: torch.device, ks: list[int]) -> None:
+def engine(name: str, layers: int | None, device: torch.device, ks: list[int], quantize: str | None) -> None:
     """Plain = drafted, alone = in a batch; milliseconds of a prompt by budget."""
     drafter = "ngram" if layers or name not in BUILTIN_CONFIGS else f"{name}-assistant"
     llm = LLM.load(
         folder(name, layers), load_format="dummy", drafter=drafter, max_context=4096, max_batch=8, device=str(device),
-        image_tokens=IMAGE_TOKENS[-1],
+        image_tokens=IMAGE_TOKENS[-1], quantize=quantize,
     )  # fmt: skip
     encoder, rng = llm.images(), np.random.default_rng(1)
     encoder.tokens = 280
@@ -151,6 +152,11 @@ def engine(name: str, layers: int | None, device: torch.device, ks: list[int]) -
             llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True), drafter=False)
             best = min(best, (time.perf_counter() - began) * 1e3)
         print(f"{name} prompt of {len(prompt)} tokens with an image: {best:.1f} ms", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    began = time.perf_counter()
+    encoder.tokens = 280
+    encoder.encode(photo(99))
+    print(f"{name}: {time.perf_counter() - began:.2f} s to encode a new image; {peak:.1f} GiB at most", flush=True)
     llm.close()
 
 
@@ -161,6 +167,7 @@ def main() -> None:
     parser.add_argument("--engine", nargs="*", default=[], help="MODEL or MODEL:LAYERS")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ks", type=int, nargs="*", default=[1, 4, 8, 16])
+    parser.add_argument("--quantize", help="engines: int4, int8 or fp8 weights")
     parser.add_argument("--flash", action="store_true", help="towers: without cuDNN's attention")
     parser.add_argument("--repeats", type=int, default=10)
     given = parser.parse_args()
@@ -173,7 +180,7 @@ def main() -> None:
         tower(name, device, given.repeats)
     for name in given.engine:
         model, _, layers = name.partition(":")
-        engine(model, int(layers) if layers else None, device, given.ks)
+        engine(model, int(layers) if layers else None, device, given.ks, given.quantize)
 
 
 if __name__ == "__main__":
