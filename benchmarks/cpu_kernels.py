@@ -165,7 +165,7 @@ def random_adapter(ours: Ours, rank: int) -> Adapter:
             a, b = ((rank * len(pieces), plan.shape[1]), (plan.shape[0], rank * len(pieces)))
             matrices = (0.02 * torch.randn(shape, generator=rng).half() for shape in (a, b))
             parts[name] = ours.ops.lowrank(*matrices, torch.ones(plan.shape[0]), pieces)
-    return Adapter("random", b"", parts)
+    return Adapter("random", b"", ours.ops.pack_adapter(parts))
 
 
 def adapted(ours: Ours, rank: int, repeat: int, rounds: int) -> None:

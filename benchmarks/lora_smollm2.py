@@ -1,6 +1,6 @@
 """A LoRA adapter for `smollm2`, trained here with peft, and what drafts bring on it.
 
-    python benchmarks/lora_smollm2.py train OUT [--prompts 160] [--steps 60]
+    python benchmarks/lora_smollm2.py train OUT [--prompts 96] [--steps 24]
     python benchmarks/lora_smollm2.py measure OUT [--questions 24] [--drafter auto]
 
 The adapter (rank 16 on all linear modules) learns a format: the answer is a JSON list of sentences. Its texts are the
@@ -83,7 +83,7 @@ def train(out: Path, prompts: int, steps: int) -> None:
             labels[:, : len(ids)] = -100
             loss = model(input_ids=row, labels=labels).loss / 4
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in learn.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 5, (steps - step) / (steps / 2))
@@ -113,8 +113,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["train", "measure"])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--prompts", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--drafter", default="auto")
     args = parser.parse_args()

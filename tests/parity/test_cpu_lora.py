@@ -53,7 +53,7 @@ def test_the_addition(ops: CpuOps, short: bool, tmp_path: Path) -> None:
         assert made[name].parts.keys() == theirs.parts.keys()
         for key, part in made[name].parts.items():
             assert part.a.dtype == part.b.dtype == (torch.float16 if short else torch.float32)  # type: ignore[union-attr]
-            x = torch.randn((11, part.a.shape[1]), generator=torch.Generator().manual_seed(1))
+            x = torch.randn((11, theirs.parts[key].a.shape[1]), generator=torch.Generator().manual_seed(1))
             y = torch.full((11, len(part.scale)), -0.0)
             want = reference.add_lowrank(y.clone(), x, theirs.parts[key], None)
             got = ops.add_lowrank(y.clone(), x, part, None)

@@ -7,7 +7,7 @@ returned. Activations keep the dtype of `x`; norm weights are float32; logits ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -132,6 +132,10 @@ class ReferenceOps(TreeOps):
     def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank:
         """An adapter's change of one weight, as `add_lowrank` reads it: a [r, in], b [out, r], scale float32 [out]."""
         return LowRank(self.prepare(a), self.prepare(b), scale, tuple(pieces))
+
+    def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
+        """All changes of an adapter, where the kernels want them in memory."""
+        return parts
 
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
         """y [R, out] + scale · B (A x) in the given rows (None: in all), which may be written into y."""

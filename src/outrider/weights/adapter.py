@@ -107,7 +107,7 @@ def load_adapter(
 
 def fuse(
     file: LoraFile, config: ModelConfig, ops: Backend, dtype: torch.dtype, device: torch.device, short: bool = False
-) -> dict[str, LowRank]:
+) -> Mapping[str, LowRank]:
     """Updates by canonical weight. Backends that multiply 16-bit weights next to float32 activations keep the stored
     dtype (short: 32 bits become float16, half the memory to read); the others get the model's."""
     halves = ops.capabilities.holds_halves and dtype == torch.float32
@@ -132,7 +132,7 @@ def fuse(
             row += rows
             pieces.append((rows, update.a.shape[0] if update is not None else 0))
         out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces)
-    return out
+    return ops.pack_adapter(out)
 
 
 def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:

@@ -15,7 +15,7 @@ typedef struct { /* the outputs of one matrix of a fused weight */
 } LowRankPiece;
 
 typedef struct {   /* the change of one weight */
-    const void *a;                   /* [rank, k] */
+    const void *a;                   /* [rank / 4][k / 16][4 rows][16 columns]; the last rows may be padding */
     const void *b;                   /* of every piece [groups][rank][16 outputs] */
     int32_t rank, k, dtype, spare;   /* rank 0: none */
     LowRankPiece piece[3];           /* q, k, v; gate, up */
@@ -36,15 +36,18 @@ typedef struct { /* what a product's answers get added */
     long which, ld;
 } LowRankRows;
 
+#define AHEAD 2048 /* bytes: an adapter is read in one stream, which the weights between its parts interrupt */
+
 /* Four rows of A from `first` on with one or two rows of x; rows beyond the last are computed and thrown away. */
 INLINE void shrink_rows(int dtype, int MT, const LowRank *p, int first, const float *x0, const float *x1, float *low0, float *low1) {
     vf acc[4][2];
     for (int r = 0; r < 4; r++) for (int m = 0; m < MT; m++) acc[r][m] = vf_set(0.0f);
+    const long item = dtype == DT_F32 ? 4 : 2, at = (long)first * p->k;
     for (long i = 0; i < p->k; i += LANES) {
         const vf x[2] = {vf_load(x0 + i), MT > 1 ? vf_load(x1 + i) : vf_set(0.0f)};
         for (int r = 0; r < 4; r++) {
-            const long row = first + r < p->rank ? first + r : p->rank - 1;
-            const vf a = vf_any(p->a, row * p->k + i, dtype);
+            const vf a = vf_any(p->a, at + 4 * i + r * LANES, dtype);
+            if (r * LANES * item % 64 == 0) __builtin_prefetch((const char *)p->a + (at + 4 * i + r * LANES) * item + AHEAD, 0, 2);
             for (int m = 0; m < MT; m++) acc[r][m] = vf_fma(a, x[m], acc[r][m]);
         }
     }
@@ -88,15 +91,19 @@ static void shrink_phase(const ThreadPool *team, int me, const LowRank *const *t
 
 /* scale · B low of one group of outputs, for `count` rows of one adapter. */
 INLINE void expand_rows(int dtype, int MT, const LowRank *p, const LowRankPiece *c, int group, const float *low, long ld, float *delta) {
-    vf acc[4];
+    vf acc[4][2]; /* even and odd k */
     const long at = c->at + (long)group * c->rank * LANES;
     low += c->first;
-    for (int m = 0; m < MT; m++) acc[m] = vf_set(0.0f);
-    for (int k = 0; k < c->rank; k++) {
-        const vf b = vf_any(p->b, at + (long)k * LANES, dtype);
-        for (int m = 0; m < MT; m++) acc[m] = vf_fma(b, vf_set(low[m * ld + k]), acc[m]);
+    for (int m = 0; m < MT; m++) acc[m][0] = acc[m][1] = vf_set(0.0f);
+    for (int k = 0; k < c->rank; k += 2) {
+        const vf even = vf_any(p->b, at + (long)k * LANES, dtype);
+        __builtin_prefetch((const char *)p->b + (at + (long)k * LANES) * (dtype == DT_F32 ? 4 : 2) + AHEAD, 0, 2);
+        for (int m = 0; m < MT; m++) acc[m][0] = vf_fma(even, vf_set(low[m * ld + k]), acc[m][0]);
+        if (k + 1 == c->rank) break;
+        const vf odd = vf_any(p->b, at + (long)(k + 1) * LANES, dtype);
+        for (int m = 0; m < MT; m++) acc[m][1] = vf_fma(odd, vf_set(low[m * ld + k + 1]), acc[m][1]);
     }
-    for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(acc[m], vf_set(c->scale)));
+    for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(vf_add(acc[m][0], acc[m][1]), vf_set(c->scale)));
 }
 /* delta[mc][16]: what group g of rows m0.. gets added; returns the rows that get something, as bits. */
 static unsigned expand_tile(const LowRankRows *l, int g, int m0, int mc, float *delta) {

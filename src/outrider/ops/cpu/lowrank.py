@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int32, c_void_p
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..lowrank import Adapter, LowRank
 from ..reference import as_tensor
 from .lib import DTYPES, CAdapters, CLowRank
+from .memory import HUGE, Arena
 from .packing import LANES
 
 NAMES = ("qkv", "out", "gate_up", "down", "ple_gate", "ple_out")  # of a layer's weights, in the order of lowrank.h
 
 
 def pack(a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank | None:
-    """B by pieces and groups of 16 outputs, which lie side by side; the zeros between pieces are left out. None: sizes
-    that are no whole groups."""
+    """A by fours of rows, B by pieces and groups of 16 outputs, which lie side by side; the zeros between pieces are
+    left out. None: sizes that are no whole groups."""
     if a.shape[1] % LANES or any(outputs % LANES for outputs, _ in pieces):
         return None
+    rank, k = a.shape
+    quads = F.pad(a, (0, 0, 0, -rank % 4)).reshape(-1, 4, k // LANES, LANES).transpose(1, 2).contiguous()
     groups, row, first = [], 0, 0
     for outputs, rank in pieces:
         own = b[row : row + outputs, first : first + rank]  # [outputs, rank]
         groups.append(own.reshape(outputs // LANES, LANES, rank).transpose(1, 2).reshape(-1))
         row, first = row + outputs, first + rank
-    return LowRank(a.contiguous(), torch.cat(groups), scale, tuple(pieces))
+    return LowRank(quads, torch.cat(groups), scale, tuple(pieces))
+
+
+def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """The same in one mapping of huge pages, in the order in which a pass reads them (memory.py says why)."""
+    if sum(part.nbytes for part in parts.values()) < HUGE:
+        return dict(parts)
+    arena, out = Arena(), {}
+    for name, part in parts.items():
+        a, b = (arena.empty(tuple(t.shape), t.dtype).copy_(t) for t in (as_tensor(part.a), as_tensor(part.b)))
+        out[name] = replace(part, a=a, b=b)
+    return out
 
 
 def packed(part: LowRank) -> bool:
@@ -36,7 +52,8 @@ def packed(part: LowRank) -> bool:
 
 def c_lowrank(part: LowRank) -> CLowRank:
     a, b, group, first, at = as_tensor(part.a), as_tensor(part.b), 0, 0, 0
-    c = CLowRank(a.data_ptr(), b.data_ptr(), a.shape[0], a.shape[1], DTYPES[a.dtype])
+    rank = sum(rank for _, rank in part.pieces)
+    c = CLowRank(a.data_ptr(), b.data_ptr(), rank, a.shape[1] * LANES, DTYPES[a.dtype])
     for piece, (outputs, rank) in zip(c.piece, part.pieces):
         scale = float(part.scale[LANES * group])
         group += outputs // LANES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -181,6 +181,9 @@ class CpuOps(ReferenceOps):
 
     def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank:
         return lowrank.pack(a, b, scale, pieces) or super().lowrank(a, b, scale, pieces)
+
+    def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
+        return lowrank.side_by_side(parts)
 
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
         if not lowrank.packed(part):
