@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.block_drafters import LAYOUTS, tensors
+from tests.block_drafters import write as write_block
 from tests.engines import GEMMA4, LLAMA, VARIANTS, VOCAB, assistant
 from tests.waiting import PATIENCE
 
@@ -92,6 +94,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     by_name["dense"]["drafter"] = write(folder / "assistant", assistant(GEMMA4, clustered=True), seed=1)
     by_name["llama"]["drafter"] = write(folder / "own", own_drafter(LLAMA), seed=1)
     by_name["qwen2"]["drafter"] = f"draft:{by_name['llama']['model']}"
+    for name, layout in (("mistral", "z-lab"), ("qwen3", "speculators-eagle3"), ("edge", "dspark")):
+        raw = LAYOUTS[layout]
+        by_name[name]["drafter"] = str(write_block(folder / layout, raw, tensors(raw)))
     made.append({"name": "uneven", "model": write(folder / "uneven", UNEVEN)})
     write_gguf(folder / "q4_0.gguf", ModelConfig.from_hf(WIDE), "q4_0")
     return [*made, {"name": "q4_0", "model": str(folder / "q4_0.gguf")}]

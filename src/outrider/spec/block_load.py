@@ -48,8 +48,6 @@ def load_block(
     files: Files, target: TextModel, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
 ) -> BlockNet:
     config = translate(BlockConfig.from_hf, files).bound(target.config)
-    if target.together.tp.world > 1:
-        raise OutriderError(f"{files.name}: {config.kind} drafters run in one process only: leave out tensor_parallel")
     if load_format == "dummy":
         return BlockNet(config, dummy_block(config, target, dtype, seed), target.ops, target)
     if (files.path / "mask_embedding.pt").is_file():
