@@ -243,9 +243,7 @@ def main() -> None:
     for arch in args.only:
         room = SHARED[arch]
         Stub.target = GPUTarget("cuda", arch, 32)
-        attention.max_smem = gemm.max_smem = moe.max_smem = quant.max_smem = lambda device, room=room: (
-            (room - 1) << 10
-        )  # type: ignore[misc]
+        attention.max_smem = gemm.max_smem = moe.max_smem = quant.max_smem = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
             made.clear()
             call()

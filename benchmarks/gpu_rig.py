@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from outrider.cache.store import CacheSpec, KVStore, SeqCache, last_rows
 from outrider.engine.capture import Graph, GraphPool
 from outrider.engine.decode import Inputs, Key, Output, State, decode_step
 from outrider.engine.tree import Tree
+from outrider.models.block import BlockNet
+from outrider.models.block_config import BlockConfig
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
 from outrider.models.decoder import TextModel
@@ -31,6 +33,8 @@ from outrider.models.inspect import kv_bytes
 from outrider.ops.backend import Backend
 from outrider.ops.formats import DeviceWeight
 from outrider.ops.trees import FixedTree
+from outrider.spec.block import BlockDrafter
+from outrider.spec.block_load import dummy_block
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import Draft, OutriderError, Verdict
 from outrider.weights.load import as_tensors, dummy_weights
@@ -138,7 +142,7 @@ class Rig:
         self.config = ModelConfig.from_hf(raw)
         self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, 0)
         self.model = TextModel(self.config, self.weights, ops)
-        self.drafter: MTPDrafter | None = None
+        self.drafter: MTPDrafter | BlockDrafter | None = None
         self.draft_narrow = False  # the drafter's matrices are read as bytes
         self.drafter_weights: dict[str, Tensor] = {}
         if drafter is not None:
@@ -160,7 +164,17 @@ class Rig:
 
     def _cache(self, slots: int, context: int, tokens: int | None) -> KVStore:
         spec = CacheSpec(slots, context, 16, 1024, tokens or slots * context)
-        return KVStore(self.config, spec, self.ops.kv_dtype(self.model.dtype, self.kv), self.device)
+        own = self.drafter.kv_specs if self.drafter is not None else ()
+        return KVStore(self.config, spec, self.ops.kv_dtype(self.model.dtype, self.kv), self.device, own)
+
+    def take_block(self, raw: Foreign, quantize: str | None, slots: int, context: int) -> None:
+        """A block drafter with dummy weights in place of the one that was there, and a cache that holds its K/V."""
+        self.drafter, self.drafter_weights = None, {}
+        collect()
+        config = BlockConfig.from_hf(raw).bound(self.config)
+        weights = dummy_block(config, self.model, self.model.dtype, 1, quantize)
+        self.drafter = BlockDrafter(BlockNet(config, weights, self.ops, self.model))
+        self.resize(slots, context)
 
     def __enter__(self) -> Rig:
         return self
@@ -207,7 +221,7 @@ class Rig:
 
     def draft_bytes(self) -> int:
         """Weights one draft step must read: of a clustered head the best clusters."""
-        if self.drafter is None:
+        if not isinstance(self.drafter, MTPDrafter):
             return 0
         config, total = self.drafter.model.config, 0.0
         for name, w in self.drafter_weights.items():
@@ -226,12 +240,13 @@ class Rig:
     # ---- sequences
     def open(self, batch: int, context: int, room: int) -> list[SeqCache]:
         """`batch` sequences with `context` random positions in the cache and room for `room` more."""
-        g = torch.Generator(device=self.device).manual_seed(7)
-        for tensor in (*self.store.keys, *self.store.values):
-            if tensor is not None:  # through the dtype of activations: torch draws no eight-bit numbers
-                tensor.copy_(
-                    torch.empty(tensor.shape, dtype=self.model.dtype, device=self.device).normal_(0.0, 1.0, generator=g)
-                )
+        g = torch.Generator(device=self.device)
+        for layer, both in enumerate(zip(self.store.keys, self.store.values, strict=True)):
+            g.manual_seed(7 + layer)  # the same whatever layers stand behind
+            for tensor in both:
+                if tensor is not None:  # through the dtype of activations: torch draws no eight-bit numbers
+                    made = torch.empty(tensor.shape, dtype=self.model.dtype, device=self.device)
+                    tensor.copy_(made.normal_(0.0, 1.0, generator=g))
         seqs = []
         chunk = self.store.spec.chunk
         for _ in range(batch):
@@ -269,22 +284,24 @@ class Rig:
         propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, assumed: Synthetic | None = None,
         eager: bool = False,
         nodes: int = 0,
+        part: Literal["cycle", "draft"] = "cycle",
     ) -> CapturedCycle:  # fmt: skip
         """Capture the engine's own decode step. advance: the committed length and the newest token move with every
         replay; otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP
         drafter; assumed: synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay
-        is a call. nodes: tokens of a tree, k deep."""
+        is a call. nodes: tokens of a tree, k deep. part: the whole cycle, or the draft alone."""
         batch, idle = len(seqs), self.store.spec.slots
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
         rng = torch.Generator(device=self.device).manual_seed(2)
-        features = torch.randn((idle + 1, self.config.hidden), device=self.device, generator=rng).to(self.model.dtype)
+        wide = self.config.hidden * (1 + len(self.drafter.taps if self.drafter is not None else ()))
+        features = torch.randn((idle + 1, wide), device=self.device, generator=rng).to(self.model.dtype)
         state, inputs = State.of(features), Inputs.of(self.device, idle, batch)
         state.last[slots] = (slots * 7919 + 11) % self.config.vocab_size  # a sequence starts alike in any batch
         state.position[slots] = context
         inputs.slots[:batch] = slots
         inputs.limit.fill_(k)
         inputs.cap.fill_(bound - max(k, nodes) - 1)  # a sequence that is done waits there for the others
-        key = Key(batch, k, bound, "greedy", "drafter" if k else None, nodes=nodes)
+        key = Key(batch, k, bound, "greedy", "drafter" if k else None, part, nodes=nodes)
         out = Output.of(key, self.device)
         once = decode_step(self.model, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
         began = time.perf_counter()
