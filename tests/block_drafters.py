@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.cache.store import CacheSpec, KVStore
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import block_plan, load_block
+from outrider.types import KVView
 from outrider.weights.files import from_folder
 
 VOCAB = 64
@@ -124,17 +126,17 @@ def drafter(folder: Path, layout: str, target: Any, seed: int = 0) -> BlockDraft
     return BlockDrafter(net(folder, raw, tensors(raw, seed, 1.0), target))
 
 
-def past_of(block: BlockNet, streams: list[Tensor], following: Tensor | None = None) -> Any:
-    """The context of positions 0, 1, … as `BlockNet.backbone` takes it, of one sequence."""
-    c, at = block.context(streams), torch.arange(len(streams[0]))
-    if following is not None:
-        c, _ = block.feature_input(block.layers[0], following, c)
-
-    def past(i: int) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = block.project(block.layers[i], c, at)
-        return k.transpose(0, 1)[None], v.transpose(0, 1)[None], at[None]
-
-    return past
+def context_of(block: BlockNet, streams: list[Tensor], following: Tensor | None = None) -> KVView:
+    """One sequence whose positions 0, 1, … have these streams, with the drafter's K/V of them in a store of its own."""
+    count = len(streams[0])
+    store = KVStore(block.target.config, CacheSpec(1, 64, 4, 64, 64), torch.float32, "cpu", block.kv_specs)
+    cache, _ = store.open([0], 4, reuse=False)
+    store.reserve(cache, max(count, 1))
+    at, start = torch.arange(count), torch.tensor([0, count], dtype=torch.int32)
+    kv = store.view(torch.tensor([cache.slot]), at, torch.zeros_like(at), start, count, max(count, 1))
+    if count:
+        block.write_context(streams, kv, torch.zeros_like(at) if following is None else following)
+    return kv
 
 
 def speculators(name: str) -> Any:

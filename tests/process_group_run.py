@@ -20,7 +20,7 @@ from tests.kv import build_kv
 from torch import Tensor
 
 from outrider.assemble import pick_drafter
-from outrider.config import EngineConfig, SpecConfig
+from outrider.config import EngineConfig, LoadSettings, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import AllowedTokens
 from outrider.engine.scoring import Scorer
@@ -82,7 +82,9 @@ def engine(case: dict[str, Any], team: ProcessGroup, graphs: bool) -> Engine:
     ops, cpu = CpuOps(1), torch.device("cpu")
     config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, tp=team.tp)
     target = TextModel(config, weights, ops, team)
-    drafter, names, _ = pick_drafter(hub.resolve(case["model"]), case.get("drafter", "ngram"), target, torch.float32)
+    drafter, names, _ = pick_drafter(
+        hub.resolve(case["model"]), LoadSettings(drafter=case.get("drafter", "ngram")), target, torch.float32
+    )
     settings = EngineConfig(max_batch=4, max_context=256, page_size=8, prefill_chunk=16, graphs=graphs)
     return Engine(
         target,

@@ -13,7 +13,7 @@ import torch
 from . import __version__
 from . import ops as ops_module
 from .cache.prefix_store import PrefixStore
-from .config import LoadFormat, LoadSettings
+from .config import LoadSettings
 from .engine.adapters import AdapterPool
 from .engine.engine import Engine
 from .engine.images import ImageEncoder
@@ -116,7 +116,7 @@ def _assemble(
     target = TextModel(config, weights, ops, together)
     common = lambda: tokenizing.result().common_token_ids() if tokenizing is not None else ()  # noqa: E731
     paths = tuple(map(str, settings.adapters.values()))
-    drafter, names, note = pick_drafter(files, settings.drafter, target, dtype, load_format, seed, common, paths)
+    drafter, names, note = pick_drafter(files, settings, target, dtype, common, paths)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
@@ -137,7 +137,6 @@ def _assemble(
     counts = {n: p.counts for n, p in profiles.items() if p.weights}  # a family's figures are taken as they are
     # where steps are captured no draft ends by its confidence
     captured = ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
-    captured = captured and not (drafter is not None and drafter.kv_specs)
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust, counts=counts)
     engine = Engine(
         runner,
@@ -220,16 +219,15 @@ def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str]
 
 def pick_drafter(
     model: Files,
-    drafter: str,
+    settings: LoadSettings,
     target: TextModel,
     dtype: torch.dtype,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
     always: Callable[[], Iterable[int]] = tuple,
     adapters: Sequence[str] = (),
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
     tokens that a draft model scores wherever they stand in the vocabulary."""
+    drafter = settings.drafter
     if drafter == "none":
         return None, (), "drafter: none (plain decoding)"
     if drafter == "ngram":
@@ -238,7 +236,7 @@ def pick_drafter(
     if where is None:
         return None, ("ngram",), f"drafter: ngram ({note})"
     try:
-        return _load_drafter(model, where, note, target, dtype, load_format, seed, always)
+        return _load_drafter(model, where, note, target, dtype, settings, always)
     except OutriderError as error:
         if drafter != "auto":
             kinds = (
@@ -256,11 +254,10 @@ def _load_drafter(
     note: str,
     target: TextModel,
     dtype: torch.dtype,
-    load_format: LoadFormat,
-    seed: int,
+    settings: LoadSettings,
     always: Callable[[], Iterable[int]],
 ) -> tuple[Drafter, tuple[str, ...], str]:
-    ops, device = target.ops, target.device
+    ops, device, load_format, seed = target.ops, target.device, settings.load_format, settings.seed
     if where.startswith("draft:"):
         name, counts = where[6:], [0, 0]
 
@@ -286,7 +283,9 @@ def _load_drafter(
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
     if is_block(files.config):
-        made_block = BlockDrafter(load_block(files, target, dtype, load_format, seed))
+        mode = settings.quantize_drafter or settings.quantize
+        note += f"; weights rounded to {mode}" if mode is not None else ""
+        made_block = BlockDrafter(load_block(files, target, dtype, load_format, seed, mode))
         if load_format == "auto":
             made_block.profile = cards.read(Path(files.path), fingerprint(files)) or made_block.profile
         return made_block, (made_block.name, "ngram"), f"drafter: {made_block.name} {where} ({note})"

@@ -132,6 +132,9 @@ class LoadSettings:
     ] = "auto"
     threads: Annotated[int | None, "CPU threads. Default, and at most: the cores this process may use."] = None
     quantize: Annotated[str | None, "Round a dense checkpoint while loading: int8 | int4, on a GPU also fp8."] = None
+    quantize_drafter: Annotated[
+        str | None, "Round the dense weights of a block drafter (DFlash, DSpark, EAGLE-3). Default: as --quantize."
+    ] = None
     tensor_parallel: Annotated[
         int, "Divide the model over so many processes, each with a GPU of its own (or on one CPU)."
     ] = 1
@@ -164,8 +167,9 @@ class LoadSettings:
             raise OutriderError(f"drafter none drafts nothing: leave out {named}, or choose a drafter")
         if self.dtype is not None:
             known("dtype", self.dtype, Literal["float32", "bfloat16", "float16"])
-        if self.quantize is not None:
-            known("quantize", self.quantize, Literal["int8", "int4", "fp8"])
+        for name in ("quantize", "quantize_drafter"):
+            if getattr(self, name) is not None:
+                known(name, getattr(self, name), Literal["int8", "int4", "fp8"])
         known("load_format", self.load_format, LoadFormat)
         if self.image_tokens not in (70, 140, 280, 560, 1120):
             raise OutriderError(f"image_tokens must be 70, 140, 280, 560 or 1120, got {self.image_tokens}")

@@ -137,6 +137,27 @@ class KVView(KVPages):
     ancestors: Tensor | None = None  # int32 [R, deepest + 1]
 
 
+@dataclass(frozen=True, eq=False)
+class BlockAttn:
+    """Attention of a block drafter's layer: of the rows of a block over the committed positions before it, whose K/V is
+    in the store, and over one another."""
+
+    spec: AttnSpec  # `kv_layer` and `window` are the store's: where it keeps K/V, and how far back
+    window: int | None  # the layer's own: a row sees keys less than this many positions away
+    causal: bool  # a row sees no row of the block behind it
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """K/V of the rows of a block, which is never stored: row j stands at position `end` + j."""
+
+    keys: Tensor  # [B, kv_heads, rows, D]
+    values: Tensor
+    end: Tensor  # int64 [B] how many positions stand before the block
+
+
 @dataclass(frozen=True)
 class OutputRows:
     """Rows of a pass whose output somebody reads, where not everybody's is read: while a prompt is computed K/V of all

@@ -53,3 +53,15 @@ def test_a_mismatch_is_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="vocabulary has 64 tokens, the target's 288") as caught:
         LLM.load(str(model), drafter=str(wrong))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["dspark", "speculators-dflash", "dflash2"])
+def test_rounded_drafters_change_no_text(model: Path, tmp_path: Path, layout: str) -> None:
+    """Tables stay as they are: a rounded codebook could not be looked up."""
+    plain = LLM.load(str(model), drafter="none", ops="cpu", max_context=256)
+    where = str(folder(tmp_path, layout))
+    drafted = LLM.load(str(model), drafter=where, draft_tokens=4, ops="cpu", quantize_drafter="int8", max_context=256)
+    assert "rounded to int8" in drafted.drafter_note
+    params = SamplingParams(max_tokens=16, temperature=0.9, seed=3)
+    want, got = (llm.generate("Hello there", params)[0] for llm in (plain, drafted))
+    assert got.token_ids == want.token_ids and got.stats.drafted and got.stats.drafter_off is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.block_drafters import LAYOUTS, net, past_of, speculators, tensors
+from tests.block_drafters import LAYOUTS, context_of, net, speculators, tensors
 from tests.engines import tiny_model
 from tests.quantised import SCHEMES, convert
 from torch import Tensor
@@ -28,8 +28,7 @@ def streams(seed: int = 0, rows: int = CONTEXT, taps: int = 2) -> list[Tensor]:
 
 def draft_logits(block: Any, ids: Tensor, context: list[Tensor]) -> tuple[Tensor, Tensor]:
     """What the head reads [B, H] and base logits [B, V] of one block behind the context."""
-    at = len(context[0]) + torch.arange(len(ids))
-    hidden = block.backbone(ids[None], at[None], past_of(block, context))[0]
+    hidden = block.backbone(ids[None], context_of(block, context), torch.tensor([len(context[0])]))[0]
     return hidden, block.logits(hidden)
 
 
@@ -134,10 +133,11 @@ def test_eagle3_is_speculators(tmp_path: Path, layout: str) -> None:
     theirs(torch.cat(context, -1)[None], ids[None], torch.zeros((1, CONTEXT), dtype=torch.long), ttt_steps=2)
     feature = block.context(context)
     for t in (0, 4, 7):
-        past = past_of(block, [s[:t] for s in context], ids[:t])(0)
-        h, back, past = block.feature_step(ids[t : t + 1], feature[t : t + 1], torch.tensor([t]), past)
+        kv = context_of(block, [s[:t] for s in context], ids[:t])
+        own = block.rows(block.layers[0], feature, torch.tensor([t]), 2)
+        h, back = block.feature_step(ids[t : t + 1], feature[t : t + 1], kv, own, 0)
         torch.testing.assert_close(block.logits(h)[0], seen[0][t], **CLOSE)
-        h, *_ = block.feature_step(ids[t + 1 : t + 2], back, torch.tensor([t + 1]), past)
+        h, _ = block.feature_step(ids[t + 1 : t + 2], back, kv, own, 1)
         torch.testing.assert_close(block.logits(h)[0], seen[1][t], **CLOSE)
     assert block.ids is not None and block.ids.tolist() == [*range(10), *range(30, 60)]
 
@@ -219,8 +219,9 @@ def test_deepseeks_eagle3_is_the_definition(tmp_path: Path, layout: str) -> None
     block = net(tmp_path, raw, state, TARGETS["dense" if "gemma" in layout else "qwen3"])
     want, feature = plain_block(state, raw, ids, context, True), block.context(context)
     for t in (0, 3, 8):
-        past = past_of(block, [s[:t] for s in context], ids[:t])(0)
-        h, *_ = block.feature_step(ids[t : t + 1], feature[t : t + 1], torch.tensor([t]), past)
+        kv = context_of(block, [s[:t] for s in context], ids[:t])
+        own = block.rows(block.layers[0], feature, torch.tensor([t]), 1)
+        h, _ = block.feature_step(ids[t : t + 1], feature[t : t + 1], kv, own, 0)
         torch.testing.assert_close(block.logits(h)[0], want[t], **CLOSE)
 
 
@@ -239,6 +240,6 @@ def test_quantised_checkpoints_are_the_values_they_mean(tmp_path: Path, scheme: 
     whole = net(tmp_path / "whole", raw, meant, target)
     some = net(tmp_path / "some", {**raw, "quantization_config": settings}, stored, target)
     streams = [torch.randn(7, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    ids, at = torch.tensor([[9, 4, 4, 4, 4, 4]]), torch.arange(7, 13)[None]
-    want, got = (n.backbone(ids, at, past_of(n, streams)) for n in (whole, some))
+    ids = torch.tensor([[9, 4, 4, 4, 4, 4]])
+    want, got = (n.backbone(ids, context_of(n, streams), torch.tensor([7])) for n in (whole, some))
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

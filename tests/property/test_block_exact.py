@@ -21,7 +21,8 @@ from outrider.engine.step import Request
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
-from outrider.spec.block import BlockDrafter, read_rows
+from outrider.ops.reference import block_context
+from outrider.spec.block import BlockDrafter
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.plan import VERIFY, CostPart
 from outrider.types import Draft, DraftPlan
@@ -49,27 +50,24 @@ class Audited(BlockDrafter):
             return super().propose(batch, k)
         for b, tokens in enumerate(batch.tokens):
             known = len(tokens) - 1
-            store = KVStore(target.config, CacheSpec(1, 256, 4, 256, 256), torch.float32, "cpu")
+            store = KVStore(target.config, CacheSpec(1, 256, 4, 256, 256), torch.float32, "cpu", self.kv_specs)
             cache, _ = store.open([0], 4, reuse=False)
             store.reserve(cache, known)
             at, start = torch.arange(known), torch.tensor([0, known], dtype=torch.int32)
             store.flush()
             kv = store.view(torch.tensor([cache.slot]), at, torch.zeros_like(at), start, known, known)
-            x = block.context(target.forward(torch.tensor(tokens[:-1]), kv, self.taps).streams)
-            if self.config.kind == "eagle3":
-                x, _ = block.feature_input(block.layers[0], torch.tensor(tokens[1:]), x)
-            for i, (layer, spec) in enumerate(zip(block.layers, self.kv_specs)):
-                k_want, v_want = block.project(layer, x, at)
-                own = self.config.layers[i].attn.window
-                keys, values, places = read_rows(
-                    spec, own, batch.kv, batch.position, [len(t) - 1 for t in batch.tokens]
-                )
-                there = places[b] >= 0
-                assert int(there.sum()) == min([known, *(w - 1 for w in (own, spec.window) if w is not None)])
-                torch.testing.assert_close(keys[b][:, there].transpose(0, 1).float(), k_want[places[b][there]], **CLOSE)
-                torch.testing.assert_close(
-                    values[b][:, there].transpose(0, 1).float(), v_want[places[b][there]], **CLOSE
-                )
+            block.write_context(
+                target.forward(torch.tensor(tokens[:-1]), kv, self.taps).streams, kv, torch.tensor(tokens[1:])
+            )
+            for layer in block.layers:
+                want = block_context(layer.attn, kv, torch.tensor([known]))
+                got = block_context(layer.attn, batch.kv, batch.position)
+                there, wanted = got[2][b] >= 0, want[2][0] >= 0
+                windows = [w - 1 for w in (layer.attn.window, layer.attn.spec.window) if w is not None]
+                assert int(there.sum()) == min([known, *windows])
+                assert got[2][b][there].tolist() == want[2][0][wanted].tolist()
+                for mine, theirs in zip(got[:2], want[:2]):
+                    torch.testing.assert_close(mine[b][:, there].float(), theirs[0][:, wanted].float(), **CLOSE)
             self.audits += 1
         return super().propose(batch, k)
 

@@ -95,7 +95,7 @@ def needs(who: str, extra: str) -> Iterator[None]:
 
 
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
-MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
+MACHINE = ("device", "dtype", "ops", "threads", "quantize", "quantize_drafter", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
 IMAGES = ("vision", "image_tokens", "max_images", "max_image_pixels")
 ImageFiles = Annotated[

@@ -104,8 +104,7 @@ class Engine:
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
         self.runner = ModelRunner(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
-        # a drafter with K/V of its own reads every pass, which captured steps do not show it
-        self.graphs = (self.can.graphs if config.graphs is None else config.graphs) and not own
+        self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
         trees = self.executors[0].trees
         self.policy = DraftPolicy(controller, drafter, spec, self.can, self.max_context, self.graphs, trees)

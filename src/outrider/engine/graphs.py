@@ -117,7 +117,7 @@ class GraphExecutor(Executor):
         drafter = runner.drafter
         assert drafter is None or drafter.in_graph, f"{drafter.name} cannot run inside a graph"
         self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
-        self.trees = drafter is not None and capabilities.trees
+        self.trees = drafter is not None and capabilities.trees and drafter.max_nodes(1) > 0
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         self.state = State.of(runner.features)
         self.inputs = Inputs.of(self.device, self.idle, capabilities.graph_batches[-1])

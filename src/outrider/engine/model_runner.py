@@ -114,15 +114,19 @@ class ModelRunner:
         last: OutputRows,
         scheduled: Sequence[ScheduledSeq] = (),
         model: Target | None = None,
+        following: Tensor | None = None,
     ) -> Tensor:
         """A pass over prompts: what a draft starts from at the rows `last`. A drafter with K/V of its own reads all
-        rows. model: with the adapters of the rows."""
+        rows, and in a captured pass the token behind each (`following`). model: with the adapters of the rows."""
         model = model or self.model
         if self.drafter is None or not self.drafter.kv_specs:
             return model.forward(ids, kv, self.taps, last).features
         out = model.forward(ids, kv, self.taps)
-        self.extend(scheduled, out.streams, kv)
-        return out.features[last.rows]
+        if following is None:
+            self.extend(scheduled, out.streams, kv)
+        else:
+            self.drafter.extend(out.streams, kv, following)
+        return out.features.index_select(0, last.rows)
 
     def extend(
         self,

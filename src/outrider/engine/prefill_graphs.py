@@ -120,33 +120,36 @@ class PrefillGraphs:
         return len(self.cache.graphs)
 
     def _say(self, scheduled: Sequence[ScheduledSeq], key: PrefillKey) -> None:
-        """What the graph reads: ids, positions and sequence of each row; then of each sequence, the idle one last,
-        where its rows begin (and where the last ends), its slot, and the slot that its last hidden state is for."""
+        """What the graph reads: ids, positions, sequence and next token of each row; then of each sequence, the idle
+        one last, where its rows begin (and where the last ends), its slot, and the slot that its last hidden state is
+        for."""
         idle = self.idle
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
+        after = [token for x in scheduled for token in x.seq.tokens[x.start + 1 : x.start + x.count + 1]]
         positions, owner, starts = ragged([(item.start, item.count) for item in scheduled])
         fill, spare = key.rows - len(ids), key.sequences - len(scheduled)
         starts += [len(ids)] * spare + [key.rows]
         slots = [*(item.slot for item in scheduled), *[idle] * (spare + 1)]
         ends = [*(item.slot if item.wanted else idle for item in scheduled), *[idle] * (spare + 1)]
         nothing = [0] * fill
-        line = [*ids, *nothing, *positions, *nothing, *owner, *[key.sequences] * fill, *starts, *slots, *ends]
+        rows = [*ids, *nothing, *positions, *nothing, *owner, *[key.sequences] * fill, *after, *nothing]
+        line = [*rows, *starts, *slots, *ends]
         self._numbers[: len(line)].copy_(upload(line, torch.int64, self.device))
 
 
 def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
     """The function that is captured: it looks at no value. numbers: as `PrefillGraphs._say` writes them."""
     count = key.sequences + 1
-    parts = numbers[: size(key.rows, key.sequences)].split([key.rows] * 3 + [count + 1, count, count])
-    ids, positions, owner, starts, slots, ends = parts
+    parts = numbers[: size(key.rows, key.sequences)].split([key.rows] * 4 + [count + 1, count, count])
+    ids, positions, owner, after, starts, slots, ends = parts
     pages = runner.store.pages_of(slots, key.context)
     kv = pages.view(positions, owner, starts.to(torch.int32), key.rows, key.context)
     if not key.wanted:
-        runner.forward(ids, kv, OutputRows(positions[:0], kv))
+        runner.forward(ids, kv, OutputRows(positions[:0], kv), following=after)
         return
     last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
     seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
-    runner.features.index_copy_(0, ends, runner.forward(ids, kv, OutputRows(last, seen)))
+    runner.features.index_copy_(0, ends, runner.forward(ids, kv, OutputRows(last, seen), following=after))
 
 
 def furthest(store: KVStore) -> int:
@@ -166,4 +169,4 @@ def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillK
 
 def size(rows: int, sequences: int) -> int:
     """Numbers that describe a pass."""
-    return 3 * rows + 3 * (sequences + 1) + 1
+    return 4 * rows + 3 * (sequences + 1) + 1

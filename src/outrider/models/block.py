@@ -1,10 +1,10 @@
 """The networks of block and feature drafters, in the backend's operations: DFlash, DFlash 2, DSpark, EAGLE-3.
 
 A block drafter (the first three) reads the target's residual streams of every committed position: `context` joins and
-norms them, `project` makes each layer's K/V of them. A draft is one pass over a block of tokens, the newest one and
-mask tokens behind it (`backbone`), whose slots attend to that context and to one another. EAGLE-3 has one causal layer
-fed by the embedding of the token after a position and by the joined streams; it drafts token by token and feeds its own
-output back.
+norms them, `write_context` keeps each layer's K/V of them. A draft is one pass over a block of tokens, the newest one
+and mask tokens behind it (`backbone`), whose slots attend to that context and to one another. EAGLE-3 has one causal
+layer fed by the embedding of the token after a position and by the joined streams; it drafts token by token and feeds
+its own output back. Shapes alone say what runs, so that a draft can be captured as a CUDA graph.
 
 The definitions are the published ones: dflash (z-lab), DeepSpec (deepseek-ai), speculators (Red Hat), EAGLE-3
 (SafeAILab). tests/parity/test_block_drafters.py holds these networks against them.
@@ -12,7 +12,7 @@ The definitions are the published ones: dflash (z-lab), DeepSpec (deepseek-ai), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +21,13 @@ from torch import Tensor
 
 from ..ops.backend import Backend
 from ..ops.formats import DeviceWeight
-from ..ops.reference import as_tensor, rotate
+from ..ops.reference import as_tensor
+from ..types import AttnSpec, BlockAttn, BlockRows, KVView
 from .block_config import BlockConfig
-from .config import LayerSpec
 from .decoder import TextModel
 from .layers import rope_variants, vector
 
-# layer -> keys and values [B, kv_heads, N, D] of a context, and the position of each key [B, N] (below 0: none)
-Past = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+Angles = list[tuple[Tensor, Tensor]]  # cos, sin [R, D/2] of every rope variant
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,13 @@ class Conv:
 class DraftLayer:
     """The weights of one layer. Queries and K/V are apart: a context needs the second only."""
 
-    spec: LayerSpec
-    causal: bool
+    attn: BlockAttn
     rope: int
     attn_norm: Tensor
     q: DeviceWeight
     kv: DeviceWeight  # [2·kv_heads·D, H], or k alone where v is the same
     q_bias: Tensor | None
     kv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
     out: DeviceWeight
     out_bias: Tensor | None
     post_attn_norm: Tensor | None
@@ -76,6 +72,13 @@ def convolve(x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
     return (kernel * shifted.view(size, slots, taps, groups, -1)).sum(2).view(size, slots, hidden)
 
 
+def after(conv: Conv | None, kernel: Tensor | None, y: Tensor, slots: int) -> Tensor:
+    """What a sublayer gives [B·S, H], through its convolution if it has one."""
+    if conv is None or kernel is None:
+        return y
+    return convolve(y.view(-1, slots, y.shape[1]), kernel, conv.base[1]).view(y.shape)
+
+
 class BlockNet:
     def __init__(self, config: BlockConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
         self.config, self.ops, self.target = config, ops, target
@@ -87,7 +90,8 @@ class BlockNet:
         self.table: DeviceWeight | None = weights.get("embed")
         self.head: DeviceWeight | None = weights.get("head")
         rope_of, self.inv_freqs = rope_variants(config.layers, self.norm.device)
-        self.layers = [_layer(weights, i, config, rope) for i, rope in enumerate(rope_of)]
+        self.kv_specs = config.stored(target.config)
+        self.layers = [_layer(weights, i, config, self.kv_specs[i], rope) for i, rope in enumerate(rope_of)]
         self.weights = weights  # of the heads of DFlash 2 and DSpark, by name
         d2t = vector(weights, "d2t")
         drafted = torch.arange(config.draft_vocab, device=self.norm.device)
@@ -120,107 +124,90 @@ class BlockNet:
         joined = torch.cat((ops.rms_norm(self.embed(ids), layer.attn_norm, eps), normed), -1)
         return joined, normed if self.config.norm_before_residual else feature
 
-    # ---- attention ------------------------------------------------------------------------------------------------
-    def head_norm(self, x: Tensor, w: Tensor | None) -> Tensor:
-        """x [R, heads, D], each head by itself."""
-        return self.ops.rms_norm(x.reshape(-1, x.shape[-1]), w, self.config.norm_eps).view(x.shape)
+    # ---- context --------------------------------------------------------------------------------------------------
+    def angles(self, positions: Tensor) -> Angles:
+        return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
 
-    def project(self, layer: DraftLayer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [R, kv_heads, D] of rows x at positions [R]."""
-        ops, spec = self.ops, layer.spec.attn
-        heads = spec.kv_heads * (1 if spec.k_eq_v else 2)
-        made = ops.linear(x, layer.kv, layer.kv_bias).view(x.shape[0], heads, spec.head_dim)
-        raw_k, raw_v = made[:, : spec.kv_heads], made[:, 0 if spec.k_eq_v else spec.kv_heads :]
-        k = raw_k if layer.k_norm is None else self.head_norm(raw_k, layer.k_norm)
-        v = self.head_norm(raw_v, None) if spec.norm_v else raw_v
-        return rotate(k, *ops.rope_angles(positions, self.inv_freqs[layer.rope])), v
-
-    def attend(self, layer: DraftLayer, x: Tensor, positions: Tensor, past: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """x [B, S, H'] at positions [B, S] over the past's keys and one another -> [B, S, heads·D]."""
-        spec, (size, slots, _), ops = layer.spec.attn, x.shape, self.ops
-        flat, at = x.reshape(size * slots, -1), positions.reshape(-1)
-        q = ops.linear(flat, layer.q, layer.q_bias).view(size * slots, spec.heads, spec.head_dim)
-        q = q if layer.q_norm is None else self.head_norm(q, layer.q_norm)
-        q = rotate(q, *ops.rope_angles(at, self.inv_freqs[layer.rope]))
-        own_k, own_v = (t.view(size, slots, spec.kv_heads, -1).transpose(1, 2) for t in self.project(layer, flat, at))
-        keys, values, places = past
-        keys, values = torch.cat((keys.to(q.dtype), own_k), 2), torch.cat((values.to(q.dtype), own_v), 2)
-        places = torch.cat((places, positions), 1)[:, None]  # [B, 1, N + S]
-        behind = positions[..., None] - places  # [B, S, N + S]
-        seen = (places >= 0).expand_as(behind)
-        if layer.causal:
-            seen = seen & (behind >= 0)
-        if spec.window is not None:
-            seen = seen & (behind.abs() < spec.window)
-        mixed = F.scaled_dot_product_attention(
-            q.view(size, slots, spec.heads, -1).transpose(1, 2),
-            keys,
-            values,
-            seen[:, None],
-            scale=spec.scale,
-            enable_gqa=True,
-        )
-        return mixed.transpose(1, 2).reshape(size, slots, -1)
+    def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None:
+        """Each layer's K/V of the positions of a target pass, whose tapped streams these are; following [R]: the token
+        behind each, which EAGLE-3 reads."""
+        x, angles = self.context(streams), self.angles(kv.positions)
+        if self.config.kind == "eagle3":
+            x, _ = self.feature_input(self.layers[0], following, x)
+        for layer in self.layers:
+            made = self.ops.linear(x, layer.kv, layer.kv_bias)
+            self.ops.write_context(made, *angles[layer.rope], layer.attn, kv)
 
     # ---- layers ---------------------------------------------------------------------------------------------------
-    def prepare(self, conv: Conv | None, h: Tensor) -> tuple[Tensor, Tensor | None]:
-        """h [B, S, H] as the sublayer reads it, and the kernel for what it gives."""
+    def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
+        """Room for K/V of blocks of `count` rows behind the positions before `end` [B]."""
+        spec = layer.attn.spec
+        k, v = (like.new_empty((end.shape[0], spec.kv_heads, count, spec.head_dim)) for _ in range(2))
+        return BlockRows(k, v, end)
+
+    def attend(self, layer: DraftLayer, x: Tensor, angles: Angles, kv: KVView, own: BlockRows, first: int) -> Tensor:
+        """x [B·S, H'], the rows from `first` on of B blocks -> [B·S, heads·D]."""
+        q = self.ops.linear(x, layer.q, layer.q_bias)
+        made = self.ops.linear(x, layer.kv, layer.kv_bias)
+        return self.ops.attend_block(q, made, *angles[layer.rope], layer.attn, kv, own, first)
+
+    def prepare(self, conv: Conv | None, h: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
+        """h [B·S, H] as the sublayer reads it, and the kernel for what it gives."""
         if conv is None:
             return h, None
-        size, slots, hidden = h.shape
-        dynamic = self.ops.linear(h.reshape(size * slots, hidden), conv.projection)
-        dynamic = dynamic.view(size, slots, 2, self.config.conv_taps, -1)
-        return convolve(h, dynamic[:, :, 0], conv.base[0]), dynamic[:, :, 1]
+        dynamic = self.ops.linear(h, conv.projection).view(len(h) // slots, slots, 2, self.config.conv_taps, -1)
+        made = convolve(h.view(-1, slots, h.shape[1]), dynamic[:, :, 0], conv.base[0])
+        return made.view(h.shape), dynamic[:, :, 1]
 
-    def rest(self, layer: DraftLayer, x: Tensor, attended: Tensor, kernel: Tensor | None = None) -> Tensor:
-        """Residual stream x [B, S, H] and attention output [B, S, heads·D] -> the stream after the layer."""
-        ops, eps, (size, slots, hidden) = self.ops, self.config.norm_eps, x.shape
-        rows = lambda t: t.reshape(size * slots, -1)  # noqa: E731
-        y = ops.linear(rows(attended), layer.out, layer.out_bias)
-        if kernel is not None and layer.attn_conv is not None:
-            y = rows(convolve(y.view(size, slots, hidden), kernel, layer.attn_conv.base[1]))
-        stream, h = ops.residual_norm(rows(x), y, layer.post_attn_norm, None, layer.mlp_norm, eps)
-        h3, kernel = self.prepare(layer.mlp_conv, h.view(size, slots, hidden))
-        y = ops.linear(ops.gated_linear(rows(h3), layer.gate_up, self.config.activation), layer.down)
-        if kernel is not None and layer.mlp_conv is not None:
-            y = rows(convolve(y.view(size, slots, hidden), kernel, layer.mlp_conv.base[1]))
-        stream, _ = ops.residual_norm(stream, y, layer.post_mlp_norm, layer.scalar, None, eps)
-        return stream.view(size, slots, hidden)
+    def rest(
+        self, layer: DraftLayer, x: Tensor, attended: Tensor, next_norm: Tensor, slots: int, kernel: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Residual stream x [B·S, H] and attention output [B·S, heads·D] -> the stream after the layer, and what the
+        next one reads."""
+        ops, eps = self.ops, self.config.norm_eps
+        y = after(layer.attn_conv, kernel, ops.linear(attended, layer.out, layer.out_bias), slots)
+        x, h = ops.residual_norm(x, y, layer.post_attn_norm, None, layer.mlp_norm, eps)
+        h, kernel = self.prepare(layer.mlp_conv, h, slots)
+        y = ops.linear(ops.gated_linear(h, layer.gate_up, self.config.activation), layer.down)
+        y = after(layer.mlp_conv, kernel, y, slots)
+        return ops.residual_norm(x, y, layer.post_mlp_norm, layer.scalar, next_norm, eps)
 
-    def backbone(self, ids: Tensor, positions: Tensor, past: Past) -> Tensor:
-        """A block of tokens ids [B, S] at positions [B, S] -> what the head reads [B, S, H]."""
+    def backbone(self, ids: Tensor, kv: KVView, end: Tensor) -> Tensor:
+        """Blocks of tokens ids [B, S] behind the positions before `end` [B] -> what the head reads [B, S, H]."""
         size, slots = ids.shape
-        x = self.embed(ids.reshape(-1)).view(size, slots, -1)
-        for i, layer in enumerate(self.layers):
-            h = self.ops.rms_norm(x.reshape(size * slots, -1), layer.attn_norm, self.config.norm_eps)
-            h, kernel = self.prepare(layer.attn_conv, h.view(size, slots, -1))
-            x = self.rest(layer, x, self.attend(layer, h, positions, past(i)), kernel)
-        return self.ops.rms_norm(x.reshape(size * slots, -1), self.norm, self.config.norm_eps).view(size, slots, -1)
+        angles = self.angles((end[:, None] + torch.arange(slots, device=end.device)).reshape(-1))
+        x = self.embed(ids.reshape(-1))
+        norms = [*(layer.attn_norm for layer in self.layers), self.norm]
+        h = self.ops.rms_norm(x, norms[0], self.config.norm_eps)
+        for layer, next_norm in zip(self.layers, norms[1:], strict=True):
+            h, kernel = self.prepare(layer.attn_conv, h, slots)
+            attended = self.attend(layer, h, angles, kv, self.rows(layer, h, end, slots), 0)
+            x, h = self.rest(layer, x, attended, next_norm, slots, kernel)
+        return h.view(size, slots, -1)
 
     def feature_step(
-        self, ids: Tensor, feature: Tensor, positions: Tensor, past: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """EAGLE-3: tokens ids [B] behind the positions [B], their features [B, H] -> what the head reads, the next
-        step's feature, and the past with this row."""
+        self, ids: Tensor, feature: Tensor, kv: KVView, own: BlockRows, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """EAGLE-3: tokens ids [B] and features [B, H] of the position `own.end` + step -> what the head reads, and the
+        next step's feature."""
         (layer,) = self.layers
         joined, x = self.feature_input(layer, ids, feature)
-        x = self.rest(layer, x[:, None], self.attend(layer, joined[:, None], positions[:, None], past))[:, 0]
-        k, v = (t[:, :, None] for t in self.project(layer, joined, positions))
-        keys, values, places = past
-        grown = torch.cat((keys.to(k.dtype), k), 2), torch.cat((values.to(v.dtype), v), 2)
-        h = self.ops.rms_norm(x, self.norm, self.config.norm_eps)
-        return h, h if self.config.norm_output else x, (*grown, torch.cat((places, positions[:, None]), 1))
+        attended = self.attend(layer, joined, self.angles(own.end + step), kv, own, step)
+        x, h = self.rest(layer, x, attended, self.norm, 1, None)
+        return h, h if self.config.norm_output else x
 
     # ---- heads ----------------------------------------------------------------------------------------------------
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V_d], scaled and capped as the checkpoint asks."""
-        config = self.config
+        scale, cap = self.config.output_scale, self.config.softcap
+        capped = cap if scale == 1.0 else None  # by the product's own kernel
         if self.head is not None:
-            z = self.ops.logits(hidden, self.head, None)
+            z = self.ops.logits(hidden, self.head, capped)
         else:
-            z = self.target.scores(hidden, None)
-        z = z if config.output_scale == 1.0 else z * config.output_scale
-        return z if config.softcap is None else torch.tanh(z / config.softcap) * config.softcap
+            z = self.target.scores(hidden, capped)
+        if scale == 1.0:
+            return z
+        return z * scale if cap is None else torch.tanh(z * (scale / cap)) * cap
 
     def select(self, hidden: Tensor, unary: Tensor, candidates: Tensor, previous: Tensor) -> Tensor:
         """DFlash 2: scores [B, top] of the candidates [B, top] (draft ids) with these unary logits, behind the tokens
@@ -254,21 +241,20 @@ class BlockNet:
         return torch.sigmoid(F.linear(joined.float(), weight, bias))[:, 0]
 
 
-def _layer(weights: Mapping[str, DeviceWeight], i: int, config: BlockConfig, rope: int) -> DraftLayer:
+def _layer(weights: Mapping[str, DeviceWeight], i: int, config: BlockConfig, stored: AttnSpec, rope: int) -> DraftLayer:
     here = f"layers.{i}."
     own = {name.removeprefix(here): weight for name, weight in weights.items() if name.startswith(here)}
     conv = lambda name: Conv(as_tensor(own[name]), own[name + "_projection"]) if name in own else None  # noqa: E731
     return DraftLayer(
-        spec=config.layers[i],
-        causal=config.causal[i],
+        attn=BlockAttn(
+            stored, config.layers[i].attn.window, config.causal[i], vector(own, "q_norm"), vector(own, "k_norm")
+        ),
         rope=rope,
         attn_norm=as_tensor(own["attn_norm"]),
         q=own["q"],
         kv=own["kv"],
         q_bias=vector(own, "q_bias"),
         kv_bias=vector(own, "kv_bias"),
-        q_norm=vector(own, "q_norm"),
-        k_norm=vector(own, "k_norm"),
         out=own["out"],
         out_bias=vector(own, "out_bias"),
         post_attn_norm=vector(own, "post_attn_norm"),

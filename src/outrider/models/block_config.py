@@ -124,6 +124,19 @@ class BlockConfig:
         count = len(target.layers)
         return (1, count // 2 - 1, count - 4) if self.taps is None else self.taps
 
+    def stored(self, target: ModelConfig) -> tuple[AttnSpec, ...]:
+        """Where the store keeps the drafter's layers: behind the target's, with full layers, or with sliding ones where
+        a layer's window is no longer than theirs. A target without full layers keeps as much as its window of every
+        layer."""
+        windows = {target.layers[i].attn.window for i in target.kv_layers}
+        sliding = next((w for w in windows if w is not None), None)
+        made = []
+        for i, layer in enumerate(self.layers):
+            own = layer.attn.window
+            fits = sliding is not None and (None not in windows or (own is not None and own <= sliding))
+            made.append(replace(layer.attn, kv_layer=len(target.layers) + i, window=sliding if fits else None))
+        return tuple(made)
+
     def misfit(self, target: ModelConfig) -> str | None:
         """None where the drafter can run on this target, else the reason why not."""
         count = len(target.layers)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..types import AttnSpec, DraftPlan, KVPages, KVView
+from ..types import AttnSpec, BlockAttn, BlockRows, DraftPlan, KVPages, KVView
 from .formats import DeviceWeight, Weight
 from .trees import FixedTree, Frontier, Nodes, Noise
 
@@ -258,6 +258,10 @@ class Backend(Protocol):
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor: ...
+    def write_context(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView) -> None: ...
+    def attend_block(
+        self, q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+    ) -> Tensor: ...
 
     # ---- trees of drafts
     def branch(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import AttnSpec, KVPages, KVView, OutriderError
+from ..types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
 from .backend import Capabilities, DraftChain, HostCycle, M, Norms
 from .formats import DeviceWeight, Weight
 from .lowrank import Adapter, LowRank
@@ -21,6 +21,7 @@ from .noise import gumbel
 from .trees import TreeOps
 
 FP8_MOST = torch.finfo(torch.float8_e4m3fn).max  # 448
+HALF_MOST = 6e4  # what float16 holds
 
 
 def activation(name: str, x: Tensor) -> Tensor:
@@ -42,6 +43,41 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """K/V as the cache holds it. Eight-bit floats know no infinity: what is larger than their largest becomes
     that."""
     return x.clamp(-FP8_MOST, FP8_MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+
+
+def encoded(x: Tensor, like: Tensor) -> Tensor:
+    """A block drafter's K/V [R, heads, D] as the store keeps it; in int8 with a float32 factor behind each head's
+    numbers."""
+    if like.dtype == torch.int8:
+        x = x.float()
+        factor = x.abs().amax(-1, keepdim=True).clamp(min=1e-20) / 127.0
+        return torch.cat(((x / factor).round().to(torch.int8), factor.contiguous().view(torch.int8)), -1)
+    return x.clamp(-HALF_MOST, HALF_MOST).to(like.dtype) if like.dtype == torch.float16 else stored(x, like.dtype)
+
+
+def decoded(rows: Tensor, dim: int) -> Tensor:
+    if rows.dtype == torch.int8:
+        return rows[..., :dim].float() * rows[..., dim:].contiguous().view(torch.float32)
+    return rows.float() if rows.dtype == torch.float8_e4m3fn else rows
+
+
+def block_context(attn: BlockAttn, kv: KVView, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [B, kv_heads, N, D] of the positions before `end` [B], as far back as the store and the layer's
+    window reach, and the position of each [B, N] (below 0: none). Shapes follow from the view alone."""
+    spec, page = attn.spec, kv.page_size
+    keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
+    assert keys is not None and values is not None
+    width = min(table.shape[1], -(-kv.max_context // page))
+    back = min((w for w in (spec.window, attn.window) if w is not None), default=None)
+    first = torch.zeros_like(end) if back is None else (end - back + 1).clamp(min=0) // page
+    which = first[:, None] + torch.arange(width if back is None else min(width, back // page + 2), device=end.device)
+    pages = table.gather(1, which.clamp(max=table.shape[1] - 1)).long()  # [B, P]
+    at = (which[:, :, None] * page + torch.arange(page, device=end.device)).flatten(1)  # [B, N]
+    there = at < end[:, None]
+    if back is not None:
+        there &= at > end[:, None] - back
+    rows = lambda t: decoded(t[pages], spec.head_dim).transpose(1, 2).flatten(2, 3)  # noqa: E731
+    return rows(keys), rows(values), torch.where(there, at, -1)
 
 
 def as_tensor(weight: DeviceWeight) -> Tensor:
@@ -287,6 +323,50 @@ class ReferenceOps(TreeOps):
         """As `attend`, of the rows of one image in one sequence: each sees the keys up to position `end` - 1, and
         the window bounds only those before it."""
         return self._attend_rows(q, spec, kv, 0, kv.positions, torch.full_like(kv.positions, end - 1))
+
+    def block_kv(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn) -> tuple[Tensor, Tensor]:
+        """K and V [R, kv_heads, D] of their product made [R, ·]: k and then v, unless v is the raw k."""
+        spec = attn.spec
+        parts = made.view(made.shape[0], -1, spec.head_dim)
+        raw_k, raw_v = parts[:, : spec.kv_heads], parts[:, 0 if spec.k_eq_v else spec.kv_heads :]
+        k = raw_k if attn.k_norm is None else self.rms_norm(raw_k, attn.k_norm, spec.eps)
+        return rotate(k, cos, sin), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
+
+    def write_context(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView) -> None:
+        """A block drafter's K/V of committed positions, from their product (see `block_kv`), at the rows' positions."""
+        keys, values = kv.keys[attn.spec.kv_layer], kv.values[attn.spec.kv_layer]
+        assert keys is not None and values is not None
+        k, v = self.block_kv(made, cos, sin, attn)
+        page = kv.tables[attn.spec.group][kv.row_seq, kv.positions // kv.page_size].long()
+        slot = kv.positions % kv.page_size
+        keys[page, :, slot], values[page, :, slot] = encoded(k, keys), encoded(v, values)
+
+    def attend_block(
+        self, q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+    ) -> Tensor:
+        """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (see `block_kv`),
+        before norms and rotation: the rows `first`, `first` + 1, … of B blocks. Their K/V goes into `own`; each row
+        sees the positions of `kv` before its block and the rows of `own` so far, as `attn` says -> [B·S, heads·D]."""
+        spec, (size, kv_heads, _, dim) = attn.spec, own.keys.shape
+        slots = q.shape[0] // size
+        end, q = first + slots, q.view(-1, spec.heads, dim)
+        q = rotate(q if attn.q_norm is None else self.rms_norm(q, attn.q_norm, spec.eps), cos, sin)
+        for to, rows in zip((own.keys, own.values), self.block_kv(made, cos, sin, attn), strict=True):
+            to[:, :, first:end] = rows.view(size, slots, kv_heads, dim).transpose(1, 2)
+        keys, values, places = block_context(attn, kv, own.end)
+        keys = torch.cat((keys.to(q.dtype), own.keys[:, :, :end]), 2)
+        values = torch.cat((values.to(q.dtype), own.values[:, :, :end]), 2)
+        block = own.end[:, None] + torch.arange(end, device=q.device)  # [B, first + S]
+        places = torch.cat((places, block), 1)[:, None]  # [B, 1, N]
+        behind = block[:, first:, None] - places  # [B, S, N]
+        seen = (places >= 0).expand_as(behind)
+        if attn.causal:
+            seen = seen & (behind >= 0)
+        if attn.window is not None:
+            seen = seen & (behind.abs() < attn.window)
+        q = q.view(size, slots, spec.heads, dim).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, keys, values, seen[:, None], scale=spec.scale, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(size * slots, -1)
 
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
         """Each row by itself over the keys of its own path in the order of positions, as if it were decoded

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 
 import torch
+from torch import Tensor
 
 from ..config import LoadFormat
 from ..models.block import BlockNet
@@ -18,6 +19,7 @@ from ..models.block_config import BlockConfig
 from ..models.config import LayerSpec
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize
+from ..ops.backend import Backend
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..types import OutriderError
@@ -45,23 +47,30 @@ UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.
 
 
 def load_block(
-    files: Files, target: TextModel, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
+    files: Files,
+    target: TextModel,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    quantize: str | None = None,
 ) -> BlockNet:
+    """quantize: what dense matrices are rounded to; then also a copy of the target's head, where the drafter shares
+    it."""
     config = translate(BlockConfig.from_hf, files).bound(target.config)
     if load_format == "dummy":
-        return BlockNet(config, dummy_block(config, target, dtype, seed), target.ops, target)
+        return BlockNet(config, dummy_block(config, target, dtype, seed, quantize), target.ops, target)
     if (files.path / "mask_embedding.pt").is_file():
         raise OutriderError(f"{files.name}: a mask embedding in a file of its own (mask_embedding.pt) is not supported")
     source, how, ops = renamed(open_source(files)), recipe(files.config, files.name), target.ops
     plans = block_plan(config, source.entries)
     pieces = check(source, plans, target.config, how)
-    rounded = ops.capabilities.draft_format  # a guess need not be exact
+    mode = quantize or ops.capabilities.draft_format
     weights: dict[str, DeviceWeight] = {}
     for name, plan in plans.items():
         parts = [piece.weight(source.where) for piece in pieces[name]]
         weight = packed(plan, parts, ops, target.device, False, False)
         if weight is None:
-            weight = transform(name, plan, dense(plan, parts, target.device, dtype, False), ops, rounded)
+            weight = rounded(name, plan, dense(plan, parts, target.device, dtype, False), ops, mode)
         for piece in pieces[name]:
             piece.release()
         weights[name] = weight
@@ -74,7 +83,24 @@ def load_block(
             raise OutriderError(
                 f"{source.where}: tensor d2t names tokens outside the vocabulary of {config.vocab_size}"
             )
-    return BlockNet(config, weights, ops, target)
+    return BlockNet(config, own_head(weights, target, quantize), ops, target)
+
+
+def rounded(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:
+    """A draft need not be exact: every matrix of a product is rounded, the head as well; tables where the ops can look
+    rounded ones up."""
+    tables = plan.role == "embedding" and ops.capabilities.quantizes_tables
+    if quantize is not None and (tables or plan.role == "matrix"):
+        return ops.quantize(tensor, quantize)
+    return transform(name, plan, tensor, ops, None)
+
+
+def own_head(weights: dict[str, DeviceWeight], target: TextModel, quantize: str | None) -> dict[str, DeviceWeight]:
+    """With a rounded copy of the target's head, where the drafter has none of its own: a draft reads it once a pass."""
+    whole = isinstance(target.head, Tensor) and target.together.tp.world == 1
+    if quantize is not None and "head" not in weights and whole:
+        weights["head"] = target.ops.quantize(as_tensor(target.head), quantize)
+    return weights
 
 
 def renamed(source: TensorSource) -> TensorSource:
@@ -175,7 +201,9 @@ def _layer(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, config: BlockC
         )
 
 
-def dummy_block(config: BlockConfig, target: TextModel, dtype: torch.dtype, seed: int) -> dict[str, DeviceWeight]:
+def dummy_block(
+    config: BlockConfig, target: TextModel, dtype: torch.dtype, seed: int, quantize: str | None = None
+) -> dict[str, DeviceWeight]:
     """Seeded random weights of the right shapes, for measuring without a checkpoint."""
     generator = torch.Generator(device=target.device)
     generator.manual_seed(seed)
@@ -189,8 +217,8 @@ def dummy_block(config: BlockConfig, target: TextModel, dtype: torch.dtype, seed
             made.fill_(1.0)
         else:
             made.normal_(0.0, 0.02, generator=generator)
-        weights[name] = transform(name, plan, made, target.ops, None)
-    return weights
+        weights[name] = rounded(name, plan, made, target.ops, quantize)
+    return own_head(weights, target, quantize)
 
 
 def draft_size(config: BlockConfig) -> DrafterSize:

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.block import BlockNet, DraftLayer
+from ..models.block import Angles, BlockNet, DraftLayer
 from ..models.block_config import BlockConfig, Kind, is_block
 from ..models.config import LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize
 from ..ops.reference import as_tensor, rotate
 from ..spec.block_load import block_plan, draft_size, load_block
-from ..types import AttnSpec, OutriderError
+from ..types import AttnSpec, BlockRows, KVView, OutriderError
 from ..weights import hub
 from ..weights.load import translate
 from .capture import CapturedStates, capture
@@ -108,48 +108,50 @@ class GroupedBlock(BlockNet):
         """start [B, M]: the first position of each block; context [B, T, H'] what layers read of every position."""
         size, length, width = context.shape
         flat, at = context.reshape(size * length, width), torch.arange(length, device=start.device)
-        self.start = start
-        self.shared: list[Keys] = []
+        angles = self.angles(at.repeat(size))
+        self.start, self.past = start, dict[int, Keys]()
+        self.shared = dict[int, Keys]()
         for layer in self.layers:
-            k, v = (
-                t.view(size, length, -1, t.shape[-1]).transpose(1, 2)
-                for t in self.project(layer, flat, at.repeat(size))
-            )
-            self.shared.append((k, v))
+            k, v = (t.view(size, length, *t.shape[1:]).transpose(1, 2) for t in self.project(layer, flat, angles))
+            self.shared[layer.attn.spec.kv_layer] = (k, v)
 
-    def attend(self, layer: DraftLayer, x: Tensor, positions: Tensor, past: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """past: keys and values [B·M, kv_heads, P, D] of earlier rows of the same block, and their positions."""
-        spec, (rows, slots, _), (size, most) = layer.spec.attn, x.shape, self.start.shape
-        flat, at = x.reshape(rows * slots, -1), positions.reshape(-1)
-        q = self.ops.linear(flat, layer.q, layer.q_bias).view(rows * slots, spec.heads, spec.head_dim)
-        q = q if layer.q_norm is None else self.head_norm(q, layer.q_norm)
-        q = rotate(q, *self.ops.rope_angles(at, self.inv_freqs[layer.rope]))
-        own = [t.view(rows, slots, spec.kv_heads, -1).transpose(1, 2) for t in self.project(layer, flat, at)]
-        keys, values = (torch.cat(pair, 2) for pair in zip(past[:2], own, strict=True))
-        places = torch.cat((past[2], positions), 1)
+    def project(self, layer: DraftLayer, x: Tensor, angles: Angles) -> Keys:
+        """K and V [R, kv_heads, D] of rows x."""
+        spec, ops = layer.attn.spec, self.ops
+        made = ops.linear(x, layer.kv, layer.kv_bias).view(len(x), -1, spec.head_dim)
+        k, v = made[:, : spec.kv_heads], made[:, 0 if spec.k_eq_v else spec.kv_heads :]
+        k = k if layer.attn.k_norm is None else ops.rms_norm(k, layer.attn.k_norm, spec.eps)
+        return rotate(k, *angles[layer.rope]), ops.rms_norm(v, None, spec.eps) if spec.norm_v else v
+
+    def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
+        return BlockRows(like, like, end)  # gradients flow through `past` instead
+
+    def attend(self, layer: DraftLayer, x: Tensor, angles: Angles, kv: KVView, own: BlockRows, first: int) -> Tensor:
+        spec, (size, most), here = layer.attn.spec, self.start.shape, layer.attn.spec.kv_layer
+        rows, slots = size * most, len(x) // (size * most)
+        q = self.ops.linear(x, layer.q, layer.q_bias).view(rows * slots, spec.heads, spec.head_dim)
+        q = q if layer.attn.q_norm is None else self.ops.rms_norm(q, layer.attn.q_norm, spec.eps)
+        q = rotate(q, *angles[layer.rope])
+        fresh = [t.view(rows, slots, spec.kv_heads, -1).transpose(1, 2) for t in self.project(layer, x, angles)]
+        keys, values = fresh if not first else (torch.cat(pair, 2) for pair in zip(self.past[here], fresh, strict=True))
+        self.past[here] = (keys, values)
         q = q.view(size, most, slots, spec.kv_heads, -1, spec.head_dim).permute(0, 3, 4, 1, 2, 5)
-        shared, stored = self.shared[layer.spec.attn.kv_layer]
-        length = shared.shape[2]
+        shared, stored = self.shared[here]
+        length, place = shared.shape[2], torch.arange(first, first + slots, device=x.device)
         far = (q.flatten(2, 4) @ shared.transpose(-1, -2)).view(*q.shape[:-1], length)
         grid = lambda t: t.view(size, most, *t.shape[1:])  # noqa: E731
         near = torch.einsum("bhgmsd,bmhpd->bhgmsp", q, grid(keys))
-        behind_far = grid(positions)[..., None] - torch.arange(length, device=x.device)  # [B, M, S, T]
-        behind_near = grid(positions)[..., None] - grid(places)[:, :, None]  # [B, M, S, P + S]
-        reach = (grid(positions) - self.start[..., None])[..., None]  # a context row lies before the block
-        seen = torch.cat((behind_far > reach, (behind_near >= 0) | (not layer.causal)), -1)
-        if spec.window is not None:
-            seen = seen & (torch.cat((behind_far, behind_near), -1).abs() < spec.window)
+        positions = self.start[..., None] + place  # [B, M, S]
+        behind_far = positions[..., None] - torch.arange(length, device=x.device)  # [B, M, S, T]
+        behind_near = (place[:, None] - torch.arange(first + slots, device=x.device)).expand(size, most, -1, -1)
+        seen = torch.cat((behind_far > place[:, None], (behind_near >= 0) | (not layer.attn.causal)), -1)
+        if layer.attn.window is not None:
+            seen = seen & (torch.cat((behind_far, behind_near), -1).abs() < layer.attn.window)
         score = (torch.cat((far, near), -1) * spec.scale).float().masked_fill(~seen[:, None, None], float("-inf"))
         share = score.softmax(-1).to(x.dtype)
         mixed = (share[..., :length].flatten(2, 4) @ stored).view(q.shape)
         mixed = mixed + torch.einsum("bhgmsp,bmhpd->bhgmsd", share[..., length:], grid(values))
-        return mixed.permute(0, 3, 4, 1, 2, 5).reshape(rows, slots, -1)
-
-    def nothing(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """No earlier rows."""
-        spec, rows = self.layers[i].spec.attn, self.start.numel()
-        none = self.norm.new_zeros((rows, spec.kv_heads, 0, spec.head_dim))
-        return none, none, self.start.new_zeros((rows, 0))
+        return mixed.permute(0, 3, 4, 1, 2, 5).reshape(rows * slots, -1)
 
 
 class BlockModule(TrainNet):
@@ -177,7 +179,7 @@ class BlockModule(TrainNet):
         net = GroupedBlock(config, w, model.ops, model)
         streams = net.context([t.flatten(0, 1) for t in seen.taps])
         token = lambda j: batch.ids.gather(1, (anchor + j).clamp(max=length - 1)).reshape(-1)  # noqa: E731
-        wide = batch.ids.shape[1] - batch.first
+        wide, no_kv = batch.ids.shape[1] - batch.first, KVView(1, (), (), {}, at, at, at, 0, 0)
 
         def spread(h: Tensor) -> Tensor:  # [B·M, H] -> [B, Tq, H]
             return h.new_zeros((size * wide, h.shape[-1])).index_copy(0, rows, h[cell]).view(size, wide, -1)
@@ -186,8 +188,7 @@ class BlockModule(TrainNet):
             net.begin(anchor + 1, streams.view(size, length, -1))
             ids = anchor.new_full((anchor.numel(), config.block), config.mask_id)
             ids[:, 0] = token(1)
-            positions = (anchor + 1).reshape(-1, 1) + torch.arange(config.block, device=ids.device)
-            hidden = net.backbone(ids, positions, net.nothing)
+            hidden = net.backbone(ids, no_kv, (anchor + 1).reshape(-1))
             for j in range(1, min(steps, config.block - 1) + 1):
                 yield spread(hidden[:, j])
             return
@@ -196,15 +197,9 @@ class BlockModule(TrainNet):
         context, _ = net.feature_input(layer, following, streams)
         net.begin(anchor, context.view(size, length, -1))
         flat = (torch.arange(size, device=line.device)[:, None] * length + anchor).reshape(-1)
-        feature, past = streams[flat], net.nothing(0)
-        for j in range(1, steps + 1):
-            joined, x = net.feature_input(layer, token(j), feature)
-            positions = anchor.reshape(-1, 1) + j - 1
-            x = net.rest(layer, x[:, None], net.attend(layer, joined[:, None], positions, past))[:, 0]
-            k, v = (t[:, :, None] for t in net.project(layer, joined, positions[:, 0]))
-            past = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2), torch.cat((past[2], positions), 1)
-            h = net.ops.rms_norm(x, net.norm, config.norm_eps)
-            feature = h if config.norm_output else x
+        feature, own = streams[flat], BlockRows(flat, flat, anchor.reshape(-1))
+        for j in range(steps):
+            h, feature = net.feature_step(token(j + 1), feature, no_kv, own, j)
             yield spread(h)
 
 

@@ -177,6 +177,11 @@ def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bo
     """Requests join, leave, are aborted and pre-empted while cycles are in flight. In a server steps run in graphs with
     room to spare."""
     engine = engines(variant, True, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse)
+    check_batches(engine, variant, jobs, served)
+
+
+def check_batches(engine: Engine, variant: str, jobs: list[Any], served: bool) -> None:
+    """Every request has the text that it has alone; no step is eager."""
     if served:
         graphs_of(engine).prepare()
     eager = engine.executors[-1]

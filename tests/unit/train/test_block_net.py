@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests import tiny
-from tests.block_drafters import past_of
+from tests.block_drafters import context_of
 
 from outrider.models.block import BlockNet
 from outrider.models.decoder import TextModel
@@ -68,13 +68,14 @@ def test_training_and_inference_agree(kind: str, window: int | None, target: str
         if kind == "dflash":
             ids = torch.full((1, config.block), config.mask_id)
             ids[0, 0] = batch.ids[b, a + 1]
-            wanted = run.backbone(ids, a + 1 + torch.arange(config.block)[None], past_of(run, streams))[0, 1:]
+            wanted = run.backbone(ids, context_of(run, streams), torch.tensor([a + 1]))[0, 1:]
         else:
-            past = past_of(run, [s[:a] for s in streams], batch.ids[b, 1 : a + 1])(0)
+            kv = context_of(run, [s[:a] for s in streams], batch.ids[b, 1 : a + 1])
             feature, steps = run.context([s[a:] for s in streams]), []
+            own = run.rows(run.layers[0], feature, torch.tensor([a]), 4)
             for j in range(1, 5):
                 token = batch.ids[b, min(a + j, batch.ids.shape[1] - 1)][None]
-                h, feature, past = run.feature_step(token, feature, torch.tensor([a + j - 1]), past)
+                h, feature = run.feature_step(token, feature, kv, own, j - 1)
                 steps.append(h[0])
             wanted = torch.stack(steps)
         mine = torch.stack([g[b, a - batch.first] for g in made])

@@ -60,7 +60,7 @@ def argmax_kernel(
             value = tl.where(ok, value + gumbel(token, tl.load(seed + row), tl.load(position + row)), float("-inf"))
     top, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * chunks + chunk, top)
-    tl.store(where + row * chunks + chunk, chunk * CHUNK + at)
+    tl.store(where + row * chunks + chunk, tl.minimum(chunk * CHUNK + at, n - 1))  # a NaN may point anywhere
 
 
 @triton.jit

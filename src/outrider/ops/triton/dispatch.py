@@ -34,6 +34,7 @@ TABLE = (
     KernelRow("quantised GEMM", "any", "quant.quant_kernel", "any"),
     KernelRow("attention", f"from {MIN_QUERIES} queries × heads, bf16", "prefill_attention.prompt_kernel", "sm_90"),
     KernelRow("attention", "any", "attention.attend_kernel + combine_kernel", "any"),
+    KernelRow("attention of block drafters", "any", "block_attention.block_attend_kernel", "any"),
     KernelRow("experts", f"up to {MAX_MOE_GEMV_ROWS} rows, int8", "moe_gemv_int8.cu", "sm_90"),
     KernelRow("experts", f"up to {SIDE_STREAM_ROWS} rows", "moe.experts_kernel, shared MLP on a side stream", "any"),
     KernelRow("experts", "any", "moe.experts_kernel, quant_moe.quant_experts_kernel", "any"),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...types import MAX_DRAFT, AttnSpec, KVView, OutriderError
+from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, KVView, OutriderError
 from ..backend import Capabilities, M, Norms
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
 from ..trees import FixedTree, Frontier, Nodes, Noise
-from . import attention, choose, moe, norm, prefill_attention, rope, trees
+from . import attention, block_attention, choose, moe, norm, prefill_attention, rope, trees
 from .gemm import GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES
 from .precompile import Precompiler
@@ -128,6 +129,14 @@ class TritonOps(ReferenceOps):
         if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
             return prefill_attention.attend(q, spec, kv, self.pdl, span_end=end)
         return attention.attend(q, spec, kv, self.pdl, span_end=end)
+
+    def write_context(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView) -> None:
+        rope.rope_write(made, cos, sin, None, attn.k_norm, replace(attn.spec, heads=0), kv, self.pdl)
+
+    def attend_block(
+        self, q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+    ) -> Tensor:
+        return block_attention.attend(q, made, cos, sin, attn, kv, own, first, self.pdl)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     def branch(

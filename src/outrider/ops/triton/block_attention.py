@@ -1,0 +1,218 @@
+"""Attention of block drafters: the rows of a block over the paged K/V of the positions before it, and over one another.
+
+One kernel norms and rotates the block's q and k and leaves its K/V where the next one reads it; that one packs the rows
+of a block and the heads that share a K/V head into a tile, and walks a split of the context; the last split takes the
+block's own rows. Drafts decide no token, so splits may follow from the batch: no order of sums is promised here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import BlockAttn, BlockRows, KVView
+from .common import pdl_start
+from .unpack import plain_value
+
+PROGRAMS = 264  # so many keep the SMs of a Hopper busy
+MAX_SPLITS = 64
+
+
+@triton.jit
+def block_rope_kernel(
+    q, made, cos, sin, q_norm, k_norm, q_out, own_k, own_v, slots, first, capacity, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MADE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, NORM_V: tl.constexpr, PDL: tl.constexpr,
+):
+    """One head of one row a program: the q heads, then k, then v. MADE: heads of the K/V product, KV_HEADS where v is
+    the raw k."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    ok = i < HALF
+    pdl_start(PDL)
+    c = tl.load(cos + row * HALF + i, mask=ok, other=0.0)
+    s = tl.load(sin + row * HALF + i, mask=ok, other=0.0)
+    kind = q_out.dtype.element_ty
+    base = q + (row * HEADS + head) * (2 * HALF)
+    if head >= HEADS:
+        base = made + (row * MADE + (head - HEADS) % MADE) * (2 * HALF)
+    a = tl.load(base + i, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(base + HALF + i, mask=ok, other=0.0).to(tl.float32)
+    inv = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * HALF) + eps)
+    if head < HEADS:
+        if Q_NORM:
+            a = (a * inv * tl.load(q_norm + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+            b = (b * inv * tl.load(q_norm + HALF + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+        to = q_out + (row * HEADS + head) * (2 * HALF)
+        tl.store(to + i, (a * c - b * s).to(kind), mask=ok)
+        tl.store(to + HALF + i, (b * c + a * s).to(kind), mask=ok)
+    else:
+        number = head - HEADS
+        place = ((row // slots) * KV_HEADS + number % KV_HEADS) * capacity + first + row % slots
+        if number < KV_HEADS:
+            if K_NORM:
+                a = (a * inv * tl.load(k_norm + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+                b = (b * inv * tl.load(k_norm + HALF + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+            tl.store(own_k + place * (2 * HALF) + i, (a * c - b * s).to(kind), mask=ok)
+            tl.store(own_k + place * (2 * HALF) + HALF + i, (b * c + a * s).to(kind), mask=ok)
+        else:
+            if NORM_V:
+                a, b = a * inv, b * inv
+            tl.store(own_v + place * (2 * HALF) + i, a.to(kind), mask=ok)
+            tl.store(own_v + place * (2 * HALF) + HALF + i, b.to(kind), mask=ok)
+
+
+@triton.jit
+def _widened(x, KIND: tl.constexpr):
+    """K/V as products take it; of eight bits it comes as bytes."""
+    if x.dtype == tl.uint8:
+        return plain_value(x.to(tl.int32), "fp8").to(KIND)
+    else:
+        return x.to(KIND)
+
+
+@triton.jit
+def _take(query, kt, vt, seen, acc, total, top, scale, PREC: tl.constexpr):
+    """Take a block of keys into the running sums."""
+    s = tl.where(seen, tl.dot(query, tl.trans(kt), input_precision=PREC) * scale, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    ref = tl.where(new == float("-inf"), 0.0, new)
+    p, fade = tl.exp2(s - ref[:, None]), tl.exp2(top - ref)
+    acc = tl.dot(p.to(query.dtype), vt, acc * fade[:, None], input_precision=PREC)
+    return acc, total * fade + tl.sum(p, 1), new
+
+
+@triton.jit(do_not_specialize=["table_stride", "slots", "first", "capacity", "splits", "chunk", "back", "window"])
+def block_attend_kernel(
+    q, keys, values, own_k, own_v, table, end, out, partial_out, partial_lse,
+    table_stride, page_stride, scale, slots, first, capacity, splits, chunk, back, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program takes `chunk` keys of the context for a tile of queries; the last split also the block's own rows.
+    back, window: positions that a row sees of the context, counted from the block's begin and from itself."""
+    split, b = tl.program_id(0), tl.program_id(2)
+    kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    KIND: tl.constexpr = q.dtype.element_ty
+    m = tile * BQ + tl.arange(0, BQ)
+    ok = m < slots * GROUP
+    slot = tl.minimum(m // GROUP, slots - 1)
+    row, head = (b * slots + slot).to(tl.int64), kv_head * GROUP + m % GROUP
+    at = first + slot  # places of the queries in the block
+    d = tl.arange(0, DP)
+    d_ok = d < D
+    pdl_start(PDL)
+    n = tl.load(end + b).to(tl.int32)
+    low = tl.maximum(n - back + 1, 0)
+    begin = low // BN * BN + split * chunk
+    stop = tl.minimum(begin + chunk, n)
+    query = tl.load(
+        q + (row * HEADS + head)[:, None] * D + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0
+    )
+    acc = tl.zeros((BQ, DP), dtype=tl.float32)
+    total = tl.zeros((BQ,), dtype=tl.float32)
+    top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
+    for k in range(begin, stop, BN):
+        key = k + tl.arange(0, BN)
+        live = key < stop
+        page = tl.load(table + b * table_stride + key // PAGE, mask=live, other=0).to(tl.int64)
+        place = (page * page_stride + (kv_head * PAGE + key % PAGE) * D)[:, None] + d[None, :]
+        there = live[:, None] & d_ok[None, :]
+        kt = _widened(tl.load(keys + place, mask=there, other=0), KIND)
+        vt = _widened(tl.load(values + place, mask=there, other=0), KIND)
+        seen = (live & (key >= low))[None, :] & (n + at[:, None] - key[None, :] < window)
+        acc, total, top = _take(query, kt, vt, seen, acc, total, top, scale, PREC)
+    if split == splits - 1:
+        mine = (b * KV_HEADS + kv_head) * capacity
+        for k in range(0, first + slots, BN):
+            key = k + tl.arange(0, BN)
+            live = key < first + slots
+            place = (mine + key)[:, None].to(tl.int64) * D + d[None, :]
+            there = live[:, None] & d_ok[None, :]
+            kt = tl.load(own_k + place, mask=there, other=0.0)
+            vt = tl.load(own_v + place, mask=there, other=0.0)
+            apart = at[:, None] - key[None, :]
+            seen = live[None, :] & (tl.abs(apart) < window)
+            if CAUSAL:
+                seen = seen & (apart >= 0)
+            acc, total, top = _take(query, kt, vt, seen, acc, total, top, scale, PREC)
+    if SPLIT:
+        to = (row * HEADS + head) * splits + split
+        tl.store(partial_lse + to * 2, top, mask=ok)
+        tl.store(partial_lse + to * 2 + 1, total, mask=ok)
+        tl.store(partial_out + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
+    else:
+        tl.store(
+            out + (row * HEADS + head)[:, None] * D + d[None, :],
+            (acc / total[:, None]).to(KIND),
+            mask=ok[:, None] & d_ok[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def block_combine_kernel(
+    partial_out, partial_lse, out, splits, D: tl.constexpr, DP: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
+):
+    """One head of one row a program."""
+    head = tl.program_id(0).to(tl.int64)
+    i, d = tl.arange(0, MOST), tl.arange(0, DP)
+    pdl_start(PDL)
+    at = head * splits + i
+    top = tl.load(partial_lse + at * 2, mask=i < splits, other=float("-inf"))
+    total = tl.load(partial_lse + at * 2 + 1, mask=i < splits, other=0.0)
+    weight = tl.exp2(top - tl.max(top, 0))  # the block's own rows are always seen: some split has a maximum
+    acc = tl.load(partial_out + at[:, None] * D + d[None, :], mask=(i < splits)[:, None] & (d < D)[None, :], other=0.0)
+    mixed = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + head * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
+
+
+def attend(
+    q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int,
+    pdl: bool,
+) -> Tensor:  # fmt: skip
+    spec, (size, kv_heads, capacity, dim) = attn.spec, own.keys.shape
+    rows, group, more = q.shape[0], spec.heads // spec.kv_heads, {"launch_pdl": True} if pdl else {}
+    slots, heads = rows // size, made.shape[1] // dim
+    turned = torch.empty_like(q)
+    block_rope_kernel[(rows, spec.heads + 2 * kv_heads)](
+        q, made, cos, sin, cos if attn.q_norm is None else attn.q_norm, cos if attn.k_norm is None else attn.k_norm,
+        turned, own.keys, own.values, slots, first, capacity, spec.eps,
+        HEADS=spec.heads, KV_HEADS=kv_heads, MADE=heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
+        Q_NORM=attn.q_norm is not None, K_NORM=attn.k_norm is not None, NORM_V=spec.norm_v, PDL=pdl, num_warps=1,
+        **more,
+    )  # fmt: skip
+    keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
+    assert keys is not None and values is not None
+    if keys.itemsize == 1:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    far = kv.max_context
+    back, window = (min((w for w in windows if w is not None), default=far + capacity) for windows in (
+        (spec.window, attn.window), (attn.window,)))  # fmt: skip
+    padded = triton.next_power_of_2(dim)
+    bn, bq = (64, 64) if padded <= 128 else (32, 32 if padded <= 256 else 16)
+    bq = max(16, min(bq, triton.next_power_of_2(slots * group)))
+    tiles, reach = triton.cdiv(slots * group, bq), min(far, back) + bn
+    splits = max(1, min(triton.cdiv(PROGRAMS, size * kv_heads * tiles), triton.cdiv(reach, 2 * bn), MAX_SPLITS))
+    chunk = triton.cdiv(triton.cdiv(reach, splits), bn) * bn
+    out = torch.empty_like(q)
+    kept = (rows, spec.heads, splits)
+    partial_out = torch.empty((*kept, dim), dtype=torch.float32, device=q.device) if splits > 1 else out
+    partial_lse = torch.empty((*kept, 2), dtype=torch.float32, device=q.device) if splits > 1 else out
+    block_attend_kernel[(splits, kv_heads * tiles, size)](
+        turned, keys, values, own.keys, own.values, table, own.end, out, partial_out, partial_lse,
+        table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots, first, capacity, splits, chunk, back,
+        window,
+        HEADS=spec.heads, KV_HEADS=kv_heads, D=dim, DP=padded, PAGE=kv.page_size, CAUSAL=attn.causal, BQ=bq, BN=bn,
+        SPLIT=splits > 1, PREC="tf32x3" if q.dtype == torch.float32 else "tf32", PDL=pdl,
+        num_warps=8 if padded > 256 else 4, num_stages=2, **more,
+    )  # fmt: skip
+    if splits > 1:
+        block_combine_kernel[(rows * spec.heads,)](
+            partial_out, partial_lse, out, splits, D=dim, DP=padded, MOST=triton.next_power_of_2(splits), PDL=pdl,
+            num_warps=4, **more,
+        )  # fmt: skip
+    return out
