@@ -170,6 +170,11 @@ def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     litellm.completion(messages=[*HI, message, *results], **{**ask, "max_tokens": 4})
     litellm.completion(messages=[*HI, message.model_dump(), *results], **{**ask, "max_tokens": 4})
     assert list(litellm.completion(messages=HI, stream=True, **{**ask, "max_tokens": 4}))
+    long = [{"role": "user", "content": "x" * 5000}]
+    del ask["tools"]
+    for more in ({}, {"stream": True}, {"model": "anthropic/fake", "api_base": served.url, "seed": None}):
+        with pytest.raises(litellm.exceptions.ContextWindowExceededError):
+            litellm.completion(messages=long, **{**ask, **more})
 
 
 def test_langchain(served: Served) -> None:
