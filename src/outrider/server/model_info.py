@@ -4,11 +4,15 @@ one), Ollama's /api/tags, /api/ps and /api/show, and llama.cpp's /props."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from .. import __version__
+from ..engine.adapters import AdapterPool
+from ..engine.images import ImageEncoder
+from ..engine.text import Tokenizer
 from ..models.config import ModelConfig, text_part
 from ..types import OutriderError
 from ..weights import hub
@@ -16,9 +20,12 @@ from ..weights.files import Files, fingerprint
 from ..weights.sizes import StoredSize, stored_size
 from .adapters import with_adapters
 from .defaults import OLLAMA, OPENAI
+from .runner import EngineLike
+from .settings import without_paths
 from .wire import Json
 
 if TYPE_CHECKING:
+    from ..llm import LLM
     from .model_pool import PoolSlot
     from .prepare import Preparer
 
@@ -91,6 +98,43 @@ class ModelInfo:
 
 
 UNKNOWN = ModelInfo()
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the server needs of a loaded model."""
+
+    engine: EngineLike
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_context: int
+    note: str = ""  # one line about the drafter
+    nbytes: int = 0  # weights and K/V; 0: nobody counted
+    info: ModelInfo = UNKNOWN
+    places: int = 0  # sequences at once; 0: as many as the settings say
+    adapters: AdapterPool | None = None  # None: it takes none
+    vision: ImageEncoder | str = "this model takes no images"  # what reads images, or why none does
+
+    @classmethod
+    def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:
+        """say: is told, in a line, what the engine made ready and how long that took, where it took time."""
+        if llm.tokenizer is None:
+            raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
+        note = without_paths(llm.drafter_note)
+        ready = llm.engine.serve()
+        if ready:
+            say(ready)
+        return cls(
+            llm.engine,
+            llm.tokenizer,
+            llm.config.vocab_size,
+            llm.engine.max_context,
+            note,
+            llm.nbytes,
+            ModelInfo.named(llm.name),
+            adapters=llm.adapters,
+            vision=llm.vision,
+        )
 
 
 def when(seconds: int) -> str:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from pydantic import JsonValue
 
-from ..engine.adapters import AdapterPool
 from ..engine.chat_template import reserved
 from ..engine.grammar import GrammarCompiler
 from ..engine.images import ImageEncoder, continued
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
-from ..engine.text import LONG, Tokenizer
+from ..engine.text import LONG
 from ..types import OutriderError, SamplingParams
 from .dialect import Dialect, spell_out_tools
 from .errors import bad, check_size
@@ -29,11 +28,10 @@ from .grammar_source import GrammarSource, build
 from .image_fetch import ImageFetcher
 from .infill import Infill
 from .job import Job as Job
-from .model_info import UNKNOWN, ModelInfo
+from .model_info import ServedModel as ServedModel
 from .output import Parser, ParserChain, PlainText
 from .overflow import ContextOverflow
 from .reasoning import Thoughts
-from .runner import EngineLike
 from .sampling import RequestSampling
 from .schema import (
     ChatRequest,
@@ -45,49 +43,9 @@ from .schema import (
     PredictedOutput,
     StreamOptions,
 )
-from .settings import ServerSettings, without_paths
+from .settings import ServerSettings
 from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
-
-if TYPE_CHECKING:
-    from ..llm import LLM
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What the server needs of a loaded model."""
-
-    engine: EngineLike
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_context: int
-    note: str = ""  # one line about the drafter
-    nbytes: int = 0  # weights and K/V; 0: nobody counted
-    info: ModelInfo = UNKNOWN
-    places: int = 0  # sequences at once; 0: as many as the settings say
-    adapters: AdapterPool | None = None  # None: it takes none
-    vision: ImageEncoder | str = "this model takes no images"  # what reads images, or why none does
-
-    @classmethod
-    def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:
-        """say: is told, in a line, what the engine made ready and how long that took, where it took time."""
-        if llm.tokenizer is None:
-            raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
-        note = without_paths(llm.drafter_note)
-        ready = llm.engine.serve()
-        if ready:
-            say(ready)
-        return cls(
-            llm.engine,
-            llm.tokenizer,
-            llm.config.vocab_size,
-            llm.engine.max_context,
-            note,
-            llm.nbytes,
-            ModelInfo.named(llm.name),
-            adapters=llm.adapters,
-            vision=llm.vision,
-        )
 
 
 class Preparer:
