@@ -1,4 +1,5 @@
-"""Images on a GPU or a CPU (--device cpu), random weights: is the tower right, do answers keep their bits, and how long does an image take.
+"""Images on a GPU or a CPU (--device cpu), random weights: is the tower right, do answers keep their bits, and how
+long does an image take.
 
     python benchmarks/gpu_images.py --parity google/gemma-4-E2B-it gemma-3 --tower google/gemma-4-31B-it \\
         --engine google/gemma-4-E2B-it google/gemma-4-31B-it:12
