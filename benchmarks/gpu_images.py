@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.models import vision
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.image_processing import target_size
 from outrider.models.vision import VisionModel
@@ -169,12 +168,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ks", type=int, nargs="*", default=[1, 4, 8, 16])
     parser.add_argument("--quantize", help="engines: int4, int8 or fp8 weights")
-    parser.add_argument("--flash", action="store_true", help="towers: without cuDNN's attention")
     parser.add_argument("--repeats", type=int, default=10)
     given = parser.parse_args()
     device = torch.device(given.device)
-    if given.flash:
-        del vision.BACKENDS[0]
     for name in given.parity:
         parity(name, device)
     for name in given.tower:
