@@ -49,7 +49,6 @@ def train(
     ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
     max_new: Annotated[int | None, typer.Option(help="Maximum tokens per answer. Default: 192, on a CPU 96.")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     as_json: common.AsJson = False,
     *,
     load: LoadSettings,
@@ -77,7 +76,6 @@ def train(
             minutes=minutes,
             lr=lr,
             max_new=max_new or 0,
-            seed=seed,
             device=str(place(load.device)),
             command=common.command_line(),
         ).validated()

@@ -145,7 +145,7 @@ OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
     "dflash": {"layers": (4, 4), "unroll": (7, 7), "anchor_share": (0.25, 0.25)},
     "eagle3": {"layers": (1, 1), "anchor_share": (0.25, 0.25)},
 }
-OPTIONS = "target adapter data out kind recipe init eval_data limit steps minutes lr max_new seed device".split()
+OPTIONS = "target adapter data out kind recipe init eval_data limit steps minutes lr max_new device".split()
 COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
 # What may change freely where a run goes on. Of the rest, CHANGEABLE is reported; all others make another run.
 FREE = COMMAND_ONLY | set(
