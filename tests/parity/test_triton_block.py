@@ -32,6 +32,7 @@ CASES = [
     (4, 2, 24, None, None, True, False, [70, 131], 5),  # a head size that is no power of two
     (4, 1, 16, 20, None, False, True, [90, 33], 7),  # sliding and not causal: rows of the block near its end see less
     (4, 4, 16, 40, 24, True, False, [61, 100], 4),  # the store reaches less far back than the layer's window
+    (4, 1, 512, None, None, False, True, [40], 3),  # heads of 512: other tiles
     (2, 1, 16, 4, None, False, False, [30], 9),  # a window shorter than the block
 ]
 
