@@ -38,7 +38,7 @@ from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.lowrank import Adapter
 from outrider.spec.choose import SamplingBatch
-from outrider.types import DraftPlan, KVView, SamplingParams
+from outrider.types import DraftNoise, DraftPlan, KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_drafter, load_target
 from outrider.weights.names import tensor_plan
@@ -204,10 +204,7 @@ class Cycles:
             self.features[:1],
             self.ours.view(CONTEXT - 1, 1),
             steps,
-            torch.ones(1),
-            self.cold,
-            self.zero,
-            self.zero + CONTEXT,
+            DraftNoise(torch.ones(1), self.cold, self.zero, self.zero + CONTEXT),
         )
 
     def run(self, k: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -189,6 +189,19 @@ class Draft:
     q: Tensor | None = None
     confidence: Tensor | None = None  # [B, K] the drafter's own probability of each token
     parents: Tensor | None = None  # int64 [B, K]
+
+
+# stop [B], drop [B], trust [16], float64: where a draft ends itself
+DraftEnd: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+
+
+class DraftNoise(NamedTuple):
+    """How the tokens of a draft round are chosen, [B] each: as the target will choose them."""
+
+    temperature: Tensor  # float32
+    sampled: Tensor  # bool; otherwise greedy
+    seed: Tensor  # int64
+    position: Tensor  # int64: of the first guess
 
 
 class DraftPlan(NamedTuple):

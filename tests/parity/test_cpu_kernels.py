@@ -33,7 +33,7 @@ from outrider.ops.formats import BLOCKS
 from outrider.ops.noise import gumbel
 from outrider.ops.reference import ReferenceOps
 from outrider.train import design
-from outrider.types import AttnSpec, KVView
+from outrider.types import AttnSpec, DraftNoise, KVView
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.load import dummy_weights, load_target
 
@@ -505,7 +505,8 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
         sure.append(
             torch.softmax(z / torch.where(sampled, temperature, 1.0)[:, None], -1).gather(1, best[:, None])[:, 0]
         )
-    got, confidence, lengths = compiled.draft(last, features, view, 4, temperature, sampled, seed, position)
+    noise = DraftNoise(temperature, sampled, seed, position)
+    got, confidence, lengths = compiled.draft(last, features, view, 4, noise)
     assert torch.equal(got, torch.stack(want, 1)) and lengths.tolist() == [4, 4, 4]
     assert torch.allclose(confidence, torch.stack(sure, 1), rtol=1e-4) and bool(
         ((confidence >= 0) & (confidence <= 1)).all()
@@ -513,9 +514,7 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
     for b in range(3):  # alone
         one = kv.view([(39 - 10 * b, 1)] if b == 0 else [(0, 0)] * b + [(39 - 10 * b, 1)])
         row = slice(b, b + 1)
-        alone, _, _ = compiled.draft(
-            last[row], features[row], one, 4, temperature[row], sampled[row], seed[row], position[row]
-        )
+        alone, _, _ = compiled.draft(last[row], features[row], one, 4, DraftNoise(*(t[row] for t in noise)))
         assert torch.equal(alone, got[row])
 
     # ends: trust as drawn, thresholds around the paths, so that drafts end at every place, by `drop` and by `stop`
@@ -525,7 +524,7 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
         trust = [draw.uniform(0.5, 1.0) for _ in range(16)]
         stop, drop = ([draw.choice([0.0, draw.uniform(0.1, 1.0)]) for _ in range(3)] for _ in range(2))
         end = tuple(torch.tensor(t, dtype=torch.float64) for t in (stop, drop, trust))
-        tokens, again, lengths = compiled.draft(last, features, view, 4, temperature, sampled, seed, position, end)
+        tokens, again, lengths = compiled.draft(last, features, view, 4, noise, end)
         expected = [ended(confidence[b].tolist(), stop[b], drop[b], trust) for b in range(3)]
         assert lengths.tolist() == [n for n, _ in expected], trial
         run = max(steps for _, steps in expected)  # until the last of them has ended

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
-from ..types import DraftRound, KVView
+from ..types import DraftEnd, DraftNoise, DraftRound, KVView
 from .compat import bind
 from .config import DrafterConfig
 from .decoder import TextModel
@@ -107,17 +107,7 @@ class MTPNet:
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def draft(
-        self,
-        last: Tensor,
-        features: Tensor,
-        kv: KVView,
-        steps: int,
-        temperature: Tensor,
-        sampled: Tensor,
-        seed: Tensor,
-        position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None,
-        warm: bool = True,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         raise NotImplementedError("this drafter goes step by step")
 

@@ -148,10 +148,6 @@ class CostTable:
         """Seconds that one more drafted token takes this drafter, for one sequence."""
         return self.draft(drafter, 1, 2) - self.draft(drafter, 1, 1)
 
-    def plain_now(self, context: int) -> float:
-        """Seconds of a plain step of one sequence on the machine as it is now."""
-        return self.curve(None, 1, context)[0] * math.exp(self.drift)
-
     def free(self, drafter: str) -> bool:
         """Whether proposing costs nothing worth counting (an n-gram match)."""
         return CostPart("draft", drafter) not in self._draft

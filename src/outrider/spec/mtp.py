@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.trees import BRANCH, WIDTH, FixedTree, Frontier, max_nodes
-from ..types import Draft
+from ..types import Draft, DraftNoise
 from .drafter import DraftBatch, Drafter, Score, draft_round
 from .protocols import DraftNet, Target
 from .tree import Step, build_fixed_tree, build_tree, spread_view, widened
@@ -37,11 +37,8 @@ class MTPDrafter(Drafter):
             ends = ([p.stop for p in batch.plans], [p.drop for p in batch.plans], batch.trust)
             stop, drop, trust = (torch.tensor(t, dtype=torch.float64) for t in ends)
             end = (stop, drop, trust)
-        tokens, confidence, lengths = self.model.draft(
-            batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.sampled, sampling.seed,
-            batch.position + 1, end,
-            sampling.any_sampled,
-        )  # fmt: skip
+        noise = DraftNoise(sampling.temperature, sampling.sampled, sampling.seed, batch.position + 1)
+        tokens, confidence, lengths = self.model.draft(batch.last, batch.features, batch.kv, k, noise, end)
         return Draft(tokens, lengths, confidence=confidence)
 
     def use_steps(self) -> None:

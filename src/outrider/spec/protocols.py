@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.config import DrafterConfig, ModelConfig
 from ..ops.backend import Backend, Pass
 from ..ops.formats import DeviceWeight
-from ..types import DraftRound, KVView, OutputRows
+from ..types import DraftEnd, DraftNoise, DraftRound, KVView, OutputRows
 
 
 class Target(Protocol):
@@ -59,10 +59,8 @@ class DraftNet(Protocol):
         ...
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
-        seed: Tensor, position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """A whole round in one call: tokens [B, steps], confidences or None, lengths [B]."""
         ...
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...types import DraftRound, KVView, OutputRows
+from ...types import DraftEnd, DraftNoise, DraftRound, KVView, OutputRows
 from ..backend import EVERY_ROW, Pass
 from ..lowrank import Adapter
 from .lib import CAdapters, CBatchBuffers, CCall, CDraft, CLayer, CLowRank, CStack, c_spec
@@ -230,24 +230,12 @@ class CompiledDrafter:
         return (fed_back if self.config.tied_to_target else g), fed_back
 
     def draft(
-        self,
-        last: Tensor,
-        features: Tensor,
-        kv: KVView,
-        steps: int,
-        temperature: Tensor,
-        sampled: Tensor,
-        seed: Tensor,
-        position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None,
-        warm: bool = True,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where sampled, else
-        of the logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
-        With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is sampled,
-        for paths whose host must know. `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself
-        (spec.plan.DraftPlan); when all have, the steps that are left do not run, and their tokens and probabilities are
-        0."""
+        of the logits: what `step`, `candidates` and `gumbel_argmax` give one by one. With them their probabilities
+        [B, steps] among the candidates and the lengths [B]. When all drafts have ended themselves, the steps that are
+        left do not run, and their tokens and probabilities are 0."""
         state = self.start(kv, features)
         start = floats(features[:, : self.config.backbone_hidden])
         size = last.shape[0]
@@ -260,10 +248,10 @@ class CompiledDrafter:
             last.contiguous(),
             start,
             state.taps,
-            floats(temperature),
-            sampled.contiguous(),
-            seed.contiguous(),
-            position.contiguous(),
+            floats(noise.temperature),
+            noise.sampled.contiguous(),
+            noise.seed.contiguous(),
+            noise.position.contiguous(),
             out,
         ]
         c = self.c

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...types import MAX_DRAFT, AttnSpec, KVView
+from ...types import MAX_DRAFT, AttnSpec, DraftEnd, DraftNoise, KVView
 from .draft_kernel import (
     angles,
     attend_phase,
@@ -383,9 +383,7 @@ class FusedDrafter:
         return self.scratch[:, at : at + self.config.hidden]
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
-        seed: Tensor, position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
     ) -> tuple[Tensor, None, Tensor]:
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = self.size = last.shape[0]
@@ -404,7 +402,8 @@ class FusedDrafter:
             round_kernel[(self.programs,)](
                 self.flat, self.norms, self.head, self.ids, self.target.table, features, last, out,
                 self.scratch, self.best, self.scores, self.tokens, self.counter, self.epochs, *parts, kv.positions,
-                temperature, sampled.view(torch.uint8), seed, position, self.table_scale, features.stride(0), *strides,
+                noise.temperature, noise.sampled.view(torch.uint8), noise.seed, noise.position, self.table_scale,
+                features.stride(0), *strides,
                 *pages,
                 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,

@@ -10,15 +10,14 @@ second half with `post` is taken once, so that the fed-back state stays in the d
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ...types import MAX_DRAFT, AttnSpec, KVView
+from ...types import MAX_DRAFT, AttnSpec, DraftEnd, DraftNoise, KVView
 from . import draft_steps_kernel as kernels
 from .draft import power
 
@@ -127,12 +126,6 @@ class SteppedDrafter:
         self.launch: dict[str, int] = dict(PDL=pdl, num_stages=1, **({"launch_pdl": True} if pdl else {}))
         self._allocate()
 
-    def recut(self, cuts: StepTiles, pdl: bool) -> SteppedDrafter:
-        """The same weights cut otherwise (chunks stay): for benchmarks."""
-        other = copy(self)
-        other._cut(replace(cuts, chunk=self.cuts.chunk), pdl)
-        return other
-
     def _pack(self, chunk: int) -> None:
         drafter, h, wide = self.drafter, self.config.hidden, self.config.backbone_hidden
         self.chunks = triton.cdiv(wide, chunk)
@@ -186,14 +179,12 @@ class SteppedDrafter:
         return x.view(torch.int32) if self.narrow else x
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor,
-        seed: Tensor, position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
     ) -> tuple[Tensor, None, Tensor]:
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
         state = self.drafter.start(kv, features)
-        noise = (temperature, sampled.view(torch.uint8), seed, position)
+        noise = noise._replace(sampled=noise.sampled.view(torch.uint8))
         for step in range(steps):
             self._pre(last, features, out, step)
             for i in range(len(self.layers)):
