@@ -284,12 +284,13 @@ class Rig:
         propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, assumed: Synthetic | None = None,
         eager: bool = False,
         nodes: int = 0,
-        part: Literal["cycle", "draft"] = "cycle",
+        part: Literal["cycle", "draft"] = "cycle", model: TextModel | None = None,
     ) -> CapturedCycle:  # fmt: skip
         """Capture the engine's own decode step. advance: the committed length and the newest token move with every
         replay; otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP
         drafter; assumed: synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay
-        is a call. nodes: tokens of a tree, k deep. part: the whole cycle, or the draft alone."""
+        is a call. nodes: tokens of a tree, k deep. part: the whole cycle, or the draft alone. model: with adapters,
+        instead of the rig's own."""
         batch, idle = len(seqs), self.store.spec.slots
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
         rng = torch.Generator(device=self.device).manual_seed(2)
@@ -303,7 +304,8 @@ class Rig:
         inputs.cap.fill_(bound - max(k, nodes) - 1)  # a sequence that is done waits there for the others
         key = Key(batch, k, bound, "greedy", "drafter" if k else None, part, nodes=nodes)
         out = Output.of(key, self.device)
-        once = decode_step(self.model, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
+        target = model or self.model
+        once = decode_step(target, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
         began = time.perf_counter()
         keep = [t.clone() for t in (state.last, state.position, state.features)]
         graph = Graph(once, torch.device("cpu") if eager else self.device, self.pool)

@@ -210,10 +210,12 @@ def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str]
     to = (target.config, target.ops, target.dtype, target.device, short)
     pool = AdapterPool(target, lambda name, path: load_adapter(name, path, *to), settings.max_adapters)
     for name, path in settings.adapters.items():
-        pool.add(name, str(path))
+        adapter = pool.add(name, str(path))
+        if pool.slots is not None:
+            pool.slots.place([adapter])
     if settings.adapters:
-        size = f"{pool.nbytes / 2**20:.1f} MiB"
-        say(f"adapters: {', '.join(settings.adapters)} ({size})")
+        slots = "" if pool.slots is None else f" in {pool.slots.count} slots"
+        say(f"adapters: {', '.join(settings.adapters)} ({pool.nbytes / 2**20:.1f} MiB{slots})")
     return pool
 
 

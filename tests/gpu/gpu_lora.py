@@ -1,14 +1,17 @@
-"""Adapters on a GPU: mixed batches against each request alone, on the kernels' real shapes, and what a step costs.
+"""Adapters on a GPU: mixed batches in captured steps against each request alone, and what a step costs.
 
-    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py [SIZE...]
+    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py check [SIZE...]       # few layers, random weights
+    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py cost 31B [int4]       # all layers, graphs alone
 
-Sizes are Gemma 4's, with few layers and random weights. Tokens and log-probabilities must be equal to the last bit.
+Sizes are Gemma 4's; SIZE:int4 has 4-bit weights. Tokens and log-probabilities must be equal to the last bit. Cost: rank
+16 on all linear modules, as many adapters as sequences, median milliseconds of a captured step without and with them.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -18,19 +21,39 @@ from tests.engines import run_joining
 from tests.gpu.engines import engine_of
 from tests.lora import write_adapter
 
-from gpu_rig import Rig
+from gpu_rig import SIZES, Rig, shallow
 from outrider.engine.adapters import AdapterPool
+from outrider.engine.engine import Engine
+from outrider.engine.graphs import GraphExecutor
 from outrider.engine.step import Request
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
+from outrider.models.config import ModelConfig
+from outrider.ops.adapter_slots import row_ranges
+from outrider.ops.lowrank import Adapter, LowRank
+from outrider.ops.triton import TritonOps
 from outrider.types import SamplingParams
-from outrider.weights.adapter import load_adapter
+from outrider.weights.adapter import ADAPTABLE, load_adapter
+from outrider.weights.load import dummy_weights
+from outrider.weights.names import tensor_plan
 
-LAYERS = {"E2B": 10, "31B": 6, "26B-A4B": 6, "12B": 6}
+LAYERS = {"E2B": 10, "31B": 6, "26B-A4B": 6, "12B": 6, "31B:int4": 6}
 NAMES = ("a", "b", "c", "d")
+CYCLES = ((1, 0), (8, 0), (1, 4), (8, 4))  # sequences, K
+
+
+def rig_of(size: str, layers: int | None, slots: int, context: int) -> Rig:
+    name, _, mode = size.partition(":")
+    raw, ops = dict(BUILTIN_CONFIGS[SIZES[name]]), TritonOps("cuda")
+    raw = raw if layers is None else shallow(raw, layers)
+    weights = dummy_weights(ModelConfig.from_hf(raw), torch.device("cuda"), torch.bfloat16, ops, mode or None, 0)
+    drafter = BUILTIN_CONFIGS[SIZES[name] + "-assistant"]
+    return Rig(raw, drafter, ops, slots=slots, context=context, weights=weights, compiled=True)
 
 
 def adapters(rig: Rig) -> AdapterPool:
+    """Four of them, and two slots: they must be taken over, and then made."""
     to, folder = (rig.config, rig.ops, rig.model.dtype, rig.device), Path(mkdtemp())
-    pool = AdapterPool(rig.model, lambda name, path: load_adapter(name, path, *to))
+    pool = AdapterPool(rig.model, lambda name, path: load_adapter(name, path, *to), 2)
     for i, name in enumerate(NAMES):
         pool.add(name, str(write_adapter(rig.config, folder / name, seed=i, rank=(16, 8, 4, 64)[i], size=0.1)))
     return pool
@@ -43,30 +66,83 @@ def request(i: int, vocab: int, k: int, tree: int | None = None) -> Request:
     return Request(str(i), prompt, params, k, bool(k), tree=tree, adapter=name)
 
 
+def engine(rig: Rig, pool: AdapterPool | None, graphs: bool) -> Engine:
+    made = engine_of(graphs, rig)
+    made.runner.adapters = pool
+    return made
+
+
 def check(size: str) -> None:
-    with Rig.of(size, LAYERS[size], slots=9, context=1024) as rig:
+    """Eager and alone, without adapters in the engine where the request has none, against graphs."""
+    with rig_of(size, LAYERS[size], slots=9, context=1024) as rig:
         pool, vocab, told = adapters(rig), rig.config.vocab_size, dict[str, list[Any]]()
         alone: dict[str, list[int]] = {}
         for i in range(8):
-            engine = engine_of(None, rig)
-            engine.runner.adapters = pool
-            alone |= run_joining(engine, [(0, request(i, vocab, 0))], logprobs=told)
-        wrong = []
-        for k, tree in ((0, None), (1, None), (4, None), (8, None), (4, 8)):
-            engine, mixed = engine_of(None, rig), dict[str, list[Any]]()
-            engine.runner.adapters = pool
-            got = run_joining(engine, [(i % 3, request(i, vocab, k, tree)) for i in range(8)], logprobs=mixed)
-            same = [got[r] == alone[r] and mixed[r] == told[r] for r in alone]
-            wrong += [(k, tree, i) for i, ok in enumerate(same) if not ok]
+            one = request(i, vocab, 0)
+            alone |= run_joining(engine(rig, pool if one.adapter else None, False), [(0, one)], logprobs=told)
+        wrong: list[object] = []
+        for k, tree in ((0, None), (1, None), (4, None), (8, None), (16, None), (5, 16)):
+            made, mixed = engine(rig, pool, True), dict[str, list[Any]]()
+            got = run_joining(made, [(i % 3, request(i, vocab, k, tree)) for i in range(8)], logprobs=mixed)
+            wrong += [(k, tree, r) for r in alone if got[r] != alone[r] or mixed[r] != told[r]]
+            executor = made.executors[0]
+            assert isinstance(executor, GraphExecutor) and executor.broken is None, executor
+            assert any(key.adapted for key in executor.cache.graphs), "no adapted step was captured"
             torch.cuda.synchronize()
+            executor.drop()
+        wrong += replaced(rig, pool, alone)
         print(f"{size}: {'equal to the last bit' if not wrong else f'WRONG {wrong}'}", flush=True)
 
 
+def replaced(rig: Rig, pool: AdapterPool, alone: dict[str, list[int]]) -> list[str]:
+    """One slot for two running requests of one name: the adapter is replaced while the first one runs."""
+    vocab, small = rig.config.vocab_size, AdapterPool(rig.model, pool.load, 1)
+    small.add("a", pool.paths["a"])
+    made, got = engine(rig, small, True), {"1": list[int](), "2": list[int]()}
+    made.submit(request(1, vocab, 4))
+    for step in range(200):
+        if step == 4:
+            small.remove("a")
+            small.add("a", pool.paths["b"])
+            made.submit(replace(request(2, vocab, 4), adapter="a"))
+        for event in made.step():
+            got[event.id] += event.tokens
+        if step > 4 and not made.busy:
+            break
+    torch.cuda.synchronize()
+    return [f"replaced {r}" for r in got if got[r] != alone[r]]
+
+
+def cost(size: str) -> None:
+    rig = rig_of(size, None, slots=8, context=1280)
+    pool, parts = AdapterPool(rig.model, lambda name, path: None, 8), {}  # type: ignore[arg-type, return-value]
+    for name, plan in tensor_plan(rig.config).items():
+        if ADAPTABLE.fullmatch(name):
+            nothing, rows = torch.zeros(1, 1), [n for n, _ in plan.source_shapes]
+            a = nothing.expand(16 * len(rows), plan.shape[1])
+            parts[name] = LowRank(a, nothing, nothing, tuple((n, 16) for n in rows))
+    assert pool.slots is not None
+    pool.slots.reserve(Adapter("random", b"", parts))
+    for weight in pool.slots.weights.values():
+        weight.a.normal_(0.0, 0.02)
+        weight.b.normal_(0.0, 0.02)
+        weight.scale.fill_(1.0)
+    print(f"{size}: {pool.nbytes / 8e6:.0f} MB an adapter, {len(parts)} weights", flush=True)
+    seqs = rig.open(8, 1024, 128)
+    for batch, k in CYCLES:
+        ranges = torch.tensor(row_ranges(range(batch), [k + 1] * batch), dtype=torch.int32, device="cuda")
+        bare, adapted = (rig.graph(seqs[:batch], k, 1024, 1152, model=m) for m in (None, pool.slot_model(ranges)))
+        times = [(bare.time(12), adapted.time(12)) for _ in range(3)]
+        without, using = (sorted(t)[1] for t in zip(*times))
+        print(f"{size} {batch} x K={k}: {without:.3f} -> {using:.3f} ms, {using / without:.3f}", flush=True)
+        del bare, adapted
+
+
 def main() -> None:
-    began = time.perf_counter()
-    for size in sys.argv[1:] or LAYERS:
+    began, what = time.perf_counter(), sys.argv[1]
+    for size in sys.argv[2:] or LAYERS:
         try:
-            check(size)
+            check(size) if what == "check" else cost(size)
         except Exception as error:  # the next size is tried all the same
             import traceback
 

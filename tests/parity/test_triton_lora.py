@@ -1,5 +1,5 @@
-"""Adapters over the Triton kernels, on the GPU where there is one, else through Triton's interpreter: small and odd
-ranks are products that no model has otherwise."""
+"""Adapters in slots over the Triton kernels, on the GPU where there is one, else through Triton's interpreter, against
+their definition in plain torch."""
 
 from __future__ import annotations
 
@@ -14,37 +14,78 @@ if not CUDA:
 
 pytest.importorskip("triton")
 
-from outrider.ops.lowrank import AdaptedOps, Adapter, LowRank, row_groups  # noqa: E402
+from outrider.ops.adapter_slots import AdapterSlots, SlotOps, row_ranges  # noqa: E402
+from outrider.ops.lowrank import Adapter, LowRank  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 
-DEVICE, IN, OUT = torch.device("cuda" if CUDA else "cpu"), 64, 96
+DEVICE, IN = torch.device("cuda" if CUDA else "cpu"), 72
+OWNERS, COUNTS = ("a", None, "b", "a"), (1, 5, 9, 19)  # the last takes two ranges
 
 
 def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("rank", [1, 4, 16, 24])
-def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: int) -> None:
-    ops, w, x = TritonOps(DEVICE, pdl=False), rand(OUT, IN), rand(21, IN)
-    adapters = [
-        Adapter(name, b"", {"w": LowRank(ops.prepare(rand(r, IN)), ops.prepare(rand(OUT, r)), rand(OUT))})
-        for name, r in (("a", rank), ("b", 8))
-    ]
-    owners, counts = [adapters[0], None, adapters[1], adapters[0]], [1, 5, 9, 6]
+def adapter(name: str, rank: int, rows: tuple[int, ...], leave: int | None = None) -> Adapter:
+    """Of one weight that is fused of matrices with so many rows; leave: one that it does not change."""
+    pieces = tuple((n, 0 if i == leave else rank + i) for i, n in enumerate(rows))
+    b, scale, row, first = torch.zeros(sum(rows), sum(r for _, r in pieces)), torch.zeros(sum(rows)), 0, 0
+    for n, r in pieces:
+        b[row : row + n, first : first + r] = rand(n, r)
+        scale[row : row + n], row, first = (0.5 + rank if r else 0.0), row + n, first + r
+    return Adapter(name, name.encode(), {"w": LowRank(rand(first, IN) / 8, b, scale, pieces)})
 
-    def runs(base: ReferenceOps, rows: torch.Tensor, who: list[Adapter | None], how: list[int]) -> list[torch.Tensor]:
-        made = AdaptedOps(base, {id(w): "w"}, row_groups(who, how, DEVICE))
-        return [made.linear(rows, w), made.gated_linear(rows, w, "silu"), made.linear_act_mul(rows, w, y, "silu")]
 
-    y = rand(21, OUT)
-    got, want = runs(ops, x, list(owners), counts), runs(ReferenceOps(), x, list(owners), counts)
+@pytest.mark.parametrize("rank", [1, 16, 24])
+@pytest.mark.parametrize("rows", [(96,), (64, 32, 32), (48, 48)])
+def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: int, rows: tuple[int, ...]) -> None:
+    """Three fused matrices of which an adapter leaves one alone, gate and up, ranks with and without padding."""
+    ops, n, total = TritonOps(DEVICE, pdl=False), sum(rows), sum(COUNTS)
+    w, x, side = rand(n, IN).to(DEVICE), rand(total, IN).to(DEVICE), rand(total, n).to(DEVICE)
+    made = {"a": adapter("a", rank, rows, leave=1), "b": adapter("b", 8, rows)}
+
+    def runs(base: ReferenceOps, first: int, who: tuple[str | None, ...], how: tuple[int, ...]) -> list[torch.Tensor]:
+        slots = AdapterSlots(2, torch.float32, DEVICE)
+        placed = slots.place([made[name] if name else None for name in who])
+        here = slice(first, first + sum(how))
+        ranges = torch.tensor(row_ranges(placed, how), dtype=torch.int32, device=DEVICE)
+        adapted = SlotOps(base, {id(w): "w"}, slots, ranges)
+        out = [adapted.linear(x[here], w), adapted.linear_act_mul(x[here], w, side[here], "silu")]
+        return [*out, adapted.gated_linear(x[here], w, "gelu_tanh")] if len(rows) == 2 else out
+
+    got, want = runs(ops, 0, OWNERS, COUNTS), runs(ReferenceOps(), 0, OWNERS, COUNTS)
     for mine, theirs in zip(got, want):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
-    start, whole = 0, y
-    for owner, count in zip(owners, counts):
-        y = whole[start : start + count]
-        for alone, batch in zip(runs(ops, x[start : start + count], [owner], [count]), got):
-            assert torch.equal(alone, batch[start : start + count])
+    start = 0
+    for owner, count in zip(OWNERS, COUNTS):
+        for alone, batch in zip(runs(ops, start, (owner,), (count,)), got):
+            assert torch.equal(alone, batch[start : start + count]), owner
         start += count
+    bare = slice(COUNTS[0], COUNTS[0] + COUNTS[1])
+    plain = [ops.linear(x, w), ops.linear_act_mul(x, w, side, "silu")]
+    plain += [ops.gated_linear(x, w, "gelu_tanh")] if len(rows) == 2 else []
+    for base, batch in zip(plain, got):
+        assert torch.equal(base[bare], batch[bare]), "a row without an adapter takes no addition"
+        assert not torch.equal(base[:1], batch[:1])
+    if len(rows) == 3:
+        assert torch.equal(plain[0][:1, 64:96], got[0][:1, 64:96]), "the second matrix is left alone"
+
+
+def test_a_slot_changes_its_content_and_grows() -> None:
+    """More adapters than slots, a larger rank, a replaced adapter: each has the values that it has alone."""
+    ops, w, x = TritonOps(DEVICE, pdl=False), rand(96, IN).to(DEVICE), rand(3, IN).to(DEVICE)
+    made, slots = [adapter(str(i), (4, 8, 40, 2)[i], (96,)) for i in range(4)], AdapterSlots(1, torch.float32, DEVICE)
+    seen = set()
+
+    def run(who: list[Adapter | None], slots: AdapterSlots) -> torch.Tensor:
+        ranges = torch.tensor(row_ranges(slots.place(who), [1] * len(who)), dtype=torch.int32, device=DEVICE)
+        return SlotOps(ops, {id(w): "w"}, slots, ranges).linear(x[: len(who)], w)
+
+    def alone(who: list[Adapter | None]) -> torch.Tensor:
+        return run(who, AdapterSlots(len(who), torch.float32, DEVICE))
+
+    for who in ([made[0]], [made[1]], [made[0], made[1], None], [made[2], made[0]], [made[3], made[2], made[1]]):
+        assert torch.equal(run(list(who), slots), alone(list(who)))
+        seen.add((slots.count, slots.version))
+    assert slots.count == 4 and len(seen) == 4, "the second pass reuses the only slot, the others make new tensors"

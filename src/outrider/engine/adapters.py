@@ -12,9 +12,14 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
+from ..cache.store import upload
 from ..models.adapted import AdaptedModel, weight_names
 from ..models.decoder import TextModel
-from ..ops.lowrank import Adapter, row_groups
+from ..ops.adapter_slots import AdapterSlots, SlotOps, row_ranges
+from ..ops.lowrank import AdaptedOps, Adapter, row_groups
 from ..types import OutriderError
 
 log = logging.getLogger("outrider")
@@ -30,11 +35,19 @@ class AdapterPool:
         self.paths: dict[str, str] = {}
         self._loaded: dict[str, Adapter] = {}  # least recently used first
         self._names = weight_names(model)
+        self.slots: AdapterSlots | None = None  # those in use, where captured steps read them
+        if model.ops.capabilities.adapter_slots:
+            self.slots = AdapterSlots(max_adapters, model.dtype, model.device)
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        return sum(adapter.nbytes for adapter in list(self._loaded.values()))
+        """On the device that computes."""
+        return (
+            self.slots.nbytes
+            if self.slots is not None
+            else sum(adapter.nbytes for adapter in list(self._loaded.values()))
+        )
 
     def add(self, name: str, path: str) -> Adapter:
         """Load an adapter under a new name."""
@@ -72,7 +85,17 @@ class AdapterPool:
 
     def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> AdaptedModel:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
-        return AdaptedModel(self.model, self._names, row_groups(adapters, counts, self.model.device))
+        if self.slots is None:
+            groups = row_groups(adapters, counts, self.model.device)
+            return AdaptedModel(self.model, AdaptedOps(self.model.ops, self._names, groups))
+        ranges = row_ranges(self.slots.place(adapters), counts)
+        return self.slot_model(upload(ranges, torch.int32, self.model.device))
+
+    def slot_model(self, ranges: Tensor) -> AdaptedModel:
+        """The model for passes whose rows use the slots of `ranges` (ops.adapter_slots), as that tensor says when they
+        run."""
+        assert self.slots is not None
+        return AdaptedModel(self.model, SlotOps(self.model.ops, self._names, self.slots, ranges))
 
     def _keep(self, name: str, adapter: Adapter) -> None:
         self._loaded.pop(name, None)

@@ -45,6 +45,7 @@ class Key:
     part: Literal["cycle", "draft"] = "cycle"  # draft: only the guess, which is left in Inputs.drafted
     asks: SamplingFeatures = NO_FEATURES
     nodes: int = 0  # tokens of a tree of drafts, k deep; 0: a line of k
+    adapted: bool = False  # some sequences use adapters: their rows read Inputs.ranges
 
     @property
     def drafted(self) -> int:
@@ -87,6 +88,7 @@ class Inputs:
     top_k: Tensor
     top_p: Tensor
     min_logp: Tensor
+    ranges: Tensor  # int32 [2·N, 3] as ops.adapter_slots.row_ranges has them
 
     @staticmethod
     def of(device: torch.device, idle: int, rows: int) -> Inputs:
@@ -98,6 +100,7 @@ class Inputs:
             torch.zeros((rows, MAX_DRAFT), dtype=torch.int64, device=device),
             full(1.0, torch.float32), full(False, torch.bool),
             full(0, torch.int64), full(OFF, torch.int64), full(1.0, torch.float64), full(float("-inf"), torch.float32),
+            torch.zeros((2 * rows, 3), dtype=torch.int32, device=device),
         )  # fmt: skip
 
     def sampling(self, batch: int, choosing: Choosing) -> SamplingBatch:

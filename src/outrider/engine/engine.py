@@ -199,7 +199,10 @@ class Engine:
             return None
         if self.runner.adapters is None:
             raise OutriderError(f"there is no adapter {name[:60]!r}: this engine was loaded without adapters")
-        return self.runner.adapters.get(name)
+        adapter = self.runner.adapters.get(name)
+        if self.runner.adapters.slots is not None:
+            self.runner.adapters.slots.reserve(adapter)  # here, so that only this request fails where memory is short
+        return adapter
 
     def abort(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)

@@ -31,11 +31,12 @@ WAYS: tuple[Choosing, ...] = get_args(Choosing)  # the later ones do what the ea
 
 def covers(there: Key, wanted: Key) -> bool:
     """Can the step run in this graph?"""
-    same = (there.source, there.part, there.asks, there.nodes) == (
+    same = (there.source, there.part, there.asks, there.nodes, there.adapted) == (
         wanted.source,
         wanted.part,
         wanted.asks,
         wanted.nodes,
+        wanted.adapted,
     )
     deep = there.k == wanted.k or (there.k > wanted.k > 0 and not wanted.nodes)
     wide = there.batch >= wanted.batch and there.context >= wanted.context

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..cache.store import SeqCache, upload
+from ..ops.adapter_slots import row_ranges
 from ..ops.backend import Capabilities
 from ..spec.choose import SamplingBatch
 from ..spec.plan import DEEPEST, TIMED, VERIFY, CostPart, VerifiedTree
@@ -138,15 +139,16 @@ class GraphExecutor(Executor):
         drafted = (next(w for w in capabilities.graph_widths if w >= k) for k in widths)
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
         self._preparing = False  # what is captured is not needed for this step: if it fails, it is done without
+        self._slots_version = 0  # of the adapters' tensors that graphs read
         self.fixed = False  # somebody waits for every step: captured is only what no graph holds
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
     # ---- planning: which graph, captured if there is none
     def plan(self, batch: StepBatch) -> GraphPlan | None:
-        if batch.adapted or any(item.seq.adapter is not None for item in batch.prompts):
-            return None
         if not batch.decode:
             return GraphPlan(batch) if self.broken is None else None
+        if batch.adapted and not self._placed(batch):
+            return None
         wanted = self.key(batch.decode)
         if wanted is None:
             return None
@@ -154,9 +156,21 @@ class GraphExecutor(Executor):
         graph, draft = self.capture(key), None
         if key.k and key.asks.grammar:
             source = self._source(batch.decode) if any(item.plan.k for item in batch.decode) else "host"
-            draft = self.capture(replace(key, source=source, part="draft", asks=NO_FEATURES))
+            draft = self.capture(replace(key, source=source, part="draft", asks=NO_FEATURES, adapted=False))
             graph = graph if draft is not None else None
         return GraphPlan(batch, graph, wanted.context, draft) if graph is not None else None
+
+    def _placed(self, batch: StepBatch) -> bool:
+        """The adapters of the whole step are in slots, so that its prompts move none. Graphs that read tensors which
+        are no more are dropped."""
+        slots = self.runner.adapters.slots if self.runner.adapters is not None else None
+        if slots is None:
+            return False
+        slots.place([item.seq.adapter for item in (*batch.prompts, *batch.decode)])
+        if slots.version != self._slots_version:
+            self._drop(lambda key: not key.adapted)
+            self._slots_version = slots.version
+        return True
 
     def _stand_in(self, wanted: Key) -> Key:
         """The graph of a server that a step runs in."""
@@ -199,8 +213,9 @@ class GraphExecutor(Executor):
         # A server may run lines in a graph of more drafted tokens, which writes K/V of as many positions.
         beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
         return Key(
-            self.can.bucket(len(scheduled)), k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes
-        )
+            self.can.bucket(len(scheduled)), k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes,
+            any([item.seq.adapter is not None for item in scheduled]),
+        )  # fmt: skip
 
     def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they
@@ -248,9 +263,13 @@ class GraphExecutor(Executor):
         self.inputs.limit.fill_(0)
         self.inputs.cap.fill_(1)
         self._uploaded.clear()
-        out, runner = Output.of(key, self.device), self.runner
+        out, runner, model = Output.of(key, self.device), self.runner, self.runner.model
+        if key.adapted and runner.adapters is not None:
+            ranges = row_ranges([-1] * key.batch, [key.drafted + 1] * key.batch)
+            self._put("ranges", self.inputs.ranges, ranges)
+            model = runner.adapters.slot_model(self.inputs.ranges[: len(ranges)])
         step = decode_step(
-            runner.model, runner.store, self.drafter, self.state, self.inputs, key, out,
+            model, runner.store, self.drafter, self.state, self.inputs, key, out,
             history=self.history if key.asks != NO_FEATURES else None, bits=self.bits if key.asks.grammar else None,
         )  # fmt: skip
 
@@ -402,6 +421,10 @@ class GraphExecutor(Executor):
         self._put("slots", self.inputs.slots, [*[item.slot for item in scheduled], *[self.idle] * fill])
         self._put("cap", self.inputs.cap, [*[self._furthest] * len(scheduled), *[1] * fill])
         self._put("limit", self.inputs.limit, [*[item.plan.k for item in scheduled], *[0] * fill])
+        if key.adapted and self.runner.adapters is not None and self.runner.adapters.slots is not None:
+            placed = self.runner.adapters.slots.place([item.seq.adapter for item in scheduled])
+            ranges = row_ranges([*placed, *[-1] * fill], [key.drafted + 1] * key.batch)
+            self._put("ranges", self.inputs.ranges, ranges)
         if key.source in ("host", "both"):
             self._put(
                 "by_host", self.inputs.by_host, [*[item.guess is not None for item in scheduled], *[False] * fill]
@@ -426,7 +449,7 @@ class GraphExecutor(Executor):
                     to[: key.batch].copy_(upload(value.tolist(), value.dtype, self.device))
                 self._uploaded["sampling"] = line
 
-    def _put(self, name: str, to: Tensor, values: list[int] | list[bool]) -> None:
+    def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:
         """Upload a value for each row of the batch, unless the device has them already. Rows past the batch are not
         read, so what is there may be longer, as long as it begins with these values."""
         if self._uploaded.get(name, ())[: len(values)] != tuple(values):
@@ -441,6 +464,8 @@ class GraphExecutor(Executor):
         began, self._preparing = self.runner.clock(), True
         for key in graph_dispatch.warmup_keys(self._most, bound_of(self._furthest), self.can.graph_rows, self._widths):
             self.capture(key)
+            if self.runner.adapters is not None and self.runner.adapters.slots and self.runner.adapters.slots.weights:
+                self.capture(replace(key, adapted=True))
         self._preparing, self.fixed = False, True
         if not self.cache.graphs:
             self.broken = "no step can be captured"

@@ -85,6 +85,8 @@ class PrefillGraphs:
         """The graph these chunks run in, which may have to be captured; None: there is none, and will be none."""
         count, end = sum(item.count for item in scheduled), max(item.start + item.count for item in scheduled)
         wanted = any(item.wanted for item in scheduled)
+        if any(item.seq.adapter is not None for item in scheduled):
+            return None
         if not self.fixed and count <= self.most and len(scheduled) <= SEQUENCES[-1]:
             rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(scheduled))
             key = PrefillKey(rows, sequences, NEAR if end <= NEAR < self.furthest else self.furthest, wanted)

@@ -1,18 +1,18 @@
 """A target model during one pass in which some rows use low-rank adapters.
 
-`AdaptedModel` is a `TextModel` over the same weights: only its operations differ (ops.lowrank). It is made per pass
-and costs a dictionary.
+`AdaptedModel` is a `TextModel` over the same weights: only its operations differ (ops.lowrank, ops.adapter_slots). It
+is made per pass, or per captured step, and costs a dictionary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor
 
+from ..ops.adapter_slots import SlotOps
 from ..ops.backend import Backend, Pass
-from ..ops.lowrank import AdaptedOps, RowGroup
+from ..ops.lowrank import AdaptedOps
 from ..types import KVView, OutputRows
 from .decoder import TextModel
 
@@ -30,9 +30,9 @@ def weight_names(model: TextModel) -> dict[int, str]:
 
 
 class AdaptedModel(TextModel):
-    def __init__(self, model: TextModel, names: dict[int, str], groups: Sequence[RowGroup]):
+    def __init__(self, model: TextModel, ops: AdaptedOps | SlotOps):
         self.__dict__.update(model.__dict__)
-        self.ops = cast(Backend, AdaptedOps(model.ops, names, groups))
+        self.ops = cast(Backend, ops)
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         """All rows go through all layers, so that a row's group holds from the first layer to the last."""

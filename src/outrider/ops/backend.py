@@ -20,6 +20,7 @@ from .formats import DeviceWeight, Weight
 from .trees import FixedTree, Frontier, Nodes, Noise
 
 if TYPE_CHECKING:
+    from .adapter_slots import SlotWeight
     from .lowrank import Adapter, LowRank
 
 M = TypeVar("M")
@@ -85,6 +86,8 @@ class Capabilities:
     # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are
     # stored.
     draft_format: str | None = None
+    # Adapters are kept in slots (ops.adapter_slots), so that captured steps can use them.
+    adapter_slots: bool = False
     # A draft model's head is read row by row, so it pays to score a shortlist of tokens only (spec.draft_model).
     shortlists: bool = False
 
@@ -237,6 +240,11 @@ class Backend(Protocol):
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]: ...
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor: ...
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor: ...
+    def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor: ...
+    def lowrank_rows(
+        self, x: Tensor, y: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, act: str = "",
+        mul: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor: ...
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor: ...
@@ -299,6 +307,11 @@ class Backend(Protocol):
         self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
         down: DeviceWeight, top_k: int, act: str,
         h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def moe_next_to(
+        self, dense: Tensor, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor,
+        gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
+from .adapter_slots import SlotWeight
 from .backend import Capabilities, DraftChain, HostCycle, M, Norms
 from .formats import DeviceWeight, Weight
 from .lowrank import Adapter, LowRank
@@ -221,8 +222,31 @@ class ReferenceOps(TreeOps):
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate) * up
 
+    def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
+        """The product that `gated_linear` activates, [R, 2·I], with the same sums."""
+        return self.linear(x, w)
+
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return activation(act, x) * y
+
+    def lowrank_rows(
+        self, x: Tensor, y: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, act: str = "",
+        mul: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """y = x · wᵀ [R, out], just made, + scale · B (A x), each row with the matrices of its slot, which may be
+        written into y; then act(y) * mul, or with `act` alone act(gate) * up. ranges int32 [n, 3]: (first row, rows,
+        slot) of all rows; slot -1: no addition."""
+        for first, count, slot in ranges.tolist():
+            rows, at = slice(first, first + count), 0
+            for i, width in enumerate(change.rows if slot >= 0 else ()):
+                cols, at = slice(at, at + width), at + width
+                if (factor := float(change.scale[slot, i])) != 0.0:
+                    delta = self.linear(self.linear(x[rows], change.a[slot, i]), change.b[slot, cols]).float()
+                    y[rows, cols] = (y[rows, cols].float() + delta * factor).to(y.dtype)
+        if mul is not None:
+            return self.act_mul(y, mul, act)
+        gate, up = y.chunk(2, dim=-1)
+        return self.act_mul(gate, up, act) if act else y
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         """act(x · wᵀ) * y, [R, out]."""
@@ -415,6 +439,15 @@ class ReferenceOps(TreeOps):
         """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside
         the dense MLP of the same layer."""
         dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
+        routing = (router_in, x, router, expert_scale, gate_up, down, top_k, act)
+        return self.moe_next_to(dense, *routing, dense_w, post_w, stream, out_w, scale, next_w, eps)
+
+    def moe_next_to(
+        self, dense: Tensor, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor,
+        gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The same, where the dense MLP's output is known."""
         routed = self.moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
         y = self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
         return self.residual_norm(stream, y, out_w, scale, next_w, eps)

@@ -100,8 +100,9 @@ def load_adapter(
     device: torch.device,
     short: bool = False,
 ) -> Adapter:
-    """An adapter as the backend multiplies it, on its device. short: next to weights of 16 bits or fewer."""
-    file = read_adapter(path, config)
+    """An adapter as the backend multiplies it, on its device; in host memory where the device has slots for those in
+    use. short: next to weights of 16 bits or fewer."""
+    file, device = read_adapter(path, config), torch.device("cpu") if ops.capabilities.adapter_slots else device
     return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device, short))
 
 

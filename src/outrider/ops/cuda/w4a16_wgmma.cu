@@ -247,8 +247,8 @@ w4a16_wgmma(const char* x, const float* sums, u16* out, float* part, int* semaph
     };
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) copy_units(base + s * STAGE), advance();  // nobody's output: they come while the kernel ahead still runs
-    pdl_trigger();  // all blocks have their place, so the next kernel takes none from them
     pdl_wait();
+    pdl_trigger();  // all blocks have their place, so the next kernel takes none from them; what x is made of is complete
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         copy_x(base + s * STAGE, x, sums, work.from + (u32)s % work.count, p, lane);

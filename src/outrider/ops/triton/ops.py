@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, KVView, OutriderError
+from ..adapter_slots import SlotWeight
 from ..backend import Capabilities, M, Norms
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
 from ..trees import FixedTree, Frontier, Nodes, Noise
-from . import attention, block_attention, choose, moe, norm, prefill_attention, rope, trees
-from .gemm import GemmKind, compile_for, dense_gemm, variant
-from .gemm_config import NUM_SEMAPHORES
+from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
+from .gemm import LATE_TRIGGER_BYTES, GemmKind, compile_for, dense_gemm, variant
+from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .precompile import Precompiler
 from .quant_config import max_smem
 from .routing import list_pairs
@@ -29,7 +30,7 @@ class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
         independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024,
-        packed_rows=8192,
+        packed_rows=8192, adapter_slots=True,
         prefill_with_decodes=512, prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
     )
 
@@ -69,6 +70,29 @@ class TritonOps(ReferenceOps):
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         return dense_gemm(x, as_tensor(w), self.semaphores, act=act, gated=True, pdl=self.pdl, ahead=self.ahead)
+
+    def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
+        w = as_tensor(w)
+        cut = choose_reduction(w.shape[0] // 2, w.shape[1], True, w.element_size())  # the gated product's sums
+        many = cut.many and (2 * cut.many[0], *cut.many[1:])
+        return dense_gemm(x, w, self.semaphores, pdl=self.pdl, tile=replace(cut, bn=2 * cut.bn, many=many))
+
+    def lowrank_rows(
+        self, x: Tensor, y: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, act: str = "",
+        mul: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        early = self.pdl and len(x) <= lowrank.EARLY_ROWS and self.triggers_late(w)
+        scratch = self.scratch if early else None
+        return lowrank.lowrank_rows(x, y, change, ranges, act, mul, pdl=self.pdl, scratch=scratch)
+
+    def triggers_late(self, w: DeviceWeight) -> bool:
+        """Does the kernel of a product with this weight let the next one in only when what came before is complete?"""
+        return isinstance(w, Tensor) and w.nbytes >= LATE_TRIGGER_BYTES
+
+    @cached_property
+    def scratch(self) -> Tensor:
+        """Memory of sums that are made while the kernel ahead still runs: nothing else may lie there."""
+        return torch.empty(lowrank.SCRATCH, dtype=torch.float32, device=self.semaphores.device)
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         return dense_gemm(x, as_tensor(w), self.semaphores, mul=y, act=act, pdl=self.pdl, ahead=self.ahead)
@@ -186,6 +210,15 @@ class TritonOps(ReferenceOps):
         return moe.mix(
             pair_out, pairs.weight, moe.MoeEpilogue(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), join()
         )
+
+    def moe_next_to(
+        self, dense: Tensor, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor,
+        gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
+        ends = moe.MoeEpilogue(dense, dense_w, post_w, stream, out_w, scale, next_w, eps)
+        return moe.mix(moe.products(pairs, x, gate_up, down, act, self.pdl), pairs.weight, ends, self.pdl)
 
     def dense_mlp(
         self, h: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str

@@ -1,0 +1,181 @@
+"""Adapters in slots: what the sequences of a pass change, stacked in tensors that stay where they are.
+
+A captured step can only read fixed addresses, so a backend whose steps are captured keeps the matrices of each adapter
+in use in a slot of one tensor per weight (`SlotWeight`), and a pass says by a list of row ranges which rows use which
+slot. A slot's content may change between two passes: writes and passes are in the order of one stream. A larger rank,
+a weight that no adapter changed before, or more adapters in one pass than there are slots make new tensors; `version`
+counts these, since graphs that were captured before read the old ones.
+
+`SlotOps` stands in for the backend during such a pass. The two small products and what follows them are one operation
+of the backend (`lowrank_rows`), the same in captured and in other passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..types import OutriderError
+from .backend import Backend
+from .formats import DeviceWeight
+from .lowrank import Adapter, LowRank
+
+RANGE_ROWS = 16  # rows of a range: what one matrix instruction takes
+RANK_STEP = 16  # ranks are padded to a multiple of it, with zeros, which change no sum
+
+
+@dataclass(frozen=True)
+class SlotWeight:
+    """The changes of one weight by slot. A weight may be fused of P matrices (q, k and v; gate and up)."""
+
+    a: Tensor  # [slots, P, r, in]
+    b: Tensor  # [slots, out, r]
+    scale: Tensor  # float32 [slots, P]; 0: this matrix takes no addition
+    rows: tuple[int, ...]  # of the P matrices
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes + self.scale.nbytes
+
+
+class AdapterSlots:
+    """Used by the engine's thread only."""
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device):
+        self.count, self.dtype, self.device, self.version = count, dtype, device, 0
+        self.weights: dict[str, SlotWeight] = {}
+        self._slots: dict[bytes, int] = {}  # by an adapter's content, least recently used first
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in list(self.weights.values()))
+
+    def reserve(self, adapter: Adapter) -> None:
+        """Make room for its weights and ranks."""
+        for name, part in adapter.parts.items():
+            rank, known = -(-max(r for _, r in part.pieces) // RANK_STEP) * RANK_STEP, self.weights.get(name)
+            if known is None or known.a.shape[2] < rank:
+                try:
+                    self.weights[name] = self._room(part, known, rank)
+                except torch.OutOfMemoryError:
+                    raise OutriderError(
+                        f"adapter {adapter.name!r} does not fit: {self.count} slots of rank {rank} take more memory "
+                        "than the GPU has left (--max-adapters, --gpu-memory)"
+                    ) from None
+                self.version += 1
+
+    def place(self, adapters: Sequence[Adapter | None]) -> list[int]:
+        """The slot of each, -1 for None; those that have none get one. The least recently used leave."""
+        wanted = {adapter.digest: adapter for adapter in adapters if adapter is not None}
+        for digest, adapter in wanted.items():
+            slot = self._slots.pop(digest, None)
+            if slot is None:
+                slot = self._free(wanted)
+                self.reserve(adapter)
+                self._write(adapter, slot)
+            self._slots[digest] = slot
+        return [-1 if adapter is None else self._slots[adapter.digest] for adapter in adapters]
+
+    def _free(self, wanted: Mapping[bytes, Adapter]) -> int:
+        """A slot that nothing of this pass uses."""
+        if len(self._slots) < self.count:
+            return min(set(range(self.count)) - set(self._slots.values()))
+        oldest = next((digest for digest in self._slots if digest not in wanted), None)
+        if oldest is not None:
+            return self._slots.pop(oldest)
+        self.count, self.version = 2 * self.count, self.version + 1
+        self.weights = {name: self._grown(known, known.a.shape[2]) for name, known in self.weights.items()}
+        return len(self._slots)
+
+    def _room(self, part: LowRank, known: SlotWeight | None, rank: int) -> SlotWeight:
+        if known is not None:
+            return self._grown(known, rank)
+        rows, columns = tuple(rows for rows, _ in part.pieces), part.a.shape[1]
+        zeros = lambda *shape, dtype=self.dtype: torch.zeros(shape, dtype=dtype, device=self.device)  # noqa: E731
+        scale = zeros(self.count, len(rows), dtype=torch.float32)
+        return SlotWeight(zeros(self.count, len(rows), rank, columns), zeros(self.count, sum(rows), rank), scale, rows)
+
+    def _grown(self, known: SlotWeight, rank: int) -> SlotWeight:
+        """With room for more slots or a larger rank."""
+        more, wider = self.count - known.a.shape[0], rank - known.a.shape[2]
+        pad = torch.nn.functional.pad
+        return SlotWeight(
+            pad(known.a, (0, 0, 0, wider, 0, 0, 0, more)),
+            pad(known.b, (0, wider, 0, 0, 0, more)),
+            pad(known.scale, (0, 0, 0, more)),
+            known.rows,
+        )
+
+    @torch.inference_mode()
+    def _write(self, adapter: Adapter, slot: int) -> None:
+        for name, weight in self.weights.items():
+            part = adapter.parts.get(name)
+            if part is None:
+                weight.scale[slot] = 0.0
+                continue
+            a, b, scale = (torch.zeros(t.shape[1:], dtype=t.dtype) for t in (weight.a, weight.b, weight.scale))
+            own_a, own_b, row, first = part.a, part.b, 0, 0
+            assert isinstance(own_a, Tensor) and isinstance(own_b, Tensor), "slots hold dense matrices"
+            for i, (rows, rank) in enumerate(part.pieces):
+                if rank:
+                    a[i, :rank] = own_a[first : first + rank]
+                    b[row : row + rows, :rank] = own_b[row : row + rows, first : first + rank]
+                    scale[i] = part.scale[row]
+                row, first = row + rows, first + rank
+            for to, value in ((weight.a, a), (weight.b, b), (weight.scale, scale)):
+                to[slot].copy_(value)
+
+
+def row_ranges(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first row, rows, slot) of a pass in which sequence i has `counts[i]` rows and uses slot `slots[i]`."""
+    ranges, start = [], 0
+    for slot, count in zip(slots, counts, strict=True):
+        ranges += [(start + at, min(RANGE_ROWS, count - at), slot) for at in range(0, count, RANGE_ROWS)]
+        start += count
+    return ranges
+
+
+class SlotOps:
+    """The backend `base` with the changes of the slots in every product that they change; all else is the backend's.
+    names: the canonical name of a weight by its `id`. ranges: int32 [n, 3], as `row_ranges` has them, of all rows."""
+
+    def __init__(self, base: Backend, names: Mapping[int, str], slots: AdapterSlots, ranges: Tensor):
+        self.base, self.names, self.weights, self.ranges = base, names, slots.weights, ranges
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.base, name)
+
+    def changed(self, w: DeviceWeight) -> SlotWeight | None:
+        return self.weights.get(self.names.get(id(w), ""))
+
+    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
+        y, weight = self.base.linear(x, w, bias), self.changed(w)
+        return y if weight is None else self.base.lowrank_rows(x, y, w, weight, self.ranges)
+
+    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
+        weight = self.changed(w)
+        if weight is None:
+            return self.base.gated_linear(x, w, act)
+        return self.base.lowrank_rows(x, self.base.gate_and_up(x, w), w, weight, self.ranges, act)
+
+    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
+        weight = self.changed(w)
+        if weight is None:
+            return self.base.linear_act_mul(x, w, y, act)
+        return self.base.lowrank_rows(x, self.base.linear(x, w), w, weight, self.ranges, act, y)
+
+    def moe_with_shared_mlp(
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
+        down: DeviceWeight, top_k: int, act: str,
+        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        routing = (router_in, x, router, expert_scale, gate_up, down, top_k, act)
+        rest = (dense_w, post_w, stream, out_w, scale, next_w, eps)
+        if self.changed(mlp_gate_up) is None and self.changed(mlp_down) is None:
+            return self.base.moe_with_shared_mlp(*routing, h, mlp_gate_up, mlp_down, *rest)
+        dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
+        return self.base.moe_next_to(dense, *routing, *rest)
