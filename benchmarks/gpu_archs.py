@@ -73,7 +73,7 @@ ADAPTERS = "adapters of 31B"
 EXPERTS = "experts of 26B-A4B in "  # and a format
 SHORT = [
     ("int4 g32", 1), ("int4 g32", 64), ("fp8", 16), ("out of E2B", 1), ("gate_up of 31B", 512), (ATTENTION, 512),
-    (EXPERTS + "int8 g128", 512), (EIGHT_BITS, 1), (ADAPTERS, 1), (ADAPTERS, 40),
+    (EXPERTS + "int8 g128", 512), (EIGHT_BITS, 1), (ADAPTERS, 1),
 ]  # fmt: skip
 CONSTANTS = ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps", "num_stages")
 
