@@ -70,11 +70,13 @@ class HttpServer(uvicorn.Server):
         self._tidying = asyncio.create_task(self._tidy())
 
     async def _tidy(self) -> None:
-        """What connections and large bodies took of the memory goes back to the system when they are gone."""
-        before = (0, 0)
+        """Memory of ended connections and large bodies goes back to the system when they are gone, but only while no
+        request runs: the collector and malloc_trim hold locks that every thread needs."""
+        before, admission = (0, 0), self.app.state.server.admission
         while True:
             await asyncio.sleep(TIDY_S)
-            if (now := (self.connections.closed, self.server_state.total_requests)) != before:
+            now = (self.connections.closed, self.server_state.total_requests)
+            if now != before and not admission.in_flight:
                 before = now
                 await asyncio.to_thread(trim)
 
