@@ -9,7 +9,7 @@ from ..models.inspect import flops, model_size
 from ..models.vision_config import IMAGE_TOKENS, VisionConfig
 from .predict import Setup
 
-TOWER_REACH, PROMPT_REACH = 0.35, 0.5  # of the matrix rate; measured on an H200 (towers: 22 to 39 % from 266 tokens on)
+TOWER_REACH, PROMPT_REACH = 0.35, 0.5  # of the matrix rate: towers reach 21 to 40 % on an H200 from 266 tokens on
 CPU_RATE = 0.25  # of a CPU's 8-bit rate: a tower multiplies floats
 
 

@@ -7,16 +7,47 @@ with matrices that read the same rows stacked, and heads in an order in which th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..ops.backend import Backend
 from ..ops.reference import ReferenceOps
 from .vision_config import CLIPS, VisionConfig
+
+# the fastest that takes the heads; cuDNN's uses Hopper's wgmma
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+GRAPHS, GRAPH_PIXELS = 16, 1120 * 48 * 48 // 2  # shapes that are captured; in a larger image launching hides
+
+
+class ShapeGraphs:
+    """An encoder as a CUDA graph for each shape of an image that has come before: launching the kernels of a tower
+    takes longer than running them."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
+        self._run = run
+        self._seen: set[torch.Size] = set()
+        self._made: dict[torch.Size, tuple[Tensor, torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """pixels: on the GPU."""
+        if pixels.shape not in self._made:
+            if pixels.shape not in self._seen or len(self._made) >= GRAPHS or pixels.numel() > 3 * GRAPH_PIXELS:
+                self._seen = {*self._seen, pixels.shape} if len(self._seen) < 1024 else set()
+                return self._run(pixels)
+            given, graph = pixels.clone(), torch.cuda.CUDAGraph()
+            pool = next(iter(self._made.values()))[1].pool() if self._made else None
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                out = self._run(given)
+            self._made[pixels.shape] = given, graph, out
+        given, graph, out = self._made[pixels.shape]
+        given.copy_(pixels)
+        graph.replay()
+        return out.clone()
 
 
 @dataclass(frozen=True)
@@ -54,6 +85,7 @@ class VisionModel:
         some = next(iter(weights.values()))
         self.device, self.dtype = some.device, some.dtype
         tower = config.kind == "tower"
+        self._graphs = ShapeGraphs(self._encode) if self.device.type == "cuda" else None
         self.layers = [self._gather(f"vision_tower.encoder.layers.{i}.") for i in range(config.layers if tower else 0)]
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -61,11 +93,11 @@ class VisionModel:
         before = torch.get_num_threads()
         torch.set_num_threads(max(before, self.threads))
         try:
-            return self._encode(pixels.to(self.device))
+            with torch.inference_mode(), sdpa_kernel(BACKENDS, set_priority=True):
+                return (self._graphs or self._encode)(pixels.to(self.device))
         finally:
             torch.set_num_threads(before)
 
-    @torch.inference_mode()
     def _encode(self, pixels: Tensor) -> Tensor:
         config, x = self.config, unit_range(pixels)
         if config.kind == "siglip":
