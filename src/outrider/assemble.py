@@ -186,11 +186,11 @@ def load_images(
 ) -> tuple[ImageEncoder | str, int]:
     """What reads the images of this model (a text: why none are read), and the most rows of an image. leads: this
     process is rank 0, which reads them for all."""
+    if not settings.vision:
+        return "images are off: the model was loaded without its vision weights (--no-vision)", 0
     config = vision_config(files)
     if config is None:
         return NO_MMPROJ if files.gguf is not None else NO_VISION, 0
-    if not settings.vision:
-        return "images are off: the model was loaded without its vision weights (--no-vision)", 0
     dummy = settings.seed if settings.load_format == "dummy" else None
     if dummy is None and not has_vision(files):
         return NO_VISION, 0

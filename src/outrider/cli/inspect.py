@@ -60,7 +60,7 @@ def show_cpu(asked: bool) -> None:
     raise typer.Exit
 
 
-@common.loading("kv_dtype")
+@common.loading("kv_dtype", "vision")
 def inspect(
     model: common.Model,
     drafter: Annotated[
@@ -144,7 +144,7 @@ def inspect(
     data["rounded_activations"] = rounded_activations(files.config)
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
-    vision = vision_config(files)
+    vision = vision_config(files) if load.vision else None
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
     beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
     if small is not None:

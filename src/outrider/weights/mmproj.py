@@ -48,6 +48,9 @@ LAYER = {
 }  # fmt: skip
 
 
+PROJECTORS = {"gemma3": "gemma3_text", "gemma4v": "gemma4_text", "gemma4uv": "gemma4_text"}  # kind -> model_type
+
+
 def gguf_name(name: str) -> str:
     """`vision_tower.encoder.layers.3.mlp.fc1.bias` -> `v.blk.3.ffn_up.bias`."""
     if name in TOP:
@@ -63,7 +66,7 @@ def gguf_name(name: str) -> str:
 def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
     """The configuration of the text model `text`, whose vocabulary is `tokens`, together with this projector."""
     kind = file.meta.get("clip.vision.projector_type", file.meta.get("clip.projector_type"))
-    family = {"gemma3": "gemma3_text", "gemma4v": "gemma4_text", "gemma4uv": "gemma4_text"}.get(str(kind))
+    family = PROJECTORS.get(str(kind))
     if family is None or family != text.get("model_type"):
         raise OutriderError(
             f"{file.path}: a projector of kind {str(kind)[:40]!r} does not fit {text.get('model_type')}"

@@ -13,7 +13,7 @@ from ..models.vision_config import VisionConfig
 from ..types import OutriderError
 from .files import Files, open_source, translate
 from .gguf import read
-from .mmproj import mmproj_config, read_mmproj
+from .mmproj import PROJECTORS, mmproj_config, read_mmproj
 from .repos import companion
 from .source_tensor import FLOATS, tensor
 
@@ -24,11 +24,12 @@ OTHER_NAMES = {  # newer checkpoints of transformers keep the unified projection
 
 
 def vision_config(files: Files) -> VisionConfig | None:
-    """None: the checkpoint has no vision weights. Those of a GGUF model are in the projector (mmproj) next to it."""
+    """None: the checkpoint has no vision weights. Those of a GGUF model are in the projector (mmproj) next to it; a
+    projector of a family whose images are not supported is left alone, and the model reads text."""
     if files.gguf is None:
         return translate(VisionConfig.from_hf, files)
     path = companion(files.path, "mmproj")
-    if path is None:
+    if path is None or files.config.get("model_type") not in PROJECTORS.values():
         return None
     described = mmproj_config(read(path), files.config, files.gguf.meta.get("tokenizer.ggml.tokens"))
     return translate(VisionConfig.from_hf, replace(files, config=described))

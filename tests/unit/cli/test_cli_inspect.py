@@ -138,12 +138,15 @@ def test_a_dense_checkpoint_that_a_gpu_rounds(tmp_path: Path, monkeypatch: pytes
 
 def test_a_quantised_config_is_counted_as_it_is_stored() -> None:
     """It reported the 61.4 GB of bfloat16 for int4 in groups of 32."""
-    data = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--json"))
+    card = ("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--no-vision", "--json")
+    data = json.loads(call(*card))
     dense = json.loads(call("google/gemma-4-31B-it", "--gpu", "rtx4090", "--json"))
     assert 19.2e9 < data["bytes"] < 19.5e9 and data["bytes_per_token"] < 19.5e9 and 61e9 < dense["bytes"] < 62e9
     assert data["formats"]["int4 g32"] > 16e9 and data["formats"]["dense"] < 3e9
     assert data["gpu"]["fits"] and data["gpu"]["context"] >= 32768
-    eight = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--kv-dtype", "fp8", "--json"))
+    eight = json.loads(call(*card, "--kv-dtype", "fp8"))
+    seeing = json.loads(call(*(word for word in card if word != "--no-vision")))
+    assert seeing["vision_bytes"] > 1e9 and seeing["gpu"]["context"] < data["gpu"]["context"]
     assert (
         eight["kv_bytes_per_token"] * 2 == data["kv_bytes_per_token"]
         and eight["gpu"]["context"] > 2 * data["gpu"]["context"]
