@@ -104,10 +104,40 @@ def drafters() -> str:
     return table(["drafter", "K = 1", "2", "3", "4", "6", "8", "first position"], rows)
 
 
+def block_cycles() -> str:
+    """Cycles of block drafters next to MTP's, as shares of a plain step."""
+    row = newest(history("gpu"), "block_cycles_ms")
+    rows = []
+    for size, times in row["block_cycles_ms"].items():
+        for batch in ("1", "8"):
+            kind = "dspark" if f"dspark bf16 7 {batch}" in times else "dflash"
+            names = ("MTP 4", "MTP 7", f"{kind} bf16 7", f"{kind} fp8 7", f"{kind} bf16 15", f"{kind} fp8 15")
+            plain = times.get(f"plain {batch}")
+            cells = [times.get(f"{name} {batch}") for name in names]
+            if plain:
+                shares = [f"{t / plain:.2f}" if t else "–" for t in cells]
+                rows.append([f"{size}, {kind}, {batch}", f"{plain:.2f}", *shares])
+    head = ["target, drafter, sequences", "plain step, ms", "MTP, K = 4", "MTP, K = 7", "block, K = 7", "in fp8"]
+    return table([*head, "block, K = 15", "in fp8"], rows) + f"\n{row['date']}, `{row['command']}`.\n"
+
+
+def adapter_steps() -> str:
+    row = newest(history("gpu"), "adapter_steps_ms")
+    columns = ("1 x K=0", "8 x K=0", "1 x K=4", "8 x K=4")
+    rows = [
+        [size, *(f"{t[c][0]:.2f} → {t[c][1]:.2f} ({t[c][1] / t[c][0]:.2f}×)" if c in t else "–" for c in columns)]
+        for size, t in row["adapter_steps_ms"].items()
+    ]
+    head = ["ms without → with", "1 sequence", "8 sequences", "1, K = 4", "8, K = 4"]
+    return table(head, rows) + f"\nCommit `{row['commit']}`, {row['date']}, `{row['command']}`.\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "h200-engine": lambda: both_engines("engine_tok_s"),
     "h200-prompts": lambda: both_engines("prompt_and_16_s"),
     "h200-one-sequence": one_sequence,
+    "h200-blocks": block_cycles,
+    "h200-adapters": adapter_steps,
     "cpu-rows": cpu_rows,
     "drafters": drafters,
 }
