@@ -11,6 +11,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __shared__ static __attribute__((section("emulated_shared"), used))
 #define __align__(n) alignas(n)
@@ -213,6 +214,12 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     machine::multiply(d, a, b);
 }
 
+inline u32 transposed(u32 v) {
+    const int g = machine::thread_index() % 32 / 4, c = machine::thread_index() % 4;
+    const u32 low = __shfl_sync(~0u, v, 8 * c + g / 2), high = __shfl_sync(~0u, v, 8 * c + 4 + g / 2);
+    return (low >> 16 * (g & 1) & 0xFFFF) | high >> 16 * (g & 1) << 16;
+}
+
 inline float float_of_half(u16 h) {
     const int exponent = h >> 10 & 31, digits = h & 1023;
     float v = exponent ? ldexpf(1024 + digits, exponent - 25) : ldexpf(digits, -24);
@@ -280,14 +287,37 @@ inline void pdl_wait() { machine::pdl_wait(); }
 // warpgroup.cuh.
 
 #define OUTRIDER_WARPGROUP
-template <bool Add, int N> inline void multiply_all(float (&d)[N], const u32* a, u64 b) { machine::add_product(d, N, a, b, Add); }
+template <bool Add, int N> inline void multiply_all(float (&d)[N], const u32* a, u64 b) { machine::add_product(d, N, a, 0, b, Add); }
 inline void begin_multiplying() { machine::begin_products(); }
 inline void end_batch() { machine::end_products(); }
+template <int LEFT> inline void wait_batches() { machine::wait_products(LEFT); }
 template <int LEFT, int N> inline void wait_batches(float (&)[N]) { machine::wait_products(LEFT); }
 inline void show_to_matrix_units() { machine::show_to_products(); }
 #ifdef NT
 inline u64 matrix_at(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(NT * 8) << 16 | (u64)8 << 32; }
 #endif
+
+// tma.cuh.
+
+#define OUTRIDER_TMA
+struct TensorMap {
+    machine::Matrix matrix;
+    char rest[128 - sizeof(machine::Matrix)];
+};
+inline void barrier_init(u32 at, int arrivals) { machine::barrier_init(at, arrivals); }
+inline void show_barriers() {}
+inline void barrier_expect(u32 at, int bytes) { machine::barrier_arrive(at, -1, bytes); }
+inline void barrier_arrive(u32 at, int block) { machine::barrier_arrive(at, block, 0); }
+inline void barrier_wait(u32 at, u32 parity) { machine::barrier_wait(at, parity); }
+inline void cluster_sync() { machine::meet_cluster(); }
+template <bool Paired, bool All> inline void fetch_tile(u32 to, const TensorMap& map, u32 barrier, int row, int column) {
+    if (map.matrix.paired != Paired) machine::fail("fetches by a map for other tiles");
+    machine::fetch_tile(to, map.matrix, barrier, row, column, All);
+}
+template <int COUNT> inline void take_registers() {}
+template <int COUNT> inline void give_registers() {}
+inline u64 swizzled_matrix(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+template <int N> inline void multiply_shared(float (&d)[N], u64 a, u64 b, int add) { machine::add_product(d, N, nullptr, a, b, add); }
 
 // The launch of KERNEL, which is given when compiled: values are addresses of its parameters, as the driver takes them.
 

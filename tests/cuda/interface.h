@@ -57,10 +57,18 @@ void end_copies(int open);  // all but those of the newest `open` groups
 void multiply(float* d, const u32* a, const u32* b);  // mma.m16n8k16
 void take_matrices(u32* b, u32 at);                   // ldmatrix.x4
 void begin_products();                                // products of four warps: wgmma
-void add_product(float* d, int sums, const u32* a, u64 matrix, bool add);
+void add_product(float* d, int sums, const u32* a, u64 left, u64 matrix, bool add);  // a null: `left` is in shared memory too
 void end_products();
 void wait_products(int open);
 void show_to_products();
+
+struct Matrix { const char* at; i64 rows, columns, stride, tile_rows, paired; };  // of bfloat16, for TMA: a tile has 64 columns
+
+void barrier_init(u32 at, int arrivals);
+void barrier_arrive(u32 at, int rank, i64 bytes);  // at the barrier of a block of the cluster (-1: its own), which then waits for more bytes
+void barrier_wait(u32 at, u32 parity);
+void meet_cluster();
+void fetch_tile(u32 to, const Matrix& from, u32 barrier, int row, int column, bool all);
 
 // 1: it failed, and the message says why. variables: those that are said to be shared.
 int launch(const Launch& asked, void (*kernel)(void**), char* variables, char* variables_end);

@@ -3,7 +3,7 @@
 //
 // What goes wrong ends the launch with one line that says where: memory that is nobody's, addresses that are not aligned, bytes that are
 // still on their way, words that two threads touch in no order (order.h), lanes that meet at different places, and waiting that cannot end.
-#include "products.h"
+#include "async.h"
 
 namespace machine {
 
@@ -14,7 +14,7 @@ inline void fault(int, siginfo_t* info, void*) {
 }
 
 inline void begin_block(Block& block) {
-    block.index = the.begun++, block.live = the.threads;
+    block.index = the.begun++, block.live = the.threads, block.mbarriers = nullptr;
     memset(block.room, 0xFF, the.shared);  // NaN of every kind
     memset(block.flying, 0, (the.shared / 4 + 4) * 2), memset(block.held, 0, (the.shared / 4 + 4) * 2);
     forget(block.shadow), forget(block.variables_shadow);
@@ -70,6 +70,7 @@ int launch(const Launch& asked, void (*kernel)(void**), char* variables, char* v
             warp.meeting.waiting = (Fiber**)room_for(32 * sizeof(Fiber*)), warp.index = b * warps + w, warp.known = nothing_known();
             the.warps[warp.index] = &warp;
         }
+        block.cluster.waiting = (Fiber**)room_for(2 * threads * sizeof(Fiber*));
         for (int i = 0; i < 16; i++) block.barriers[i].waiting = (Fiber**)room_for(threads * sizeof(Fiber*));
     }
     static char signal_stack[64 << 10];

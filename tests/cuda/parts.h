@@ -45,6 +45,7 @@ struct Copy { u32 to; const char* from; int bytes, read, group; };  // bytes bey
 
 struct Block;
 struct Warp;
+struct Barrier;   // of async.h
 struct Products;  // of products.h
 
 struct Fiber {
@@ -82,7 +83,8 @@ struct Warp {
 struct Block {
     u32 index;
     int live;
-    Meeting barriers[16];
+    Meeting barriers[16], cluster;  // cluster: of its two blocks, held by the first
+    Barrier* mbarriers;
     int expected[16];
     Fiber* fibers;
     Warp* warps;

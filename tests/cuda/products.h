@@ -59,7 +59,7 @@ void take_matrices(u32* b, u32 at) {  // four of 8 x 8: lane 8 i + r says where 
 
 constexpr int MOST_PRODUCTS = 64, MOST_SUMS = 128;
 
-struct Product { float* d; int sums, group; u32 a[4]; u64 b; bool add; };
+struct Product { float* d; int sums, group; u32 a[4]; u64 left, b; bool add; };  // left: 0, or where a lies in shared memory
 
 struct Sums { float *d, value[MOST_SUMS]; int waiting; };  // of products under way
 
@@ -87,15 +87,20 @@ inline Sums& sums_of(Products& p, float* d) {
     fail("more than 8 sums of products under way");
 }
 
-template <class F> inline void each_piece(u64 matrix, int tokens, F f) {  // f(where 8 columns of a token lie, first column, token); no swizzle
-    const u32 at = (matrix & 0x3FFF) << 4, next_columns = (matrix >> 16 & 0x3FFF) << 4, next_tokens = (matrix >> 32 & 0x3FFF) << 4;
-    if (matrix >> 62) fail("a matrix with a swizzle, which is not emulated");
-    for (int t = 0; t < tokens; t++)
-        for (int k = 0; k < 2; k++) f(at + k * next_columns + t / 8 * next_tokens + t % 8 * 16, k * 8, t);
+// f(where 8 columns of a row lie, first column, row), of rows first..end. Swizzle: none, or that of 128 bytes.
+template <class F> inline void each_piece(u64 matrix, int first, int end, F f) {
+    const u32 at = (matrix & 0x3FFF) << 4, next_columns = (matrix >> 16 & 0x3FFF) << 4, next_rows = (matrix >> 32 & 0x3FFF) << 4;
+    const bool swizzled = matrix >> 62 == 1;
+    if (matrix >> 62 > 1) fail("a matrix with a swizzle that is not emulated");
+    for (int t = first; t < end; t++)
+        for (int k = 0; k < 2; k++) {
+            const u32 linear = at + t / 8 * next_rows + (swizzled ? k * 16 + t % 8 * 128 : k * next_columns + t % 8 * 16);
+            f(swizzled ? linear ^ (linear >> 7 & 7) << 4 : linear, k * 8, t);
+        }
 }
 
-inline void hold(u64 matrix, int tokens) {  // until the product is made nobody may write there
-    each_piece(matrix, tokens, [](u32 at, int, int) {
+inline void hold(u64 matrix, int first, int end) {  // until the product is made nobody may write there
+    each_piece(matrix, first, end, [](u32 at, int, int) {
         touch_shared(at, 16, "multiplies", READS);
         for (u32 word = (at - ROOM_AT) / 4, end = word + 4; word < end; word++) {
             const Word& w = the.here->shadow.words[word];
@@ -106,21 +111,27 @@ inline void hold(u64 matrix, int tokens) {  // until the product is made nobody 
     });
 }
 
+inline int rows_of(const Warp& w) { return w.lanes[0]->thread / 32 % 4 * 16; }  // the first one of the warp in its warpgroup
+
 inline void make_product(Warp& w, int index) {
     const int sums = w.lanes[0]->products->queue[index].sums, tokens = sums * 2;
     const u64 matrix = w.lanes[0]->products->queue[index].b;
-    float b[MOST_SUMS * 2][16];
-    each_piece(matrix, tokens, [&](u32 at, int column, int token) {
-        u16 v[8];
-        memcpy(v, touch_shared(at, 16, "multiplies", READS), 16);
-        for (int i = 0; i < 8; i++) b[token][column + i] = float_of_bfloat(v[i]);
-        for (int i = 0; i < 4; i++) the.here->held[(at - ROOM_AT) / 4 + i]--;
-    });
-    float a[16][16];
+    const u64 left = w.lanes[0]->products->queue[index].left;
+    float a[16][16], b[MOST_SUMS * 2][16];
+    auto take = [](float(*rows)[16], u64 from, int first, int end) {
+        each_piece(from, first, end, [&](u32 at, int column, int row) {
+            u16 v[8];
+            memcpy(v, touch_shared(at, 16, "multiplies", READS), 16);
+            for (int i = 0; i < 8; i++) rows[row - first][column + i] = float_of_bfloat(v[i]);
+            for (int i = 0; i < 4; i++) the.here->held[(at - ROOM_AT) / 4 + i]--;
+        });
+    };
+    take(b, matrix, 0, tokens);
+    if (left) take(a, left, rows_of(w), rows_of(w) + 16);
     for (int lane = 0; lane < 32; lane++) {
         const Product& p = w.lanes[lane]->products->queue[index];
-        if (p.b != matrix || p.sums != sums) fail("lanes multiply different matrices");
-        put_rows(a, lane, p.a);
+        if (p.b != matrix || p.left != left || p.sums != sums) fail("lanes multiply different matrices");
+        if (!left) put_rows(a, lane, p.a);
     }
     for (int lane = 0; lane < 32; lane++) {
         Products& all = *w.lanes[lane]->products;
@@ -136,17 +147,20 @@ inline void make_product(Warp& w, int index) {
 
 void begin_products() { products().fenced = true; }
 
-void add_product(float* d, int sums, const u32* a, u64 matrix, bool add) {
+void add_product(float* d, int sums, const u32* a, u64 left, u64 matrix, bool add) {
+    const u32 none[4] = {};
+    if (!a) a = none;
     Products& p = products();
     if (!p.fenced) fail("wgmma without a fence ahead of it");
     if (p.count == MOST_PRODUCTS || sums > MOST_SUMS) fail("more than %d products under way, or more than %d sums", MOST_PRODUCTS, MOST_SUMS);
     Sums& s = sums_of(p, d);
     if (!s.waiting++) memcpy(s.value, d, sums * 4);
     memset(d, 0xFF, sums * 4);
-    p.queue[p.count++] = {d, sums, p.group, {a[0], a[1], a[2], a[3]}, matrix, add};
-    meet_warp("wgmma", nullptr, true, [](Warp&) {
-        const Products& all = products();
-        hold(all.queue[all.count - 1].b, all.queue[all.count - 1].sums * 2);
+    p.queue[p.count++] = {d, sums, p.group, {a[0], a[1], a[2], a[3]}, left, matrix, add};
+    meet_warp("wgmma", nullptr, true, [](Warp& w) {
+        const Product& last = products().queue[products().count - 1];
+        hold(last.b, 0, last.sums * 2);
+        if (last.left) hold(last.left, rows_of(w), rows_of(w) + 16);
     });
 }
 
@@ -164,6 +178,7 @@ void wait_products(int open) {
             if (p.count != count || p.group - p.open != group) fail("lanes have different products under way");
             memmove(p.queue, p.queue + done, (p.count -= done) * sizeof(Product));
         }
+        order_all(w.lanes, w.size);  // what the warp has multiplied, each of its lanes has read
     });
 }
 

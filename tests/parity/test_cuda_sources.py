@@ -4,6 +4,7 @@ is needed."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -11,7 +12,7 @@ from tests.unit.ops import test_cuda_experts as experts
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 from outrider.ops.cuda import runtime
-from outrider.ops.triton import moe_gemv_int8, w4a16_wgmma, wna16_gemv
+from outrider.ops.triton import gemm_wgmma, moe_gemv_int8, w4a16_wgmma, wna16_gemv
 from outrider.ops.triton.quant import Extras
 
 pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
@@ -53,6 +54,23 @@ def test_experts(rows: int) -> None:
     assert plan is not None and compiles(
         moe_gemv_int8.SOURCE.read_text(), "90", moe_gemv_int8.flags_of(plan, "gelu_tanh")
     )
+
+
+@pytest.mark.parametrize(
+    "tile,splits,end",
+    [
+        (gemm_wgmma.WgmmaTile(256), 1, gemm_wgmma.Epilogue(act="gelu_tanh", gated=True)),
+        (gemm_wgmma.WgmmaTile(192), 3, gemm_wgmma.Epilogue()),
+        (gemm_wgmma.WgmmaTile(160, True), 1, gemm_wgmma.Epilogue(act="silu", gated=True)),
+        (gemm_wgmma.WgmmaTile(256), 1, gemm_wgmma.Epilogue(softcap=30.0, out_dtype=torch.float32)),
+    ],
+)
+def test_many_rows(tile: gemm_wgmma.WgmmaTile, splits: int, end: gemm_wgmma.Epilogue) -> None:
+    """And the stages take as much of shared memory there as is asked for here."""
+    check = f"static_assert(STAGES * (STAGE + 16) + 1024 == {tile.shared()});"
+    flags = gemm_wgmma.flags_of(end, tile, splits > 1)
+    assert compiles(f"{gemm_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
+    assert tile.shared() <= ROOM
 
 
 def test_what_does_not_compile_is_said() -> None:

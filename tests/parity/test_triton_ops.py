@@ -24,6 +24,7 @@ from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
 from outrider.ops.triton.gemm import dense_gemm  # noqa: E402
 from outrider.ops.triton.gemm_config import GemmConfig as Rows  # noqa: E402
 from outrider.ops.triton.gemm_config import GemmReduction, choose_reduction, config_for_rows  # noqa: E402
+from outrider.ops.triton.gemm_wgmma import WgmmaTile  # noqa: E402
 from outrider.ops.triton.ops import SIDE_STREAM_ROWS  # noqa: E402
 from outrider.ops.triton.precompile import Precompiler  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
@@ -237,6 +238,33 @@ def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
         assert not shape.swap_ab or wide % 64 == 0
         assert (shape.bm + shape.bm2 + wide) * shape.bk * 2 * shape.stages <= 227 << 10
         assert not shape.bm2 or not shape.serial_splitk
+        many = config_for_rows(tile, n, k, rows, gated, wgmma=True)
+        if many.wgmma:
+            assert WgmmaTile(many.bn, many.swap_ab).shared() <= 227 << 10 and (many.bn < 256 or tile.splits == 1)
+            assert rows > 128
+        else:
+            assert many == shape
+
+
+def test_where_wgmma_takes_no_product_triton_does(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product computed by both or by neither; one of another number of rows, or with a factor, that it is given."""
+    asked: list[int] = []
+
+    class Kernels:
+        made: torch.Tensor | None = None
+
+        def product(self, x: torch.Tensor, *rest: object) -> torch.Tensor | None:
+            asked.append(len(x))
+            return self.made
+
+    kernels, x, w = Kernels(), rand(130, 32), rand(16, 32, seed=1)
+    monkeypatch.setattr(gemm, "config_for_rows", lambda *a: Rows(16, 16, 16, 2, wgmma=len(a) > 6))
+    run = lambda rows, **more: dense_gemm(x[:rows], w, ops.semaphores, wgmma=kernels, **more)
+    near(run(130), REF.linear(x, w))
+    kernels.made = torch.zeros(1)
+    assert run(129) is kernels.made and asked == [130, 129]
+    run(128), run(130, mul=rand(130, 16), act="silu")
+    assert asked == [130, 129]
 
 
 def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:

@@ -29,6 +29,12 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ u32 transposed(u32 v) {  // an 8 x 8 matrix of 16 bits; lane 4 g + c has of row g columns 2 c and 2 c + 1
+    u32 t;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
+    return t;
+}
+
 __device__ __forceinline__ float float_of_half(u16 h) {
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
@@ -163,6 +169,12 @@ __device__ __forceinline__ int count_one(int* at) {  // what stood there; what w
     int before;
     asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
     return before;
+}
+
+__device__ __forceinline__ u32 look(const u32* at) {  // at what another block counts
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
 }
 
 __device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;"); }

@@ -151,6 +151,46 @@ def _done(code: int, what: str) -> None:
         raise CudaError(f"{what}: CUDA driver error {code}")
 
 
+class TensorMap(ctypes.Structure):
+    """CUtensorMap: what TMA is told of a matrix."""
+
+    _fields_ = [("opaque", ctypes.c_char * 128)]
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(address: int, rows: int, columns: int, stride: int, tile_rows: int, paired: bool) -> TensorMap:
+    """A bfloat16 matrix that TMA fetches by tiles of 64 columns, swizzled by 128 bytes as wgmma reads them. paired:
+    rows of a tile are eight of its upper and eight of its lower half in turns."""
+    cuda = driver()
+    if cuda is None:
+        raise CudaError("no CUDA driver")
+    sizes, strides, box = [columns, rows], [2 * stride], [64, tile_rows]
+    if paired:
+        sizes, box = [columns, 8, 2, rows // 16], [64, 8, 2, tile_rows // 16]
+        strides = [2 * stride, rows * stride, 16 * stride]
+    room = (ctypes.c_char * 192)()
+    at = ctypes.addressof(room) + -ctypes.addressof(room) % 64
+    bfloat16, no_interleave, swizzle_128, promote_256, zeros, dims = 9, 0, 3, 3, 0, len(sizes)
+    _done(
+        cuda.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(at),
+            bfloat16,
+            dims,
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * dims)(*sizes),
+            (ctypes.c_uint64 * (dims - 1))(*strides),
+            (ctypes.c_uint32 * dims)(*box),
+            (ctypes.c_uint32 * dims)(*([1] * dims)),
+            no_interleave,
+            swizzle_128,
+            promote_256,
+            zeros,
+        ),
+        f"tensor map of {rows} x {columns}",
+    )
+    return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
+
+
 class Kernel:
     """A function of a source, loaded on one device."""
 

@@ -1,9 +1,10 @@
 // Units of work: a warp takes 16 rows of the weight over one span of its columns. Who takes which (`Deal`), chunks on their way (`Ring`), x in
 // shared memory (`X`), and a warp's work on the units of one product (`multiply_units`). Code: one of codes.cuh.
 //
-// Given when compiled: TOKENS 4 or 8; WARPS of a block; ACT 1 gelu_tanh, 2 silu: what a gate goes through.
+// Given when compiled: TOKENS 4 or 8; WARPS of a block; ACT (activate.cuh).
 #ifndef OUTRIDER_UNITS
 #define OUTRIDER_UNITS
+#include "activate.cuh"
 #include "codes.cuh"
 
 struct Shape {
@@ -154,19 +155,6 @@ struct Result {
     float* part;  // [tiles, splits, TOKENS, 16]
     int* semaphores;    // [tiles]: spans that are done
 };
-
-__device__ __forceinline__ float rounded(float v) { return __uint_as_float((u32)bfloat_of(v) << 16); }  // to bfloat16 and back
-
-__device__ __forceinline__ float exp_of(float v) { return power_of_2(__fmul_rn(v, 1.44269504089f)); }
-
-__device__ __forceinline__ float activate(float x) {  // `activate` of ops/triton/common.py, each operation as Triton rounds it
-#if ACT == 2
-    return ratio(x, __fadd_rn(1.f, exp_of(-x)));
-#else
-    const float s = __fmaf_rn(__fmul_rn(__fmul_rn(x, 0.044715f), x), x, x), u = __fmul_rn(s, 0.7978845608028654f);
-    return __fmul_rn(__fmul_rn(x, 0.5f), __fadd_rn(2.f, -ratio(2.f, __fadd_rn(exp_of(__fmaf_rn(s, 0.7978845608028654f, u)), 1.f))));
-#endif
-}
 
 __device__ __forceinline__ void store(u16* out, float v) { *out = bfloat_of(v); }
 

@@ -1,10 +1,11 @@
 // Hopper's instruction of four warps, and what has to stand around it: the only `asm` beside device.cuh, for kernels compiled for sm_90a.
 //
-// Given when compiled: NT, the tokens of a product by eights, 2 to 5.
+// Given when compiled: NT, the tokens of a product by eights, 2 to 5, where `multiply_all` is used.
 #ifndef OUTRIDER_WARPGROUP
 #define OUTRIDER_WARPGROUP
 #include "device.cuh"
 
+#ifdef NT
 #define SUMS_OF(d, j) "+f"(d[4 * j]), "+f"(d[4 * j + 1]), "+f"(d[4 * j + 2]), "+f"(d[4 * j + 3])
 #define SUMS_OF_2(d) SUMS_OF(d, 0), SUMS_OF(d, 1)
 #define SUMS_OF_4(d) SUMS_OF_2(d), SUMS_OF(d, 2), SUMS_OF(d, 3)
@@ -40,19 +41,23 @@ template <bool Add> __device__ __forceinline__ void multiply_all(float (&d)[4 * 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(Add));
 }
 
+// What `multiply_all` finds in shared memory: pieces of 8 columns (16 bytes) of 8 tokens are 128 bytes; the next 8 columns lie NT such
+// pieces further, the next 8 tokens one.
+__device__ __forceinline__ u64 matrix_at(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(NT * 8) << 16 | (u64)8 << 32; }
+
+#endif
+
 __device__ __forceinline__ void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void end_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-template <int LEFT> __device__ __forceinline__ void wait_batches(float (&d)[4 * NT]) {  // all but the last LEFT; d was in one of those
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-#pragma unroll
-    for (int i = 0; i < 4 * NT; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
+template <int LEFT> __device__ __forceinline__ void wait_batches() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }  // all but the last LEFT
 
-// What `multiply_all` finds in shared memory: pieces of 8 columns (16 bytes) of 8 tokens are 128 bytes; the next 8 columns lie NT such
-// pieces further, the next 8 tokens one.
-__device__ __forceinline__ u64 matrix_at(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(NT * 8) << 16 | (u64)8 << 32; }
+template <int LEFT, int COUNT> __device__ __forceinline__ void wait_batches(float (&d)[COUNT]) {  // d was in one of those
+    wait_batches<LEFT>();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 __device__ __forceinline__ void show_to_matrix_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was written
 #endif

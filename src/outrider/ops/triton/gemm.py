@@ -7,7 +7,7 @@ number of rows and changes no bit: how many rows and columns a program takes, wh
 long side of the instruction, how many columns are fetched at a time, and whether the spans of a tile run in several
 programs (the last one to epilogue adds them up) or one after the other in a single program, which is what a pass of
 many rows does. Where TMA fetches, passes of several hundred rows go to `gemm_tma`, and those whose rows are a power
-of two and some more to `gemm_streamk`.
+of two and some more to `gemm_streamk`; on Hopper `gemm_wgmma` takes those of them where it is faster.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .gemm_config import (
 )
 from .gemm_streamk import splitk_kernel, streamk_kernel, tile_descriptor
 from .gemm_tma import matrix_descriptor, tma_aligned, tma_kernel
+from .gemm_wgmma import Epilogue, GemmWgmma, WgmmaTile, flags_of
 from .precompile import Precompiler
 from .quant_config import max_smem, sm_count
 
@@ -249,13 +250,13 @@ class GemmKind:
     softcap: bool = False
 
 
-def variant(kind: GemmKind, rows: int) -> GemmConfig:
+def variant(kind: GemmKind, rows: int, wgmma: bool = False) -> GemmConfig:
     """What of the number of rows a compiled kernel depends on."""
     tile = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
-    return config_for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize)
+    return config_for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize, wgmma)
 
 
-def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
+def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int, wgmma: GemmWgmma | None = None) -> None:
     """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the
     real ones."""
 
@@ -263,12 +264,20 @@ def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     sides = 2 if kind.gated else 1
+    bias = None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias)
+    mul = None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n]
+    softcap = 1.0 if kind.softcap else None
+    config = variant(kind, rows, wgmma is not None and wgmma.usable)
+    if wgmma is not None and config.wgmma and mul is None and kind.dtype == torch.bfloat16:
+        tile = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
+        end = Epilogue(bias, kind.act, kind.gated, softcap, kind.out_dtype)
+        form = WgmmaTile(config.bn, config.swap_ab, config.cut)
+        wgmma.kernel("gemm_wgmma", flags_of(end, form, tile.span(kind.k) < kind.k))
+        return
     launch = _call(
         shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype),
         shell(NUM_SEMAPHORES, dtype=torch.int32),
-        bias=None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias),
-        mul=None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n],
-        act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl,
+        bias=bias, mul=mul, act=kind.act, gated=kind.gated, softcap=softcap, out_dtype=kind.out_dtype, pdl=pdl,
         tile=None, shape=None,
         shared=shared,
     )
@@ -280,18 +289,26 @@ def dense_gemm(
     act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
     tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None,
-    shared: int | None = None,
+    shared: int | None = None, wgmma: GemmWgmma | None = None,
 ) -> Tensor:
     """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a
-    program may take, where the device is not to be asked."""
+    program may take, where the device is not to be asked; wgmma: kernels for many rows, where the card has them."""
+    n = w.shape[0] // 2 if gated else w.shape[0]
     if ahead is not None:
-        n = w.shape[0] // 2 if gated else w.shape[0]
         beside = None if mul is None else (mul.dtype, mul.stride(0))
         biased = None if bias is None else bias.dtype
         ahead.before(
             GemmKind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None),
             x.shape[0],
         )
+    if wgmma is not None and mul is None and x.shape[0] > 128:
+        reduction = tile or choose_reduction(n, x.shape[1], gated, w.element_size())
+        config = config_for_rows(reduction, n, x.shape[1], x.shape[0], gated, w.element_size(), True)
+        if config.wgmma:
+            end = Epilogue(bias, act, gated, softcap, out_dtype or x.dtype)
+            out = wgmma.product(x, w, end, pdl, reduction, WgmmaTile(config.bn, config.swap_ab, config.cut))
+            if out is not None:
+                return out
     launch = _call(
         x if x.stride(1) == 1 else x.contiguous(), w, semaphores, bias=bias, mul=mul, act=act, gated=gated,
         softcap=softcap,
@@ -318,7 +335,7 @@ def _call(
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     tile = tile or choose_reduction(n, k, gated, w.element_size())
-    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
+    span = tile.span(k)
     splits = triton.cdiv(k, span)
     shape = shape or fit_smem(
         config_for_rows(tile, n, k, rows, gated, w.element_size()), 2 if gated else 1, w.element_size(), shared

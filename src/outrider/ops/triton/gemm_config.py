@@ -8,6 +8,7 @@ a pass may take either. Measured on an H200 at 1 and 17 rows, with a rule for th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +32,9 @@ class GemmReduction:
     swap_ab: bool = False
     many: tuple[int, int, int, int] | None = None  # (bn, bk, stages, warps) at 17..32 rows; None: by rule
 
+    def span(self, k: int) -> int:
+        return triton.cdiv(triton.cdiv(k, self.splits), self.bk) * self.bk
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -47,6 +51,8 @@ class GemmConfig:
     tma: bool = (
         False  # gemm_tma (rows are on the long side, a program walks all spans), or with more rows gemm_streamk
     )
+    wgmma: bool = False  # gemm_wgmma: bn rows of the weights, or swap_ab: of x, meet 256 of the other
+    cut: bool = False  # of those, tiles that do not come out even are cut (stream-K)
 
 
 MEASURED = {  # (N, K, gated)
@@ -138,8 +144,10 @@ def rule(n: int, k: int, gated: bool) -> GemmReduction:
 
 
 @lru_cache(maxsize=4096)
-def config_for_rows(tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2) -> GemmConfig:
-    """The shape for so many rows."""
+def config_for_rows(
+    tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2, wgmma: bool = False
+) -> GemmConfig:
+    """The shape for so many rows. wgmma: gemm_wgmma may be taken."""
     sides = 2 if gated else 1
     if rows <= 16:
         return GemmConfig(16, tile.bn, tile.bk, tile.stages, 4, tile.swap_ab)
@@ -153,6 +161,7 @@ def config_for_rows(tile: GemmReduction, n: int, k: int, rows: int, gated: bool,
             *_many_row_configs(tile, n, k, rows, sides),
             *_tma_configs(tile, n, k, rows, sides),
             *_streamk_configs(tile, n, k, rows, sides),
+            *(_wgmma_configs(tile, n, k, rows, sides) if wgmma else ()),
         ]
         return min(options, key=lambda option: option[0])[1]
     tiles = triton.cdiv(n * sides, 128)
@@ -265,6 +274,28 @@ def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int)
             # nothing is fetched for the next tile while this one is stored
             each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11
             yield (tiles / 132 + 0.1) * each, GemmConfig(bm, wide // sides, 64, stages, warps, True, more, tma=True)
+
+
+# Tiles of gemm_wgmma: (bn, swap_ab): share of the rate. With several spans a second accumulator takes registers.
+WGMMA_RATES = {(256, False): 0.97, (192, False): 0.96, (160, True): 0.92}
+SWAP_MAX_ROWS = 320  # up to which x was on the short side
+CUT_MAX_WAVES = 11  # up to which cut tiles were measured
+CUT_MAX_ROWS = 2048  # beyond them idle sms leave their power to the others, and cut tiles gain nothing
+
+
+def _wgmma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
+    """As `_many_row_configs`, for gemm_wgmma: clusters of two blocks on 132 sms. Handing over the sums of cut tiles
+    costs 0.4 of a tile."""
+    for (bn, swap_ab), rate in WGMMA_RATES.items():
+        if (swap_ab and rows > SWAP_MAX_ROWS) or (bn == 256 and tile.splits > 1):
+            continue
+        a, b = (n * sides, rows) if swap_ab else (rows, n * sides)
+        waves = triton.cdiv(a, 256) * triton.cdiv(b, bn) / 66
+        cut = 1 < waves < CUT_MAX_WAVES and rows <= CUT_MAX_ROWS and waves + 0.4 < math.ceil(waves)
+        each = 128 * bn * k * 2 / (rate * 6e6) + 2.5 + _logits(n)
+        shape = GemmConfig(256, bn, 64, 0, 0, swap_ab, wgmma=True, cut=cut)
+        # the estimates of Triton's kernels are too low by up to 20 %
+        yield ((waves + 0.4 if cut else math.ceil(waves)) * each + 5) / 1.11, shape
 
 
 def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:

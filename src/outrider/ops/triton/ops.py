@@ -19,6 +19,7 @@ from ..trees import FixedTree, Frontier, Nodes, Noise
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
 from .gemm import LATE_TRIGGER_BYTES, GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
+from .gemm_wgmma import GemmWgmma
 from .precompile import Precompiler
 from .quant_config import max_smem
 from .routing import list_pairs
@@ -46,8 +47,12 @@ class TritonOps(ReferenceOps):
         self.shared = max_smem(torch.device(device))
         # what tiles of prompts were made for and seen on
         self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
+        self.wgmma = GemmWgmma.of(torch.device(device), self.semaphores)
         self.ahead = (
-            Precompiler[GemmKind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant)
+            Precompiler[GemmKind](
+                lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared, self.wgmma),
+                lambda kind, rows: variant(kind, rows, self.wgmma is not None),
+            )
             if on_gpu
             else None
         )
@@ -66,10 +71,12 @@ class TritonOps(ReferenceOps):
         return norm.embed(ids, as_tensor(table), scale, self.pdl)
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        return dense_gemm(x, as_tensor(w), self.semaphores, bias=bias, pdl=self.pdl, ahead=self.ahead)
+        return dense_gemm(x, as_tensor(w), self.semaphores, bias=bias, pdl=self.pdl, ahead=self.ahead, wgmma=self.wgmma)
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        return dense_gemm(x, as_tensor(w), self.semaphores, act=act, gated=True, pdl=self.pdl, ahead=self.ahead)
+        return dense_gemm(
+            x, as_tensor(w), self.semaphores, act=act, gated=True, pdl=self.pdl, ahead=self.ahead, wgmma=self.wgmma
+        )
 
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
         w = as_tensor(w)
@@ -95,7 +102,9 @@ class TritonOps(ReferenceOps):
         return torch.empty(lowrank.SCRATCH, dtype=torch.float32, device=self.semaphores.device)
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
-        return dense_gemm(x, as_tensor(w), self.semaphores, mul=y, act=act, pdl=self.pdl, ahead=self.ahead)
+        return dense_gemm(
+            x, as_tensor(w), self.semaphores, mul=y, act=act, pdl=self.pdl, ahead=self.ahead, wgmma=self.wgmma
+        )
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
@@ -120,7 +129,8 @@ class TritonOps(ReferenceOps):
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         return dense_gemm(
-            h, as_tensor(w), self.semaphores, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl, ahead=self.ahead
+            h, as_tensor(w), self.semaphores, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl,
+            ahead=self.ahead, wgmma=self.wgmma,
         )
 
     # ---- attention ----------------------------------------------------------------------------------------------

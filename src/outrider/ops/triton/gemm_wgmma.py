@@ -1,0 +1,112 @@
+"""Products of many rows in bfloat16 on Hopper, in CUDA C++ (`ops/cuda/gemm_wgmma.cu`): the chains of sums of `gemm`, so
+the same bits, at the rate of cuBLAS."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from ..cuda.runtime import FOLDER, TensorMap, tensor_map
+from .gemm_config import GemmReduction
+from .nvrtc_kernels import Flags, NvrtcKernels
+from .wna16_gemv import ACTS
+
+SOURCE = FOLDER / "gemm_wgmma.cu"
+BM, BK, THREADS = 128, 64, 384
+GROUP = 8  # pairs of tiles of rows that go through all weights together: 2,048 rows, whose x stays in L2
+NUMBERS = ("m", "n", "steps", "span", "pairs", "tiles_b", "group", "cut")
+
+
+class Problem(ctypes.Structure):
+    """`Problem` of gemm_wgmma.cu."""
+
+    _fields_ = [*((name, ctypes.c_int) for name in NUMBERS), ("softcap", ctypes.c_float)]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What is done with the sums."""
+
+    bias: Tensor | None = None
+    act: str = ""
+    gated: bool = False
+    softcap: float | None = None
+    out_dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    bn: int  # rows of the second operand: 256, 192 or 160
+    swap_ab: bool = False  # the first operand is the weights, and the second one is x
+    cut: bool = False  # the first tiles are cut where they do not come out even (stream-K)
+
+    @property
+    def stages(self) -> int:
+        return 4 if self.bn == 256 else 5
+
+    def shared(self) -> int:
+        """Bytes: stages, their barriers, and what it takes to begin at a multiple of 1,024."""
+        return self.stages * ((BM + self.bn) * BK * 2 + 16) + 1024
+
+
+class GemmWgmma(NvrtcKernels):
+    """The kernels of one device."""
+
+    source, what, own = SOURCE, "products of many rows go", True
+
+    def product(
+        self, x: Tensor, w: Tensor, end: Epilogue, pdl: bool, reduction: GemmReduction, tile: WgmmaTile
+    ) -> Tensor | None:
+        """x [R, K] · wᵀ [N, K] -> [R, N], or [R, N / 2] where half of w's rows are gates; None: not one of these."""
+        if not self.usable or not suits(x, w, end):
+            return None
+        (rows, k), n, clusters = x.shape, w.shape[0] // (2 if end.gated else 1), self.sms // 2
+        a, b = (w, x) if tile.swap_ab else (x, w)
+        pairs, tiles_b = triton.cdiv(a.shape[0], 2 * BM), triton.cdiv(b.shape[0], tile.bn)
+        even = pairs * tiles_b < clusters or pairs * tiles_b % clusters == 0
+        tile = replace(tile, cut=tile.cut and not even)
+        span = reduction.span(k)
+        kernel = self.kernel("gemm_wgmma", flags_of(end, tile, span < k))
+        if kernel is None:
+            return None
+        out = torch.empty((rows, n), dtype=end.out_dtype, device=x.device)
+        room = out
+        if tile.cut:
+            sums = 2 * clusters * BM * tile.bn * (1 if span >= k else 2)
+            room = torch.empty((sums,), dtype=torch.float32, device=x.device)
+        cut = pairs * tiles_b % clusters + clusters if tile.cut else 0
+        problem = Problem(
+            rows, n, triton.cdiv(k, BK), span // BK, pairs, tiles_b, 1 if tile.swap_ab else GROUP, cut,
+            end.softcap or 0.0,
+        )
+        maps = [map_of(a, BM, end.gated and a is w), map_of(b, tile.bn // 2, end.gated and b is w)]
+        addresses = [0 if t is None else t.data_ptr() for t in (end.bias, out, room, self.counters[0])]
+        kernel(2 * min(pairs * tiles_b, clusters), THREADS, tile.shared(), [*maps, *addresses, problem], pdl)
+        return out
+
+
+def map_of(x: Tensor, rows: int, paired: bool) -> TensorMap:
+    return tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), rows, paired)
+
+
+def suits(x: Tensor, w: Tensor, end: Epilogue) -> bool:
+    """Whether the kernel knows this product; the device aside."""
+    n = w.shape[0] // (2 if end.gated else 1)
+    plain = end.out_dtype == torch.bfloat16 or not end.gated
+    aligned = all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, w))
+    return x.dtype == w.dtype == torch.bfloat16 and n % 8 == 0 and plain and aligned
+
+
+def flags_of(end: Epilogue, tile: WgmmaTile, spans: bool) -> Flags:
+    """What the source is compiled with."""
+    flags: dict[str, int | str] = dict(
+        BN=tile.bn, SWAP_AB=int(tile.swap_ab), STAGES=tile.stages, SPLITS=1 + spans, GATED=int(end.gated),
+        ACT=ACTS[end.act],
+        BIAS=0 if end.bias is None else 1 if end.bias.dtype == torch.bfloat16 else 2,
+        SOFTCAP=int(end.softcap is not None), FLOAT_OUT=int(end.out_dtype == torch.float32), CUT=int(tile.cut),
+    )
+    return tuple(flags.items())
