@@ -20,6 +20,7 @@ import httpx
 import openai
 import pytest
 from tests.conformance import HI, Api, content
+from tests.waiting import PATIENCE
 
 Check = Callable[[Api], Any]
 
@@ -350,7 +351,7 @@ add(L, "test_security", {
     "incorrect_api_key[wrong]": lambda api: must(with_key(api, "wrong") == 401),
     "correct_api_key": lambda api: must(with_key(api, "secret") == 200),
     "correct_api_key_anthropic_header": lambda api: must(with_key(api, "secret", "X-Api-Key") == 200),
-    "openai_library_correct_api_key": lambda api: must(openai.OpenAI(base_url=f"{api.keyed}/v1", api_key="secret").completions.create(model="m", prompt="x", max_tokens=1)),
+    "openai_library_correct_api_key": lambda api: must(openai.OpenAI(base_url=f"{api.keyed}/v1", api_key="secret", timeout=PATIENCE).completions.create(model="m", prompt="x", max_tokens=1)),
     "cors_options[localhost]": lambda api: must(cors(api, "http://localhost:3000")["access-control-allow-origin"] == "http://localhost:3000"),
     "cors_options[other]": lambda api: must(cors(api, "http://web.example")["access-control-allow-origin"] == "http://web.example"),
     "cors_options[methods]": lambda api: must("POST" in cors(api, "http://localhost")["access-control-allow-methods"]),

@@ -27,7 +27,7 @@ from outrider.models.adapted import AdaptedModel, weight_names
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.lowrank import Adapter, row_groups
+from outrider.ops.lowrank import AdaptedOps, Adapter, row_groups
 from outrider.ops.reference import ReferenceOps
 from outrider.weights.adapter import load_adapter
 from outrider.weights.load import dummy_weights
@@ -85,7 +85,7 @@ def test_a_whole_pass(ops: CpuOps, name: str, quantize: str | None, tmp_path: Pa
 
     one = ops.adapted(compiled, order, counts)
     assert one is not None
-    want = passed(AdaptedModel(model, names, row_groups(order, counts, model.device)))
+    want = passed(AdaptedModel(model, AdaptedOps(model.ops, names, row_groups(order, counts, model.device))))
     assert all(torch.equal(a, b) for a, b in zip(passed(one), want, strict=True))
     ends, last = [0, 2, 5], [counts[0] - 1, sum(counts[:3]) - 1, sum(counts) - 1]
     assert all(torch.equal(a, b[last]) for a, b in zip(passed(one, ends), want, strict=True))

@@ -19,7 +19,7 @@ from outrider.models.adapted import AdaptedModel, weight_names
 from outrider.models.decoder import TextModel
 from outrider.ops.backend import Backend
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.lowrank import row_groups
+from outrider.ops.lowrank import AdaptedOps, row_groups
 from outrider.ops.reference import ReferenceOps
 from outrider.weights.adapter import ADAPTABLE, load_adapter, read_adapter
 from outrider.weights.load import load_target
@@ -47,7 +47,7 @@ def tolerance(name: str) -> float:
 def logits_of(model: TextModel, adapters: list[Any]) -> list[Tensor]:
     kv = build_kv(model.config, batch=len(adapters), max_len=max(LENGTHS))
     groups = row_groups(adapters, LENGTHS, model.device)
-    adapted = AdaptedModel(model, weight_names(model), groups)
+    adapted = AdaptedModel(model, AdaptedOps(model.ops, weight_names(model), groups))
     out = adapted.forward(torch.cat(IDS), kv.view([(0, n) for n in LENGTHS]))
     return list(adapted.logits(out.hidden).split(list(LENGTHS)))
 
@@ -84,7 +84,7 @@ def test_a_quantised_base_gets_the_same_change(quantize: str, tmp_path: Path) ->
     model = TextModel(config, weights, ops)
     adapter = load_adapter("a", tmp_path / "adapter", config, ops, model.dtype, model.device)
     updates = read_adapter(tmp_path / "adapter", config).updates
-    adapted = AdaptedModel(model, weight_names(model), row_groups([None, adapter], [1, 3], model.device)).ops
+    adapted = AdaptedOps(ops, weight_names(model), row_groups([None, adapter], [1, 3], model.device))
     changed = 0
     for name, plan in tensor_plan(config).items():
         if name in adapter.parts:
