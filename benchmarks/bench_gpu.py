@@ -26,7 +26,7 @@ def bench_gpu(
         str, typer.Option(help="Comma-separated: E2B, E4B, 12B, 26B-A4B, 31B.")
     ] = "E2B,E4B,12B,26B-A4B,31B",
     k: Annotated[
-        str, typer.Option("--k", help="Drafted tokens a cycle, comma-separated; 0 is plain decoding.")
+        str, typer.Option("--k", help="Drafted tokens per cycle, comma-separated; 0 is plain decoding.")
     ] = "0,1,2,4,8,16",
     batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated, up to 256 and more.")] = "1,2,4,8,16",
     context: Annotated[

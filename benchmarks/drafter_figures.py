@@ -3,7 +3,7 @@
     python benchmarks/drafter_figures.py smollm2 runs/further/drafter [--history benchmarks/history/training.jsonl]
     [--limit N]
 
-Spec-Bench, first turns, answers of up to 256 tokens: tokens a cycle greedily and at T = 1 with the head and the layers
+Spec-Bench, first turns, answers of up to 256 tokens: tokens per cycle, greedy and at T = 1, with head and layers
 as they are shipped (clustered, 4-bit values), how often the second guess is right where the first is wrong, what a
 draft step reads and how large the file is. Each stands beside what is asked for. With --history a line is appended for
 each temperature as soon as it is there.

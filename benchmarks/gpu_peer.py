@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from outrider.bench.peers import Causal
 
-K, STEPS = 4, 10  # drafted tokens a cycle; steps or cycles that are timed
+K, STEPS = 4, 10  # drafted tokens per cycle; steps or cycles that are timed
 
 
 class Timed(TypedDict):

@@ -8,7 +8,7 @@ on dummy weights.
 
 Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s, and of up to 8
 rows what Triton's kernel takes; every row must have the same bits alone and in company. Steps: milliseconds a cycle are
-(16 + n tokens) - (16 tokens), best of two; K = 4 counts 3.88 tokens a cycle. Graphs: a cycle of BATCHxK as the engine
+(16 + n tokens) - (16 tokens), best of two; K = 4 counts 3.88 tokens per cycle. Graphs: a cycle of BATCHxK as the engine
 captures it, without the engine.
 """
 

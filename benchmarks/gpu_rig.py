@@ -332,7 +332,7 @@ class Synthetic:
 
     def __init__(self, chances: Sequence[float], batch: int, device: torch.device):
         reach = [math.prod(chances[: j + 1]) for j in range(len(chances))]
-        self.expected = 1.0 + sum(reach)  # tokens a cycle
+        self.expected = 1.0 + sum(reach)  # tokens per cycle
         self.reach = torch.tensor([round(r * 2**32) for r in reach], dtype=torch.int64, device=device)  # falling
         self.counter = (torch.arange(batch, device=device) * 0x85EBCA6B) & 0xFFFFFFFF
 
@@ -371,7 +371,7 @@ def plain_run(rig: Rig, seqs: list[SeqCache], context: int, steps: int) -> tuple
 
 @torch.inference_mode()
 def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens: Tensor, logits: Tensor) -> Equality:
-    """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth
+    """The same with k drafted tokens per cycle, by a drafter that knows the answer and is wrong about every fourth
     time."""
     batch, steps = tokens.shape
     device = rig.device

@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 CYCLES = 40  # of a synthetic run
 PROMPT, CHUNK = 4096, 1024  # of the prefill measurement
 BF16_FLOPS = 989e12  # an H200's dense bf16 rate, as published
-# ms a token, cycle / AR at K = 4, 8, 16, and how many times faster than transformers' plain and assisted steps
+# ms per token, cycle / AR at K = 4, 8, 16, and how many times faster than transformers' plain and assisted steps
 TARGETS: Mapping[str, tuple[float, Mapping[int, float], float | None, float | None]] = {
     "31B": (16.0, {4: 1.10, 8: 1.18, 16: 1.35}, 6.0, 7.0),
     "12B": (7.5, {4: 1.15, 8: 1.25, 16: 1.45}, None, None),

@@ -141,9 +141,9 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
         for way, s in sums.items():
             per_cycle = (s["accepted"] + s["cycles"]) / max(1.0, s["cycles"])
             say(
-                f"  T {temperature} {way}: {speed[way]:.0f} tokens a second, {speed[way] / speed['plain']:.2f} x "
+                f"  T {temperature} {way}: {speed[way]:.0f} tokens per second, {speed[way] / speed['plain']:.2f} x "
                 f"plain, "
-                f"{per_cycle:.2f} tokens a cycle, {1e6 * s['seconds'] / max(1.0, s['cycles']):.0f} us a cycle, trees "
+                f"{per_cycle:.2f} tokens per cycle, {1e6 * s['seconds'] / max(1.0, s['cycles']):.0f} us a cycle, trees "
                 f"{s['trees']:.0f}"
             )  # fmt: skip
         RESULTS[f"tokens T {temperature}"] = {way: {**s, "speed": speed[way]} for way, s in sums.items()}
@@ -152,7 +152,7 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
             for way, c in controllers.items()
             if "auto" in way
         }  # type: ignore[arg-type]
-        say("  drafted tokens a cycle, how often:", by_k)
+        say("  drafted tokens per cycle, how often:", by_k)
     del llm
     collect()
 

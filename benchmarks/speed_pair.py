@@ -6,7 +6,7 @@ moment meets both.
 
 Each process loads the model once and answers the same prompts (of Spec-Bench, evenly spread over it; so many batches of
 them) whenever it is told to: plain, K = 4, auto. What is printed is the median of the rounds' ratios new / old (of
-tokens a second while decoding); above 1 the new one is faster.
+tokens per second while decoding); above 1 the new one is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAYS: dict[str, int | None] = {"plain": 0, "K=4": 4, "auto": None}
 
 
 def work(model: str, batch: int, tokens: int, batches: int, temperature: float) -> None:
-    """In the child: a line names a way, the answer is tokens a second."""
+    """In the child: a line names a way, the answer is tokens per second."""
     from outrider import LLM, SamplingParams
     from outrider.config import EngineConfig
 

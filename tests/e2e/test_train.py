@@ -238,7 +238,7 @@ def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     prior = llm.drafter.profile  # type: ignore[attr-defined]
     first = [r for r in log(out) if "final" in r][-1]["final"]["clustered"]["first_position_all_anchors"]
     assert prior.judged > 100 and abs(prior.accepted[0] - first) < 0.05 and len(prior.trust) == 16
-    assert "tokens a cycle" in (out / "drafter" / "README.md").read_text().lower()
+    assert "tokens per cycle" in (out / "drafter" / "README.md").read_text().lower()
     other = json.loads((out / "drafter" / acceptance_profile.FILE).read_text()) | {"weights": "of others"}
     (out / "other").mkdir()
     (out / "other" / acceptance_profile.FILE).write_text(json.dumps(other))
@@ -470,7 +470,7 @@ def test_eval_drafter_prints_what_it_promises(
     with pytest.raises(SystemExit):
         main()
     text = capsys.readouterr().out
-    assert "predicted best K" in text and "tokens a cycle at K = 4" in text
+    assert "predicted best K" in text and "tokens per cycle at K = 4" in text
     monkeypatch.setattr(sys, "argv", [*command[:2], str(target), str(target), *command[4:]])
     with pytest.raises(SystemExit) as stop:
         main()

@@ -1,4 +1,4 @@
-"""How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table
+"""How fast will it be, before anything is downloaded: memory, ms per token, the best K, from config.json and a table
 of machines.
 
 The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the
@@ -134,7 +134,7 @@ class Acceptance:
     said: str
 
     def tokens(self, k: int) -> float:
-        """Expected tokens a cycle."""
+        """Expected tokens per cycle."""
         return 1.0 + sum(self.survive[:k])
 
     @staticmethod
@@ -373,7 +373,7 @@ def replicas(setup: Setup, accept: Acceptance, gpus: int) -> SplitLayout | None:
 
 
 def needed(setup: Setup, accept: Acceptance, by: Link, users: int) -> Need | None:
-    """GPUs for so many users who read at once, 20 tokens a second at least. Prompts are not counted."""
+    """GPUs for so many users who read at once, 20 tokens per second at least. Prompts are not counted."""
     found: dict[int, list[tuple[int, float]]] = {}
     for gpus in COUNTS:
         for batch in BATCHES:
@@ -403,7 +403,7 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     if draft_seconds(setup, 4) > 0.35 * plain:
         out.append(f"four drafter steps take {draft_seconds(setup, 4) / plain:.0%} of a plain step")
     if accept.tokens(4) < 2.0:
-        out.append(f"only {accept.tokens(4):.2f} tokens a cycle at K=4; {ratio:.2f} would be needed to break even")
+        out.append(f"only {accept.tokens(4):.2f} tokens per cycle at K=4; {ratio:.2f} would be needed to break even")
     if own > 0.5 * plain:
         out.append("kernel overhead is most of a step: a CUDA graph and fused kernels matter more than drafting")
     return out or [f"a K=4 cycle costs {ratio:.2f} plain steps and yields {accept.tokens(4):.2f} tokens"]

@@ -1,7 +1,7 @@
 """From cells to figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, a table, an
 HTML page.
 
-Speed-up of a contestant in a category: seconds a token of plain decoding over its own, on the same prompts, each
+Speed-up of a contestant in a category: seconds per token of plain decoding over its own, on the same prompts, each
 the median over the repeats. The 95 % interval resamples prompts (percentile bootstrap, 1000 draws, fixed seed).
 """
 

@@ -127,7 +127,7 @@ class Need(TypedDict):
 
 def cheapest(users: int, found: Mapping[int, Sequence[tuple[int, float]]], limit_ms: float) -> Need | None:
     """The fewest GPUs for so many users at once, none of whom waits longer than `limit_ms` for a token.
-    found: by GPUs of a replica, (users at once, ms a token) of the batches that fit."""
+    found: by GPUs of a replica, (users at once, ms per token) of the batches that fit."""
     best: Need | None = None
     for each, points in found.items():
         good = [(batch, ms) for batch, ms in points if ms <= limit_ms]

@@ -299,7 +299,7 @@ def stats_line(stats: RequestStats, finish: str) -> str:
         by_position = " ".join(
             f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d
         )
-        parts.append(f"{stats.tokens_per_cycle:.2f} tokens a cycle")
+        parts.append(f"{stats.tokens_per_cycle:.2f} tokens per cycle")
         parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
     if stats.trees:
         parts.append(f"{stats.branched} tokens from branches")

@@ -43,7 +43,7 @@ def demo(
     llm = common.load_llm(model, load)
     llama_cpp = _llama_cpp(llm, model, load.threads) if peer else None
     llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
-    table = Table(title=f"{model}, tokens a second, greedy, at most {max_tokens} tokens")
+    table = Table(title=f"{model}, tokens per second, greedy, at most {max_tokens} tokens")
     columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
     for name in columns + (["llama.cpp"] if llama_cpp is not None else []):
         table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)

@@ -34,7 +34,7 @@ def eval_drafter(
     *,
     load: LoadSettings,
 ) -> None:
-    """Acceptance by position and by category, tokens a cycle for K = 1..16, and the K that should be fastest."""
+    """Acceptance by position and by category, tokens per cycle for K = 1..16, and the K that should be fastest."""
     import torch
 
     from ..ops import place
@@ -64,11 +64,11 @@ def eval_drafter(
     if as_json:
         out.print_json(data=result)
         return
-    table = Table("K", "tokens a cycle", "accepted up to position K", box=SIMPLE_HEAD)
+    table = Table("K", "tokens per cycle", "accepted up to position K", box=SIMPLE_HEAD)
     for k, value in result["tokens_per_cycle"].items():
         table.add_row(str(k), f"{value:.3f}", f"{result['acceptance_by_position'][k - 1]:.3f}")
     out.print(table)
-    table = Table("category", "tokens a cycle at K = 4", box=SIMPLE_HEAD)
+    table = Table("category", "tokens per cycle at K = 4", box=SIMPLE_HEAD)
     for name, value in sorted(result["by_category"].items(), key=lambda item: -item[1]):
         table.add_row(name, f"{value:.3f}")
     out.print(table)

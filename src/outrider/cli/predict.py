@@ -1,4 +1,4 @@
-"""`outrider predict`: memory, ms a token and the best K, before anything is downloaded."""
+"""`outrider predict`: memory, ms per token and the best K, before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def predict(
     ] = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Predict speed from config.json alone: memory needed, ms a token, best K, speed-up, and why it would not pay.
+    """Predict speed from config.json alone: memory needed, ms per token, best K, speed-up, and why it would not pay.
 
     Example: outrider predict google/gemma-4-31B-it --gpu h200 --accept 0.72
     """
@@ -220,7 +220,7 @@ def _show(model: str, data: model_of.Prediction) -> None:
     held = f": weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}"
     out.print(Text.assemble(f"memory  {need['total']:.1f} GB", fits, held))
     split = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
-    out.print(f"plain   {data['plain_ms']:.2f} ms a token ({split})")
+    out.print(f"plain   {data['plain_ms']:.2f} ms per token ({split})")
     out.print(f"assumed {data['acceptance']}")
     if data["drafter"] is None and data["best_k"] > 0:
         out.print(
@@ -228,7 +228,7 @@ def _show(model: str, data: model_of.Prediction) -> None:
                 ("no drafter is known", "bold"), ": this is what one that takes no time would bring at that acceptance"
             )
         )
-    table = Table("K", "cycle ms", "tokens a cycle", "ms a token", "speed-up")
+    table = Table("K", "cycle ms", "tokens per cycle", "ms per token", "speed-up")
     for point in data["points"]:
         if (
             point["k"] in ((0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,))
@@ -263,8 +263,8 @@ def _show_trees(points: list[trees.TreePoint], second: float) -> None:
         "depth",
         "tokens verified",
         "cycle ms",
-        "tokens a cycle",
-        "ms a token",
+        "tokens per cycle",
+        "ms per token",
         "speed-up",
         title=f"trees of a fixed shape, a next guess right in {second:.0%} where the best is wrong",
     )
@@ -289,7 +289,7 @@ def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
         "GB each",
         "plain ms",
         "best K",
-        "ms a token",
+        "ms per token",
         "tokens/s of all",
         title=f"one model over several, {by.label}",
     )
@@ -303,16 +303,16 @@ def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
     else:
         better = "replicas win" if whole["tokens_per_second"] > shared["tokens_per_second"] else "dividing wins"
         out.print(
-            f"{gpus} replicas instead: {whole['ms']:.2f} ms a token, {whole['tokens_per_second']:.0f} tokens/s of "
+            f"{gpus} replicas instead: {whole['ms']:.2f} ms per token, {whole['tokens_per_second']:.0f} tokens/s of "
             f"all: {better}"
         )
     for users, need in zip((100, 10_000), more["needs"]):
         said = (
-            "cannot be served at 50 ms a token"
+            "cannot be served at 50 ms per token"
             if need is None
             else (
                 f"{need['gpus']} GPUs: {need['replicas']} replicas of {need['each']}, {need['batch']} users each, "
-                f"{need['ms']:.1f} ms a token"
+                f"{need['ms']:.1f} ms per token"
             )
         )
         out.print(f"{users:,} users at once: {said}")

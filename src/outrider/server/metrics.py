@@ -36,7 +36,7 @@ class ServerMetrics:
             "outrider_token_seconds", "Mean time a token after the first cycle.", buckets=TOKEN_SECONDS, registry=r
         )
         self.tokens_per_cycle = Histogram(
-            "outrider_tokens_per_cycle", "Mean tokens a cycle, per request.", buckets=CYCLE_TOKENS, registry=r
+            "outrider_tokens_per_cycle", "Mean tokens per cycle, per request.", buckets=CYCLE_TOKENS, registry=r
         )
         self.end_to_end = Histogram(
             "outrider_request_seconds", "Submission to last token of a call.", buckets=SECONDS, registry=r

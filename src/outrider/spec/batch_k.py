@@ -15,9 +15,9 @@ Array = NDArray[np.float64]
 def choose_k(
     tokens: Array, dear: NDArray[np.bool_], verify: Array, drafting: Array, fill: float
 ) -> tuple[float, list[int]]:
-    """The best rate in tokens a second, and the K of each sequence that reaches it. tokens [B, 17]: expected tokens of
-    a cycle by K; dear [B]: whose drafts take time, which is `drafting` [17] seconds by K, and of which a share `fill`
-    is verified; verify [17]: seconds of the target's step by the mean K."""
+    """The best rate in tokens per second, and the K of each sequence that reaches it. tokens [B, 17]: expected tokens
+    of a cycle by K; dear [B]: whose drafts take time, which is `drafting` [17] seconds by K, and of which a share
+    `fill` is verified; verify [17]: seconds of the target's step by the mean K."""
     size, steps = len(tokens), np.arange(MAX_DRAFT + 1)
     filled = np.where(dear, fill, 1.0)[:, None]
     rate, ks = 0.0, [0] * size

@@ -1,7 +1,7 @@
 """Chooses the drafter and K for every sequence, every cycle, so that speculation is never slower. Pure, torch-free.
 
 A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller picks
-the K in 0..16 (0 is plain decoding) with the most tokens a second, jointly over the batch. C comes from the
+the K in 0..16 (0 is plain decoding) with the most tokens per second, jointly over the batch. C comes from the
 measured `CostTable`. a_j, the chance that position j is right given that all before it were, is learnt from what
 the target accepted: exponentially weighted per request, drawn towards the running estimate over all requests with the
 same adapter, which itself starts from the model card's prior (an adapter's from the base model's). A rejection hides
@@ -103,7 +103,7 @@ class Controller:
         return plans
 
     def _rate_one(self, view: DraftContext, seq: SeqState) -> tuple[float, DraftPlan, DraftPlan | None]:
-        """The plan with most tokens a second for a single sequence, which shares its cycle with no other; and where
+        """The plan with most tokens per second for a single sequence, which shares its cycle with no other; and where
         drafting does not pay, the draft that loses least, which a probe would try."""
         tuning, base = self.tuning, 1.0 / self.cost.curve(None, 1, view.context)[0]
         best, best_rate = NO_DRAFT, base * (1.0 + tuning.margin)
@@ -140,7 +140,7 @@ class Controller:
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
     ) -> Iterator[tuple[int, int, float, bool]]:
         """Drafts end themselves, so no K says what one brings: what counts is what they have brought. K, tokens of a
-        tree, tokens a second, and whether the request could bear the loss."""
+        tree, tokens per second, and whether the request could bear the loss."""
         times = self.cost.curve(source.drafter, 1, view.context)
         most = min(cap, self.cost.reach(source.drafter, 1, view.context, self.tuning.sure))
         top = self._risk(seq, shared, times, most)
@@ -312,7 +312,7 @@ class Controller:
     def _rate_batch(
         self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int
     ) -> tuple[float, list[DraftPlan]]:
-        """The plan with most expected tokens a second for the whole batch: a widest K that holds for all, and
+        """The plan with most expected tokens per second for the whole batch: a widest K that holds for all, and
         within it for each sequence the K behind which a further token is worth less than its row costs. What a row
         costs in tokens depends on the rate that the plan reaches, so there are two passes."""
         size, tuning = len(seqs), self.tuning

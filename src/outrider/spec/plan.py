@@ -98,7 +98,7 @@ class SeqState:
 
     def __init__(self, wait: int) -> None:
         self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
-        # tokens a cycle for K = 0..16, by source; forgotten when one is observed
+        # tokens per cycle for K = 0..16, by source; forgotten when one is observed
         self.expected: dict[Source, list[float]] = {}
         self.yields: dict[str, CycleStats] = {}  # by drafter: what drafts that end themselves brought in this request
         self.last = NO_DRAFT  # what was chosen last, probes aside

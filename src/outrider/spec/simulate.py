@@ -193,8 +193,8 @@ def clairvoyant(trace: Trace, cost: CostTable) -> float:
 class Comparison:
     """The controller against plain decoding and the oracles, over the same traces."""
 
-    speedup: float  # tokens a second over plain decoding's
-    of_static: float  # share of the static oracle's tokens a second
+    speedup: float  # tokens per second over plain decoding's
+    of_static: float  # share of the static oracle's tokens per second
     of_clairvoyant: float
     best_fixed: tuple[str, int]  # the one drafter and K that is best over all traces
     of_best_fixed: float

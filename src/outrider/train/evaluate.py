@@ -1,4 +1,4 @@
-"""How good is a drafter: tokens a cycle for every K, walked exactly over the target's own answers.
+"""How good is a drafter: tokens per cycle for every K, walked exactly over the target's own answers.
 
 A drafted token counts while all before it were right, so along every chain that still counts the drafter's tokens are
 the answer's: feeding the answer gives, for all anchors at once, how many drafted tokens match. The walk then visits

@@ -88,7 +88,7 @@ def scored(result: Judged, most: int) -> Json:
 
 def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: float) -> Json:
     """What an evaluation during training says of held-out answers: greedy ones by the full head, and under "sampled"
-    those drawn at `temperature`, by the head as it will draft; score: tokens a cycle at K = 4, the mean of both where
+    those drawn at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both where
     there are both."""
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {

@@ -122,7 +122,7 @@ def test_the_command(tmp_path):
     )
     data = json.loads(found.stdout)
     assert data["best_k"] >= 4 and 3.0 < data["speedup"] < 7.0 and (tmp_path / "r.svg").read_text().startswith("<svg")
-    assert "tokens a cycle" in run("google/gemma-4-E2B-it", "--gpu", "rtx4090").stdout
+    assert "tokens per cycle" in run("google/gemma-4-E2B-it", "--gpu", "rtx4090").stdout
     assert "RTX 5090" in run("google/gemma-4-E2B-it", "--gpu", "list").stdout
 
 

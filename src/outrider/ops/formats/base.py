@@ -42,7 +42,7 @@ SMALL = 1 << 22  # weights: a GPU reads so many bfloat16 in two microseconds, le
 
 def stays_dense(shape: Sequence[int]) -> bool:
     """Should a GPU hold this quantised matrix dense? Yes where it is so small that its bytes hardly count and unpacking
-    costs more. `smollm2` from Q4_1 decoded 710 tokens a second on an H200, from bfloat16 1,371."""
+    costs more. `smollm2` from Q4_1 decoded 710 tokens per second on an H200, from bfloat16 1,371."""
     return len(shape) == 2 and prod(shape) <= SMALL
 
 

@@ -86,7 +86,7 @@ export class Baseline {
         if (chunk.choices[0]?.finish_reason) stats = chunk.outrider;
       }
       this.set(stats?.decode_tps || meter.tps);
-      if (!quietly) this.speaker.say(`Plain decoding: ${this.kept?.tps.toFixed(1)} tokens a second.`);
+      if (!quietly) this.speaker.say(`Plain decoding: ${this.kept?.tps.toFixed(1)} tokens per second.`);
     } catch (error) {
       if (!quietly && error.name !== "AbortError") this.tell(error);
     } finally {
