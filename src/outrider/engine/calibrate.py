@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..spec.cost import CostKey, CostTable
 from ..spec.plan import CostPart
-from ..spec.timing import Grid, TimedDrafter, agrees, measure
+from ..spec.timing import ProbeGrid, TimedDrafter, agrees, measure
 from .engine import Engine
 from .graph_dispatch import BATCHES
 
@@ -41,7 +41,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
     try:
         if found is not None and agrees(found, probe, name, contexts[0], whole=whole):
             return found
-        grid = Grid([b for b in BATCHES if b <= engine.max_batch], contexts)
+        grid = ProbeGrid([b for b in BATCHES if b <= engine.max_batch], contexts)
         budget_s = CAPTURING_S if fastest.async_results else BUDGET_S
         table = measure(probe, timed, grid, budget_s, key, whole=whole, alone=fastest.async_results)
     finally:

@@ -44,7 +44,7 @@ class TimedDrafter:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ProbeGrid:
     """Where a table is measured. Contexts must fit the engine's cache."""
 
     batches: Sequence[int] = (1, 4, 16)
@@ -55,7 +55,7 @@ class Grid:
 def measure(
     probe: Probe,
     drafters: Sequence[TimedDrafter] = (),
-    grid: Grid = Grid(),
+    grid: ProbeGrid = ProbeGrid(),
     budget_s: float = 3.0,
     key: CostKey | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -110,7 +110,7 @@ def measure(
     return _assemble(usual, drafters, batches, key, read)
 
 
-def _order(drafters: Sequence[TimedDrafter], grid: Grid) -> list[Cell]:
+def _order(drafters: Sequence[TimedDrafter], grid: ProbeGrid) -> list[Cell]:
     """The cells worth timing, the most telling first."""
     (one, *rest), ks, (first, *further) = grid.batches, grid.ks, sorted(grid.contexts)
     order = [(VERIFY, one, k, first) for k in ks]

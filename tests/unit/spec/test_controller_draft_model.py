@@ -5,7 +5,7 @@ from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.draft_model import ACCEPTED, TRUST
 from outrider.spec.plan import READING, DraftContext
-from outrider.spec.timing import Grid, TimedDrafter, measure
+from outrider.spec.timing import ProbeGrid, TimedDrafter, measure
 
 NAME = "draft_model"
 
@@ -51,7 +51,9 @@ def test_what_reading_takes_is_measured_and_kept() -> None:
             part.kind
         ]
 
-    table = measure(probe, (TimedDrafter(NAME, reads=True),), Grid((1, 2), (64,)), clock=lambda: now[0], whole=True)
+    table = measure(
+        probe, (TimedDrafter(NAME, reads=True),), ProbeGrid((1, 2), (64,)), clock=lambda: now[0], whole=True
+    )
     assert abs(table.reading[NAME] - 0.0005) < 1e-9
     assert CostTable.from_json(table.to_json()).reading == table.reading
     assert abs(table.draft(NAME, 1, 4) - 0.008) < 1e-9

@@ -10,7 +10,7 @@ from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostKey, CostTable, machine_name
 from outrider.spec.plan import VERIFY, CostPart, DraftContext
 from outrider.spec.simulate import replay
-from outrider.spec.timing import Grid, TimedDrafter, agrees, measure
+from outrider.spec.timing import ProbeGrid, TimedDrafter, agrees, measure
 from outrider.types import OutriderError
 
 MTP = (TimedDrafter("mtp"),)
@@ -115,8 +115,8 @@ def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one(al
     """The least samples, which count where the device is ours alone, are of two machines: a short step in peace, a long
     one disturbed."""
     quiet, busy = Machine(), Shared()
-    table = measure(quiet.probe, MTP, Grid((1,), (256,)), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
-    beside = measure(busy.probe, MTP, Grid((1,), (256,)), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
+    table = measure(quiet.probe, MTP, ProbeGrid((1,), (256,)), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
+    beside = measure(busy.probe, MTP, ProbeGrid((1,), (256,)), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
     off = max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(WIDTH))
     assert off > 0.5 if alone else off < 0.03
 
@@ -125,7 +125,7 @@ def test_a_busy_machine_does_not_price_drafts_out():
     """A table measured next to a busy process must lead to the drafts of a quiet one, cycle by cycle."""
     chosen = []
     for machine in (Machine(), Shared()):
-        table = measure(machine.probe, MTP, Grid((1,), (256,)), clock=machine.clock, alone=False)
+        table = measure(machine.probe, MTP, ProbeGrid((1,), (256,)), clock=machine.clock, alone=False)
         controller, ks = Controller(table, ("mtp",)), []
         for _ in range(60):
             (choice,) = controller.plan([DraftContext("a", {"mtp": 16}, 0, 200, 256)])
@@ -138,7 +138,7 @@ def test_a_busy_machine_does_not_price_drafts_out():
 
 def test_where_the_device_is_ours_the_least_sample_counts():
     machine = Machine(noise=0.3)
-    table = measure(machine.probe, (), Grid((1,), (256,)), clock=machine.clock, alone=True)
+    table = measure(machine.probe, (), ProbeGrid((1,), (256,)), clock=machine.clock, alone=True)
     assert table.verify(1, 8, 256) == pytest.approx(machine.seconds(VERIFY, 1, 8, 256), rel=0.04)
 
 
@@ -213,7 +213,7 @@ def test_a_stored_table_is_checked_by_its_ratios():
 
 def test_a_true_table_is_kept_beside_a_busy_process():
     machine, busy = Machine(), Shared()
-    table = measure(machine.probe, MTP, Grid((1,), (256,)), clock=machine.clock)
+    table = measure(machine.probe, MTP, ProbeGrid((1,), (256,)), clock=machine.clock)
     assert agrees(table, busy.probe, "mtp", 256, clock=busy.clock)
 
 
