@@ -246,7 +246,7 @@ def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say)
 def synthetic_run(
     rig: Rig, seqs: list[SeqCache], k: int, context: int, bound: int, chances: list[float], ar_ms: float
 ) -> dict[str, float]:
-    """Tokens a second when the sequences really move on, at an assumed acceptance."""
+    """Tokens per second when the sequences really move on, at an assumed acceptance."""
     assumed = Synthetic(chances, len(seqs), rig.device)
     cycles = min(CYCLES, max(1, (bound - context) // (k + 1) - 4))
     run = rig.graph(seqs, k, context, bound, advance=True, assumed=assumed)

@@ -385,6 +385,6 @@ class RequestStats(Counts):
 
     @property
     def decode_tps(self) -> float:
-        """Tokens a second after the first cycle."""
+        """Tokens per second after the first cycle."""
         later = self.new_tokens - self.first_emitted
         return later / self.decode_s if self.decode_s > 0 and later > 0 else 0.0

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,14 @@ from tests.waiting import PATIENCE, until
 
 TICK = os.sysconf("SC_CLK_TCK")
 SLOW = "slow" in os.environ.get("OUTRIDER_TESTS", "")
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Commands inherit SIGINT as it is here; where the tests were started in the background, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def cpu_seconds(pid: int) -> float:

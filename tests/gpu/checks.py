@@ -226,7 +226,7 @@ def memory() -> str:
 
 # ---- a real model
 def smollm2() -> str:
-    """Tokens a second of the default model, plain and speculative, and the same text. OUTRIDER_SMOLLM2: its .gguf."""
+    """Tokens per second of the default model, plain and speculative, and the same text. OUTRIDER_SMOLLM2: its .gguf."""
     path = os.environ.get("OUTRIDER_SMOLLM2")
     if not path:
         return "skipped: OUTRIDER_SMOLLM2 is not set"

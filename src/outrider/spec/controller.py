@@ -178,7 +178,7 @@ class Controller:
         return view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, self.tuning.horizon))
 
     def _yield(self, seq: SeqState, source: Source, shared: DrafterStats, times: Sequence[float]) -> float:
-        """Tokens a second that drafts which end themselves bring in this request."""
+        """Tokens per second that drafts which end themselves bring in this request."""
         # nothing was drafted yet: start from what the best fixed K would bring by the card
         if shared.worth is None:
             expected = self._expected(seq, source, shared)

@@ -76,7 +76,7 @@ class Replay:
 
     @property
     def rate(self) -> float:
-        """Tokens a second over all traces."""
+        """Tokens per second over all traces."""
         return sum(self.tokens.values()) / sum(self.seconds.values())
 
 

@@ -198,7 +198,7 @@ def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
 
 
 def per_cycle(walked: Sequence[tuple[int, int, np.ndarray]]) -> float:
-    """Tokens a cycle over all these walks."""
+    """Tokens per cycle over all these walks."""
     return round(sum(w[0] for w in walked) / max(1, sum(w[1] for w in walked)), 4)
 
 

@@ -81,7 +81,7 @@ def guess_rows(device: torch.device) -> int:
 
 
 def scored(result: Judged, most: int) -> Json:
-    """Tokens a cycle; score: at K = 4."""
+    """Tokens per cycle; score: at K = 4."""
     made = summary(result.right, ["all"] * len(result.right), most)
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 

@@ -99,7 +99,7 @@ def describe(config: DrafterConfig | BlockConfig) -> str:
 
 def figures(result: Json) -> list[str]:
     lines = [
-        "Tokens a cycle on held-out prompts, walked exactly:",
+        "Tokens per cycle on held-out prompts, walked exactly:",
         "",
         "| | " + " | ".join(f"K = {k}" for k in COLUMNS) + " | first position |",
     ]

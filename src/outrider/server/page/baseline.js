@@ -37,7 +37,7 @@ export class Baseline {
       return null;
     }
   }
-  // Tokens a second, while they are true enough to compare with.
+  // Tokens per second, while they are true enough to compare with.
   get tps() {
     const { kept } = this;
     return kept && Date.now() - kept.at < FRESH ? kept.tps : null;

@@ -36,7 +36,7 @@ export class Meter {
     const t = this.last - this.first;
     return t > 0 ? ((this.tokens - this.firstTokens) * 1000) / t : 0;
   }
-  // Tokens a second over the last second or so, at each arrival: [seconds, rate]
+  // Tokens per second over the last second or so, at each arrival: [seconds, rate]
   get speeds() {
     const out = [],
       times = [];

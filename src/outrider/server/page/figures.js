@@ -15,7 +15,7 @@ const level = (name) => (a, b) => b[name] ?? 0;
 
 const CHARTS = [
   [{ title: "Generated", unit: "tokens/s", floor: 10 }, rate("new_tokens")],
-  [{ title: "Tokens a cycle", unit: "tokens", digits: 2 }, share("accepted", "cycles", 1, 1)],
+  [{ title: "Tokens per cycle", unit: "tokens", digits: 2 }, share("accepted", "cycles", 1, 1)],
   [{ title: "Drafts right", unit: "%", digits: 0, floor: 100 }, share("accepted", "drafted", 100)],
   [
     { title: "Time to first token", unit: "ms", digits: 0, floor: 50, bridge: true },
