@@ -210,7 +210,7 @@ def main() -> None:
     from outrider import LLM
     from outrider.config import EngineConfig
     from outrider.server.main import HttpServer
-    from outrider.server.prepare import ServedModel
+    from outrider.server.model_info import ServedModel
     from outrider.server.settings import ServerSettings
 
     model, arrivals = SIZES[args.size], 6

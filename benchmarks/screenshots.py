@@ -23,7 +23,7 @@ from outrider.config import EngineConfig  # noqa: E402
 from outrider.engine.step import Request  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
-from outrider.server.prepare import ServedModel  # noqa: E402
+from outrider.server.model_info import ServedModel  # noqa: E402
 from outrider.server.settings import ServerSettings, public_name  # noqa: E402
 
 FLAGS = [

@@ -265,7 +265,7 @@ class Served:
         self, engine: Any, tok: Tokenizer, max_context: int = 2048, vocab: int = VOCAB, **settings: Any
     ) -> None:
         from outrider.server.main import HttpServer
-        from outrider.server.prepare import ServedModel as ServerBackend
+        from outrider.server.model_info import ServedModel as ServerBackend
         from outrider.server.settings import ServerSettings
 
         self.engine = engine

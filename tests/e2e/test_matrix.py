@@ -28,7 +28,7 @@ from outrider.cli.main import main
 from outrider.engine import calibrate
 from outrider.ops.cpu import build
 from outrider.server.main import HttpServer
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
 from outrider.server.main import HttpServer
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings, read_keys
 from outrider.types import OutriderError
 

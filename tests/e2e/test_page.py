@@ -12,8 +12,8 @@ from tests.pages import STORY, TOK, ask, expect, kinds, needs_chromium, open_pag
 from tests.server_fakes import VOCAB, FakeEngine, Served
 
 from outrider.server.main import HttpServer
+from outrider.server.model_info import ServedModel
 from outrider.server.model_pool import ModelPool, PoolSlot
-from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
 
 pytest_plugins = ["tests.page_fixtures"]

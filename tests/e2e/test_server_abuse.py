@@ -33,7 +33,7 @@ from outrider.server.errors import ApiError
 from outrider.server.fair import FairExecutor, FairGate
 from outrider.server.grammar_source import GrammarSource, build, close_objects
 from outrider.server.main import listen
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.protocol import cap
 from outrider.server.settings import without_paths
 from outrider.server.turn_queue import TurnQueue

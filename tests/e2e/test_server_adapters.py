@@ -18,7 +18,7 @@ from outrider import LLM
 from outrider.config import EngineConfig
 from outrider.models.config import ModelConfig
 from outrider.server.main import HttpServer
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 from outrider.types import SamplingParams
 

@@ -153,7 +153,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from tests.server_fakes import FakeEngine, VOCAB, tokenizer
 from outrider.server.main import listen, serve
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 tok, listener = tokenizer(), listen("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)

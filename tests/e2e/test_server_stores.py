@@ -16,7 +16,7 @@ from tests.waiting import until
 from outrider.server.batch import BatchRunner
 from outrider.server.errors import ApiError
 from outrider.server.files import FileStore, form
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.response_store import ResponseStore
 from outrider.server.settings import ServerSettings
 

@@ -29,7 +29,7 @@ from outrider import LLM  # noqa: E402
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
-from outrider.server.prepare import ServedModel  # noqa: E402
+from outrider.server.model_info import ServedModel  # noqa: E402
 from outrider.server.settings import ServerSettings  # noqa: E402
 
 SIZES = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "intermediate_size": 96}

@@ -86,7 +86,7 @@ def alone(model: str, known: list[Case]) -> list[str]:
     from outrider.config import EngineConfig
     from outrider.llm import LLM
     from outrider.server.batch import BatchRunner
-    from outrider.server.prepare import ServedModel
+    from outrider.server.model_info import ServedModel
     from outrider.server.settings import ServerSettings, public_name
 
     name = public_name(model)

@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src")]
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
-from outrider.server.prepare import ServedModel  # noqa: E402
+from outrider.server.model_info import ServedModel  # noqa: E402
 from outrider.server.settings import ServerSettings  # noqa: E402
 
 TOPICS = [

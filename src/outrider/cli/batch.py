@@ -57,7 +57,7 @@ def batch(
     """
     with common.needs("batch jobs need", "serve"):
         from ..server.batch import BatchRunner, first_model
-        from ..server.prepare import ServedModel
+        from ..server.model_info import ServedModel
         from ..server.settings import ServerSettings, public_name
     chosen = model or first_model(requests)
     settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)

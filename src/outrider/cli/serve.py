@@ -20,8 +20,8 @@ from .common import err
 
 if TYPE_CHECKING:
     from ..server.catalogue import CatalogueEntry
+    from ..server.model_info import ServedModel
     from ..server.model_pool import ModelPool
-    from ..server.prepare import ServedModel
 
 
 Models = Annotated[
@@ -94,7 +94,7 @@ def serve(
         from ..server.loaded_model import LoadedModel
         from ..server.main import address, listen
         from ..server.main import serve as run
-        from ..server.prepare import ServedModel
+        from ..server.model_info import ServedModel
         from ..server.turn_queue import SPARE
     from ..ops import place
 

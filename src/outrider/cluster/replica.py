@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope
 
 from ..llm import LLM
 from ..server.app import create_app
-from ..server.prepare import ServedModel
+from ..server.model_info import ServedModel
 from ..server.settings import ServerSettings
 from ..server.turn_queue import SPARE
 from .config import ClusterConfig

@@ -33,9 +33,10 @@ from .keys import Keys
 from .limits import Admission, RequestGuard
 from .loaded_model import LoadedModel
 from .metrics import ServerMetrics
+from .model_info import ServedModel
 from .model_pool import ModelPool, PoolSlot
 from .names import route_of
-from .prepare import Job, Preparer, ServedModel
+from .prepare import Job, Preparer
 from .recorder import PromptRecorder
 from .response_store import ResponseStore
 from .routes import add_routes

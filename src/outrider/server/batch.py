@@ -27,7 +27,8 @@ from .. import __version__
 from ..engine.engine import Event
 from ..types import OutriderError
 from .errors import ApiError, bad, from_validation
-from .prepare import Job, Preparer, ServedModel
+from .model_info import ServedModel
+from .prepare import Job, Preparer
 from .runner import MAX_FAILURES
 from .schema import ChatRequest, CompletionRequest
 from .settings import ServerSettings

@@ -17,9 +17,8 @@ from ..models.config import ModelConfig
 from ..types import OutriderError
 from ..weights import hub
 from ..weights.sizes import stored_size
-from .model_info import ModelInfo
+from .model_info import ModelInfo, ServedModel
 from .model_pool import ModelPool, PoolSlot
-from .prepare import ServedModel
 from .settings import ServerSettings, public_name
 from .turn_queue import SPARE
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from ..engine.chat_template import TemplateProcess
 from .grammars import Grammars
-from .prepare import Preparer, ServedModel
+from .model_info import ServedModel
+from .prepare import Preparer
 from .runner import Runner
 from .settings import ServerSettings
 from .tokenizer_process import TokenizerProcess

@@ -20,8 +20,8 @@ import uvicorn
 
 from ..types import OutriderError
 from .app import create_app
+from .model_info import ServedModel
 from .model_pool import ModelPool
-from .prepare import ServedModel
 from .protocol import BACKLOG, BoundedProtocol, Connections, QuietLogger
 from .settings import ServerSettings
 from .trim import trim

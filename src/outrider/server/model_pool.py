@@ -26,8 +26,7 @@ from ..types import OutriderError
 from .adapters import adapter_named
 from .errors import ApiError, shutting_down
 from .loaded_model import LoadedModel
-from .model_info import UNKNOWN, ModelInfo
-from .prepare import ServedModel
+from .model_info import UNKNOWN, ModelInfo, ServedModel
 from .runner import where
 from .settings import ServerSettings, without_paths
 from .trim import trim

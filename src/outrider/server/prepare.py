@@ -28,7 +28,7 @@ from .grammar_source import GrammarSource, build
 from .image_fetch import ImageFetcher
 from .infill import Infill
 from .job import Job as Job
-from .model_info import ServedModel as ServedModel
+from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
 from .overflow import ContextOverflow
 from .reasoning import Thoughts

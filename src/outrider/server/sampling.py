@@ -14,7 +14,7 @@ from .errors import bad
 from .schema import ChatRequest, Common
 
 if TYPE_CHECKING:
-    from .prepare import ServedModel
+    from .model_info import ServedModel
 
 
 class RequestSampling:

@@ -17,7 +17,7 @@ from tests.waiting import PATIENCE
 from outrider.cluster.ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused, TakenReplica
 from outrider.cluster.replica import Replica, receiving
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "seed": 3}

@@ -12,7 +12,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.server.batch import BatchRunner, Results
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 

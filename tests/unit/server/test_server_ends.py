@@ -31,7 +31,7 @@ from outrider.server.app import create_app
 from outrider.server.errors import ApiError
 from outrider.server.grammar_source import GrammarSource
 from outrider.server.main import HttpServer, address, listen
-from outrider.server.prepare import ServedModel
+from outrider.server.model_info import ServedModel
 from outrider.server.runner import EngineError, Runner
 from outrider.server.scoring import run_scoring
 from outrider.server.settings import ServerSettings

@@ -14,8 +14,9 @@ from tests.server_fakes import SPECIAL, FakeEngine, tokenizer
 from outrider.engine.text import Tokenizer
 from outrider.server import ollama
 from outrider.server.errors import ApiError
+from outrider.server.model_info import ServedModel
 from outrider.server.model_pool import ModelPool
-from outrider.server.prepare import Preparer, ServedModel
+from outrider.server.prepare import Preparer
 from outrider.server.schema import ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 

@@ -19,8 +19,8 @@ from outrider.server import model_pool as shelf_module
 from outrider.server import trim as trim_module
 from outrider.server.app import BIG_BODY, Server, create_app
 from outrider.server.errors import ApiError
+from outrider.server.model_info import ServedModel
 from outrider.server.model_pool import PATIENCE_S, ModelPool, PoolSlot, total
-from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 
