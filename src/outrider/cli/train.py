@@ -27,7 +27,7 @@ def train(
     ] = "mtp",
     recipe: Annotated[
         str | None,
-        typer.Option(help="All other settings, as a TOML file; or 'shipped', 'further' (the default model's drafter)."),
+        typer.Option(help="All other settings, as a TOML file; or 'shipped', 'further', 'dflash' (for smollm2)."),
     ] = None,
     adapter: Annotated[
         str | None,

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.block import Angles, BlockNet, DraftLayer
@@ -20,7 +21,7 @@ from ..models.block_config import BlockConfig, Kind, is_block
 from ..models.config import LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize
-from ..ops.reference import as_tensor, rotate
+from ..ops.reference import as_tensor
 from ..spec.block_load import block_plan, draft_size, load_block
 from ..types import AttnSpec, BlockRows, KVView, OutriderError
 from ..weights import hub
@@ -29,11 +30,12 @@ from .capture import CapturedStates, capture
 from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .design import spread_reads
-from .net import TrainNet, rms
+from .net import TrainNet, rms, rotate
 from .shards import dense as held_dense
 from .target import TrainTarget
 
-Keys = tuple[Tensor, Tensor]  # [B, kv_heads, N, D] each
+Keys = tuple[Tensor, Tensor]
+GROUP = 16  # anchors of a sequence whose blocks attend together, at most
 TAPS = {"dflash": 5, "eagle3": 3}
 START_ROWS = 1024  # anchors that scales are measured on
 GEMMA_MASK = 4  # Gemma's own <mask>
@@ -102,18 +104,23 @@ def load_block_weights(name: str, target: TrainTarget) -> tuple[BlockConfig, dic
 
 
 class GroupedBlock(BlockNet):
-    """M anchors for each of B sequences: rows come as [B·M, S, …], the context once for each sequence."""
+    """M anchors for each of B sequences: rows come as [B·M, S, …], the context once for each sequence. Attention is one
+    library call for each layer: `group` anchors of a sequence are one batch entry, and the query heads that share a K/V
+    head are further queries of it."""
 
-    def begin(self, start: Tensor, context: Tensor) -> None:
-        """start [B, M]: the first position of each block; context [B, T, H'] what layers read of every position."""
+    def begin(self, start: Tensor, context: Tensor, group: int) -> None:
+        """start [B, M]: the first position of each block, M a multiple of `group`; context [B, T, H'] what layers read
+        of every position."""
         size, length, width = context.shape
         flat, at = context.reshape(size * length, width), torch.arange(length, device=start.device)
         angles = self.angles(at.repeat(size))
-        self.start, self.past = start, dict[int, Keys]()
-        self.shared = dict[int, Keys]()
+        self.start, self.past = start.view(-1, group), dict[int, Keys]()  # [B·M/group, group]
+        self.shared, self.masks = dict[int, Keys](), dict[tuple[int | None, bool, int, int], Tensor]()
+        copies = start.shape[1] // group
         for layer in self.layers:
-            k, v = (t.view(size, length, *t.shape[1:]).transpose(1, 2) for t in self.project(layer, flat, angles))
-            self.shared[layer.attn.spec.kv_layer] = (k, v)
+            k, v = (t.view(size, 1, length, *t.shape[1:]) for t in self.project(layer, flat, angles))
+            grouped = (t.expand(-1, copies, -1, -1, -1).transpose(2, 3) for t in (k, v))
+            self.shared[layer.attn.spec.kv_layer] = tuple(grouped)  # type: ignore[assignment]  # [B, M/group, heads, T, D]
 
     def project(self, layer: DraftLayer, x: Tensor, angles: Angles) -> Keys:
         """K and V [R, kv_heads, D] of rows x."""
@@ -121,37 +128,52 @@ class GroupedBlock(BlockNet):
         made = ops.linear(x, layer.kv, layer.kv_bias).view(len(x), -1, spec.head_dim)
         k, v = made[:, : spec.kv_heads], made[:, 0 if spec.k_eq_v else spec.kv_heads :]
         k = k if layer.attn.k_norm is None else ops.rms_norm(k, layer.attn.k_norm, spec.eps)
-        return rotate(k, *angles[layer.rope]), ops.rms_norm(v, None, spec.eps) if spec.norm_v else v
+        return turned(k, *angles[layer.rope]), ops.rms_norm(v, None, spec.eps) if spec.norm_v else v
 
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
         return BlockRows(like, like, end)  # gradients flow through `past` instead
 
+    def mask(self, layer: DraftLayer, length: int, first: int, slots: int, dtype: torch.dtype) -> Tensor:
+        """0 or -inf [groups, 1, heads per K/V head · group · slots, T + group · (first + slots)]: slots from `first`
+        on, against the context before their block and the rows of that block."""
+        key, device = (layer.attn.window, layer.attn.causal, first, slots), self.start.device
+        if key not in self.masks:
+            most, spec = self.start.shape[1], layer.attn.spec
+            place, own = torch.arange(first, first + slots, device=device), torch.arange(first + slots, device=device)
+            behind_far = (self.start[..., None] + place)[..., None] - torch.arange(length, device=device)
+            behind_near = place[:, None] - own  # [S, P]
+            far, near = behind_far > place[:, None], (behind_near >= 0) | (not layer.attn.causal)
+            if layer.attn.window is not None:
+                far, near = far & (behind_far < layer.attn.window), near & (behind_near.abs() < layer.attn.window)
+            same = torch.eye(most, dtype=torch.bool, device=device)[:, None, :, None] & near[None, :, None]
+            seen = torch.cat((far, same.flatten(2).expand(len(far), -1, -1, -1)), -1)  # [groups, group, S, T + …]
+            bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+            self.masks[key] = bias.flatten(1, 2).repeat(1, spec.heads // spec.kv_heads, 1)[:, None]
+        return self.masks[key]
+
     def attend(self, layer: DraftLayer, x: Tensor, angles: Angles, kv: KVView, own: BlockRows, first: int) -> Tensor:
-        spec, (size, most), here = layer.attn.spec, self.start.shape, layer.attn.spec.kv_layer
-        rows, slots = size * most, len(x) // (size * most)
-        q = self.ops.linear(x, layer.q, layer.q_bias).view(rows * slots, spec.heads, spec.head_dim)
+        spec, (groups, most), here = layer.attn.spec, self.start.shape, layer.attn.spec.kv_layer
+        slots, dim = len(x) // self.start.numel(), spec.head_dim
+        q = self.ops.linear(x, layer.q, layer.q_bias).view(len(x), spec.heads, dim)
         q = q if layer.attn.q_norm is None else self.ops.rms_norm(q, layer.attn.q_norm, spec.eps)
-        q = rotate(q, *angles[layer.rope])
-        fresh = [t.view(rows, slots, spec.kv_heads, -1).transpose(1, 2) for t in self.project(layer, x, angles)]
-        keys, values = fresh if not first else (torch.cat(pair, 2) for pair in zip(self.past[here], fresh, strict=True))
-        self.past[here] = (keys, values)
-        q = q.view(size, most, slots, spec.kv_heads, -1, spec.head_dim).permute(0, 3, 4, 1, 2, 5)
-        shared, stored = self.shared[here]
-        length, place = shared.shape[2], torch.arange(first, first + slots, device=x.device)
-        far = (q.flatten(2, 4) @ shared.transpose(-1, -2)).view(*q.shape[:-1], length)
-        grid = lambda t: t.view(size, most, *t.shape[1:])  # noqa: E731
-        near = torch.einsum("bhgmsd,bmhpd->bhgmsp", q, grid(keys))
-        positions = self.start[..., None] + place  # [B, M, S]
-        behind_far = positions[..., None] - torch.arange(length, device=x.device)  # [B, M, S, T]
-        behind_near = (place[:, None] - torch.arange(first + slots, device=x.device)).expand(size, most, -1, -1)
-        seen = torch.cat((behind_far > place[:, None], (behind_near >= 0) | (not layer.attn.causal)), -1)
-        if layer.attn.window is not None:
-            seen = seen & (torch.cat((behind_far, behind_near), -1).abs() < layer.attn.window)
-        score = (torch.cat((far, near), -1) * spec.scale).float().masked_fill(~seen[:, None, None], float("-inf"))
-        share = score.softmax(-1).to(x.dtype)
-        mixed = (share[..., :length].flatten(2, 4) @ stored).view(q.shape)
-        mixed = mixed + torch.einsum("bhgmsp,bmhpd->bhgmsd", share[..., length:], grid(values))
-        return mixed.permute(0, 3, 4, 1, 2, 5).reshape(rows * slots, -1)
+        q = turned(q, *angles[layer.rope]).view(groups, most * slots, spec.kv_heads, -1, dim)
+        fresh = tuple(t.view(groups, most, slots, spec.kv_heads, dim) for t in self.project(layer, x, angles))
+        if first:
+            fresh = tuple(torch.cat(pair, 2) for pair in zip(self.past[here], fresh, strict=True))
+        self.past[here] = fresh  # type: ignore[assignment]  # a pair
+        keys, values = (
+            torch.cat((far, near.flatten(1, 2).transpose(1, 2).unflatten(0, far.shape[:2])), 3).flatten(0, 1)
+            for far, near in zip(self.shared[here], fresh, strict=True)
+        )
+        bias = self.mask(layer, self.shared[here][0].shape[3], first, slots, x.dtype)
+        queries = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [groups, kv_heads, heads per K/V head · group · S, D]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=spec.scale)
+        return mixed.unflatten(2, (-1, most * slots)).permute(0, 3, 1, 2, 4).reshape(len(x), -1)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [R, heads, D] by its rows' angles [R, D/2]."""
+    return rotate(x[None], cos[:, None], sin[:, None])[0]
 
 
 class BlockModule(TrainNet):
@@ -173,9 +195,11 @@ class BlockModule(TrainNet):
         config, rows, (size, length) = self.config, batch.anchors[0], batch.ids.shape
         line, at = batch.where(rows)
         first = torch.searchsorted(line, torch.arange(size, device=line.device))
-        cell = line * batch.most + torch.arange(len(rows), device=line.device) - first[line]
+        group = -(-batch.most // -(-batch.most // GROUP))
+        most = -(-batch.most // group) * group
+        cell = line * most + torch.arange(len(rows), device=line.device) - first[line]
         # places that no anchor fills draft from position 0
-        anchor = at.new_zeros(size * batch.most).index_copy(0, cell, at).view(size, batch.most)
+        anchor = at.new_zeros(size * most).index_copy(0, cell, at).view(size, most)
         net = GroupedBlock(config, w, model.ops, model)
         streams = net.context([t.flatten(0, 1) for t in seen.taps])
         token = lambda j: batch.ids.gather(1, (anchor + j).clamp(max=length - 1)).reshape(-1)  # noqa: E731
@@ -185,7 +209,7 @@ class BlockModule(TrainNet):
             return h.new_zeros((size * wide, h.shape[-1])).index_copy(0, rows, h[cell]).view(size, wide, -1)
 
         if config.kind == "dflash":
-            net.begin(anchor + 1, streams.view(size, length, -1))
+            net.begin(anchor + 1, streams.view(size, length, -1), group)
             ids = anchor.new_full((anchor.numel(), config.block), config.mask_id)
             ids[:, 0] = token(1)
             hidden = net.backbone(ids, no_kv, (anchor + 1).reshape(-1))
@@ -195,7 +219,7 @@ class BlockModule(TrainNet):
         (layer,) = net.layers
         following = torch.cat((batch.ids[:, 1:], batch.ids[:, -1:]), 1).reshape(-1)
         context, _ = net.feature_input(layer, following, streams)
-        net.begin(anchor, context.view(size, length, -1))
+        net.begin(anchor, context.view(size, length, -1), group)
         flat = (torch.arange(size, device=line.device)[:, None] * length + anchor).reshape(-1)
         feature, own = streams[flat], BlockRows(flat, flat, anchor.reshape(-1))
         for j in range(steps):

@@ -72,7 +72,8 @@ class Work:
     def of_block(config: BlockConfig, target: ModelConfig, unroll: int, item: int, share: float) -> Work:
         """As `of`, where a `share` of a batch's positions is drafted from."""
         rows = share * (unroll + 1)  # of a block; EAGLE-3 has one less
-        layer = sum(8 * config.hidden + 4 * l.intermediate + l.attn.heads * 3 * USUAL_LENGTH for l in config.layers)
+        layer = sum(8 * config.hidden + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
+        layer += max(l.attn.heads // l.attn.kv_heads for l in config.layers) * USUAL_LENGTH  # the mask, once
         streams = target.hidden * (1 + len(config.taps or ()))
         return Work(
             6.0 * draft_size(config).body * rows,

@@ -50,7 +50,7 @@ def read_recipe(name: str) -> Recipe:
             path.read_text(encoding="utf-8") if path.suffix == ".toml" else shipped.read_text(encoding="utf-8")
         )
     except (OSError, UnicodeDecodeError):
-        raise OutriderError(f"--recipe {name}: no such file; shipped recipes: shipped, further") from None
+        raise OutriderError(f"--recipe {name}: no such file; shipped recipes: shipped, further, dflash") from None
     except tomllib.TOMLDecodeError as error:
         raise OutriderError(f"--recipe {name}: not TOML ({error})") from None
     tables = raw.pop("phase", [])
