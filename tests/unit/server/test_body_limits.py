@@ -6,6 +6,7 @@ parser can read without holding the interpreter, and separators inside of a text
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import count
 
@@ -108,6 +109,35 @@ def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch
         assert (refused.value.status, refused.value.code) == (400, "body_too_complex")
     fine = ['{"prompt":"' + ",:[{" * 1000 + '\\",' + '\\\\"}', "[" + "1," * 99 + "1]", '{"a":"' + "," * 1000, '"\\']
     assert [read(body.encode(), parse) for body in fine] == [0, 1, 2, 3]
+
+
+def separators_outside_of_texts(body: bytes) -> int:
+    """By definition: byte by byte."""
+    found = at = inside = 0
+    while at < len(body):
+        if inside and body[at] == ord("\\"):
+            at += 1
+        elif body[at] == ord('"'):
+            inside = not inside
+        else:
+            found += not inside and body[at] in b",:"
+        at += 1
+    return found
+
+
+def test_separators_are_counted_as_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts and escapes go on over the border of two blocks."""
+    monkeypatch.setattr(errors, "BLOCK", 7)
+    rng = random.Random(0)
+    for _ in range(300):
+        texts = ['"' + "".join(rng.choices([",", "x", '\\"', "\\\\", ":"], k=rng.randrange(9))) + '"' for _ in range(6)]
+        body = "".join(text + rng.choice([",", ":", ", "]) for text in texts).encode()
+        right = separators_outside_of_texts(body)
+        monkeypatch.setattr(errors, "MAX_VALUES", right)
+        assert errors.check_size(body) is None
+        monkeypatch.setattr(errors, "MAX_VALUES", right - 1)
+        with pytest.raises(ApiError):
+            errors.check_size(body)
 
 
 def test_a_text_cut_in_the_middle_of_a_string_is_read_once() -> None:
