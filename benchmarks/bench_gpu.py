@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 import typer
 
-import gpu_engine
 import gpu_table
 from outrider.cli.common import note, numbers, out, parts
 from outrider.types import OutriderError
@@ -45,9 +44,6 @@ def bench_gpu(
     quick: Annotated[
         bool, typer.Option("--quick", help="Batch 1 at 1k, K = 0, 4, 8, 16, and transformers: three minutes.")
     ] = False,
-    engine: Annotated[
-        bool, typer.Option("--engine", help="The engine's own steps, host included, instead of graphs alone.")
-    ] = False,
     output: Annotated[Path, typer.Option("--out", help="Folder for gpu.jsonl, gpu.txt and plots.")] = Path(
         "bench-gpu-out"
     ),
@@ -60,16 +56,6 @@ def bench_gpu(
         parts(sizes), numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"),
         numbers(accept, float, "--accept") if accept else None, against_hf,
     )  # fmt: skip
-    if engine:
-        found = []
-        for size, drafted, positions in (
-            (s, n, c) for s in settings.sizes for n in settings.ks for c in settings.contexts
-        ):
-            for figures in gpu_engine.measure(size, settings.batches, drafted, positions):
-                found.append(figures)
-                note(" ".join(gpu_engine.table([figures])[1]))
-        out.print(gpu_table.text_table(gpu_engine.table(found)))
-        return
     if quick:
         settings = replace(gpu_table.quick(), sizes=settings.sizes)
     command = " ".join(["python", "benchmarks/bench_gpu.py", *sys.argv[1:]])

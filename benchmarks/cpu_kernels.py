@@ -1,14 +1,9 @@
 """CPU kernels: products, whole passes and prefill of a GGUF model, beside llama.cpp where it is installed.
 
     python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
-    python benchmarks/cpu_kernels.py MODEL.gguf --passes --repeat 8 --rounds 20 --seconds 60   # no single products,
-    many short rounds
+    python benchmarks/cpu_kernels.py MODEL.gguf --passes --repeat 8 --rounds 20 --seconds 60   # no single products
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
-    python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
-    python benchmarks/cpu_kernels.py MODEL.gguf --passes --cycles 1,2,3,4,5,7,9   # whole cycles that check given
-    guesses
-    python benchmarks/cpu_kernels.py MODEL.gguf --adapter 16   # the same cycles with and without an
-    adapter of rank 16 on all linear modules, in turn; nothing else
+    python benchmarks/cpu_kernels.py MODEL.gguf --adapter 16     # cycles with and without an adapter, in turn
 
 Times are medians with (least to greatest) over the repetitions; `x` columns are multiples of one row in the same run.
 """
@@ -32,19 +27,17 @@ import torch
 
 from outrider.cache.store import CacheSpec, KVStore, last_rows
 from outrider.models.decoder import TextModel
-from outrider.models.drafter import MTPNet
 from outrider.ops.backend import CycleRequest
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.lowrank import Adapter
 from outrider.spec.choose import SamplingBatch
-from outrider.types import DraftNoise, DraftPlan, KVView, SamplingParams
+from outrider.types import DraftPlan, KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
-from outrider.weights.load import load_drafter, load_target
+from outrider.weights.load import load_target
 from outrider.weights.names import tensor_plan
 
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
-DRAFTS = (1, 4, 8)
 
 
 class Clock:
@@ -53,13 +46,10 @@ class Clock:
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
 
-    def run(self, name: str, work: Callable[[], Any], repeat: int, before: Callable[[], Any] | None = None) -> None:
-        """before: done ahead of every repetition, not timed (a pass that leaves the caches as a drafter finds them)."""
+    def run(self, name: str, work: Callable[[], Any], repeat: int) -> None:
         time.sleep(0.05)  # whoever ran before may still have threads that spin: let them fall asleep
         work()
         for _ in range(repeat):
-            if before is not None:
-                before()
             start = time.perf_counter()
             work()
             self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
@@ -134,17 +124,12 @@ class Ours:
             self.ops.linear(x, block.gate_up)
 
 
-def greedy(ours: Ours) -> SamplingBatch:
-    return SamplingBatch.build(
-        [SamplingParams(temperature=0.0)], [[5]], [[]], ours.config.vocab_size, torch.device("cpu")
-    )
-
-
 class Given:
     """Whole cycles without a drafter: so many rows in one call, all but the first given guesses."""
 
     def __init__(self, ours: Ours):
-        self.ours, self.sampling = ours, greedy(ours)
+        params, device = [SamplingParams(temperature=0.0)], torch.device("cpu")
+        self.ours, self.sampling = ours, SamplingBatch.build(params, [[5]], [[]], ours.config.vocab_size, device)
         self.features = torch.zeros((8, ours.config.hidden))
         self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, ())
         assert self.cycle is not None, "the library runs no whole cycles of this model"
@@ -180,35 +165,6 @@ def adapted(ours: Ours, rank: int, repeat: int, rounds: int) -> None:
         clock.show(one)
         clock.show(two, one)
         print(f"  best by best {min(clock.times[two]) / min(clock.times[one]):.3f} x")
-
-
-class Cycles:
-    """An MTP drafter beside the target: rounds of K steps, and whole cycles (draft K, verify K + 1, choose, accept) in
-    one call."""
-
-    def __init__(self, ours: Ours, folder: str):
-        own, weights = load_drafter(folder, ops=ours.ops, quantize=ours.ops.capabilities.draft_format)
-        self.ours = ours
-        self.drafter = ours.ops.compile_drafter(MTPNet(own, weights, ours.ops, ours.model.model))
-        self.features = torch.randn(
-            (8, ours.config.hidden * (1 + len(own.taps))), generator=torch.Generator().manual_seed(1)
-        )
-        self.cycle = ours.ops.host_cycle(ours.model, self.drafter, ours.store.pages(), self.features, own.taps)
-        assert self.cycle is not None and self.cycle.drafts, "the library runs no whole cycles of this pair"
-        self.sampling = greedy(ours)
-        self.cold, self.zero = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
-
-    def draft(self, steps: int) -> None:
-        self.drafter.draft(
-            self.zero + 5,
-            self.features[:1],
-            self.ours.view(CONTEXT - 1, 1),
-            steps,
-            DraftNoise(torch.ones(1), self.cold, self.zero, self.zero + CONTEXT),
-        )
-
-    def run(self, k: int) -> None:
-        self.cycle.run([CycleRequest(self.ours.seq.slot, 5, CONTEXT, DraftPlan("mtp", k))], self.sampling, None)
 
 
 def read_speed(threads: int) -> float:
@@ -271,8 +227,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="begin no round after so long")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--passes", action="store_true")
-    parser.add_argument("--drafter", help="an MTP drafter's folder")
-    parser.add_argument("--cycles", default="", help="numbers of rows: whole cycles that check given guesses")
     parser.add_argument("--adapter", type=int, metavar="RANK", help="cycles with and without an adapter of this rank")
     parser.add_argument("--json", help="append the medians to this file")
     args = parser.parse_args()
@@ -288,8 +242,6 @@ def main() -> None:
             print("llama-cpp-python is not installed: no peer")
         except ValueError as error:
             print(f"no peer: {error}")
-    cycles = Cycles(ours, args.drafter) if args.drafter else None
-    given, counts = Given(ours) if args.cycles else None, [int(rows) for rows in args.cycles.split(",") if rows]
     speed = read_speed(ours.ops.threads)
     print(
         f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms "
@@ -310,14 +262,6 @@ def main() -> None:
                 f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows),
                 f"llama.cpp, {rows} rows", lambda rows=rows: peer.one_pass(rows), again,
             )  # fmt: skip
-        if cycles is not None:
-            for k in DRAFTS:
-                clock.run(f"draft of {k}", lambda k=k: cycles.draft(k), args.repeat, lambda: ours.one_pass(1))
-            for _ in range(0, args.repeat, 4):
-                for k in (0, *DRAFTS):
-                    clock.run(f"cycle, K = {k}", lambda k=k: cycles.run(k), 4)
-        for rows in counts:
-            clock.run(f"cycle of {rows} rows", lambda rows=rows: given.run(rows), args.repeat)
         if turn < 2:
             clock.run(f"prefill of {PREFILL}", ours.prefill, 1)
             clock.run(f"prefill of {PREFILL}, all rows", lambda: ours.prefill(True), 1)
@@ -333,13 +277,6 @@ def main() -> None:
         clock.show(f"pass, {rows} rows", f"pass, {PASS_ROWS[0]} rows", rows)
         if peer is not None:
             clock.show(f"llama.cpp, {rows} rows", f"llama.cpp, {PASS_ROWS[0]} rows", rows)
-    if cycles is not None:
-        for k in DRAFTS:
-            clock.show(f"draft of {k}", "pass, 1 rows")
-        for k in (0, *DRAFTS):
-            clock.show(f"cycle, K = {k}", "cycle, K = 0")
-    for rows in counts:
-        clock.show(f"cycle of {rows} rows", f"cycle of {counts[0]} rows")
     print(
         f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the "
         f"memory limit"

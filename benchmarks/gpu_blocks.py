@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from gpu_common import RESULTS, Rig, attempt, error, finish, say, verdict
-from gpu_rig import compared, plain_run, speculative_run
+from gpu_common import RESULTS, attempt, error, finish, say, verdict
+from gpu_rig import Rig, compared, plain_run, speculative_run
 from outrider.models.block import BlockNet
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.ops.reference import ReferenceOps

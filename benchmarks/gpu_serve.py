@@ -3,14 +3,11 @@ prompts arrive.
 
     PYTHONPATH=src[:FOLDER_WITH_FASTAPI] python3 benchmarks/gpu_serve.py [--size E2B] [--streams 64] [--tokens 512]
     [--long 8192] [--k 0]
-    PYTHONPATH=src python benchmarks/gpu_serve.py --stand-in 3.4 --row 10     # no GPU: steps of 3.4 ms, 10 us a row of
-    a prompt
 
 The same answers are made three times: by the engine driven directly, through HTTP from other processes
 (`/v1/completions`, streamed), and through HTTP while a prompt of --long tokens arrives every --every seconds. Every
 token's text begins with " w" (a vocabulary of such words), so clients count tokens in what arrives. A line of JSON for
-each, with the processor time of the server's threads. Without a GPU a tiny model runs, to see that it runs; with
---stand-in its steps are not computed but take a given time (stand_in.py).
+each, with the processor time of the server's threads.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +181,13 @@ def gaps(seen: list[Any], begin: float, end: float) -> dict[str, float]:
     return found
 
 
+def threads() -> dict[str, float]:
+    """Seconds of processor time of this process's threads so far, by their names."""
+    names = {str(t.native_id): t.name for t in threading.enumerate()}
+    tasks = (task for task in Path("/proc/self/task").iterdir() if task.name in names)
+    return {names[task.name]: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
+
+
 def say(**figures: Any) -> None:
     print(json.dumps({n: round(v, 3) if isinstance(v, float) else v for n, v in figures.items()}), flush=True)
 
@@ -196,16 +201,12 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=8192)
     parser.add_argument("--every", type=float, default=0.4)
     parser.add_argument("--k", type=int, default=0)
-    parser.add_argument("--stand-in", type=float, default=0.0, help="milliseconds of a step of a stand-in for a GPU")
-    parser.add_argument("--row", type=float, default=10.0, help="microseconds that a row of a prompt takes it")
     parser.add_argument("--cores", type=int, nargs=2, default=None, help="one for the server, one for the clients")
     args = parser.parse_args()
     if args.cores:
         os.sched_setaffinity(0, {args.cores[0]})
     import torch
-    from tests.gpu.place import HERE
 
-    import stand_in
     from gpu_rig import SIZES
     from outrider import LLM
     from outrider.config import EngineConfig
@@ -214,10 +215,6 @@ def main() -> None:
     from outrider.server.settings import ServerSettings
 
     model, arrivals = SIZES[args.size], 6
-    if not HERE.gpu:
-        from gpu_scale import small
-
-        model, args.long = small(args.size), args.long if args.stand_in else min(args.long, 300)
     began = time.perf_counter()
     room = max(args.long, args.prompt + args.tokens) + 64
     tokens = args.streams * (args.prompt + args.tokens + 96) + arrivals * room
@@ -226,14 +223,12 @@ def main() -> None:
         model,
         drafter="auto" if args.k else "none",
         draft_tokens=args.k,
-        device=HERE.device,
+        device="cuda",
         load_format="dummy",
         engine=settings,
         say=print,
     )
     llm.tokenizer = llm.engine.tokenizer = words(llm.config.vocab_size)
-    if args.stand_in:
-        stand_in.replace(llm.engine, args.stand_in / 1e3, args.row / 1e6)
     busy = Load(args.streams, args.prompt, args.tokens, args.k, llm.config.vocab_size)
     mixed = Load(args.streams, args.prompt, args.tokens, args.k, llm.config.vocab_size, args.long, arrivals, args.every)
     say(loaded_s=time.perf_counter() - began, torch=torch.__version__)
@@ -247,9 +242,9 @@ def main() -> None:
     sys.setswitchinterval(0.0002)  # as `outrider serve` does
     gc.collect()
     gc.freeze()
-    began, free = time.perf_counter(), torch.cuda.mem_get_info()[0] if HERE.gpu else 0
+    began, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
     backend = ServedModel.of(llm, print)
-    taken = (free - torch.cuda.mem_get_info()[0]) >> 20 if HERE.gpu else 0
+    taken = (free - torch.cuda.mem_get_info()[0]) >> 20
     say(ready_s=time.perf_counter() - began, ready_mb=taken)
     server = HttpServer(
         backend, ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning")
@@ -262,9 +257,9 @@ def main() -> None:
             ("http with long prompts", mixed, 4),
         )
         for label, load, seed in runs:
-            before, before_host, steps = stand_in.threads(), dict(llm.engine.host_times), llm.engine.metrics.steps
+            before, before_host, steps = threads(), dict(llm.engine.host_times), llm.engine.metrics.steps
             seen, start = through_http(port, load, seed, args.cores and args.cores[1])
-            spent = {name: 1e6 * (s - before.get(name, 0.0)) for name, s in stand_in.threads().items()}
+            spent = {name: 1e6 * (s - before.get(name, 0.0)) for name, s in threads().items()}
             wrong = [line for stream in seen for line in stream if line[1] < 0]
             streams, long = seen[: load.streams], seen[load.streams :]
             tokens = sum(line[1] for stream in streams for line in stream)

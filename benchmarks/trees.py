@@ -1,35 +1,37 @@
-"""Do drafts that branch pay? Plain decoding, lines and trees in turn, in one process, on the same prompts.
+"""Do drafts that branch pay? Plain decoding, chains and trees in turn, in one process, on the same prompts.
 
     python benchmarks/trees.py [--per 1] [--tokens 256] [--temperatures 0,1] [--seconds 0] [--out trees.json]
+    python benchmarks/trees.py --sections bits cycles [--sizes 31B E2B]      # on a GPU, with dummy weights
 
-Spec-Bench's prompts (`benchmarks/data`), so many of each category. Every prompt is answered three times, in an order
-that changes from prompt to prompt; each way has a controller of its own, which starts from the same costs and card. All
-three texts must be the same. Then, with --second: how often the drafter's second best token is right where its best is
-wrong (on the answers' own text).
+tokens: Spec-Bench's prompts (`benchmarks/data`), so many of each category. Every prompt is answered three times, in an
+order that changes from prompt to prompt; each way has a controller of its own, which starts from the same costs and
+card. All three texts must be the same. bits: rows on the accepted paths of trees have the logits of plain decoding.
+cycles: one captured graph of a plain step, of chains and of trees.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gpu_common import RESULTS, attempt, finish, say, verdict
+from gpu_rig import Rig, plain_run, tree_run
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
-from outrider.spec.choose import SamplingBatch
+from outrider.engine.tree import Tree
+from outrider.ops.trees import FixedTree
 from outrider.spec.controller import Controller
-from outrider.spec.mtp import MTPDrafter
+from outrider.types import Draft
 
-WAYS: dict[str, tuple[int | None, int | None]] = {
-    "plain": (0, 0),
-    "lines": (None, 0),
-    "trees": (None, 16),
-}  # draft tokens, tree
+# draft tokens (None: auto), tokens of a tree (0: chains)
+WAYS: dict[str, tuple[int | None, int | None]] = {"plain": (0, 0), "chains": (None, 0), "trees": (None, 16)}
+SHAPE = [0, 1, 2, 3, 4, 0, 1, 6, 2, 8, 0, 11, 12, 13, 14, 3]  # 16 tokens, 5 deep: the row that each follows
 Sums = dict[str, float]
 
 
@@ -42,13 +44,11 @@ def prompts(per: int) -> list[tuple[str, str]]:
     return [(name, texts[i]) for i in range(per) for name, texts in spread.items() if i < len(texts)]
 
 
-def answer(
-    llm: LLM, controller: Controller, ids: list[int], params: SamplingParams, k: int | None, tree: int | None, *to: Sums
-) -> list[int]:
+def answer(llm: LLM, controller: Controller, ids: list[int], params: SamplingParams, way: str, to: list[Sums]) -> Any:
     """One request, alone, with a controller of its own: its tokens. What it took is added to each of `to`."""
     engine, tokens, stats = llm.engine, list[int](), None
     engine.policy.controller = controller
-    (request,) = llm.requests(ids, params, k, tree=tree)
+    (request,) = llm.requests(ids, params, WAYS[way][0], tree=WAYS[way][1])
     engine.submit(request)
     while engine.busy:
         for event in engine.step():
@@ -58,108 +58,97 @@ def answer(
     for sums in to:
         sums["made"] += stats.new_tokens - stats.first_emitted
         sums["seconds"] += stats.decode_s
-        for name in ("cycles", "drafted", "accepted", "trees", "branched"):
+        for name in ("cycles", "drafted", "accepted", "branched"):
             sums[name] += getattr(stats, name)
     return tokens
 
 
-@torch.inference_mode()
-def second_best(llm: LLM, ids: list[int], answer: list[int], temperature: float, seed: int) -> tuple[int, int, int]:
-    """At every token of an answer: how many, how often the best guess is right, how often the second where the best is
-    wrong."""
-    runner, drafter, text = llm.engine.runner, llm.drafter, [*ids, *answer]
-    assert isinstance(drafter, MTPDrafter)
-    slots, count = torch.tensor(runner.scratch_slots(1, len(text))), len(text)
-    as_rows = lambda n: (torch.zeros(n, dtype=torch.int64), torch.tensor([0, n], dtype=torch.int32), n, count)  # noqa: E731
-    view = runner.store.view(slots, torch.arange(count), *as_rows(count))
-    features = runner.model.forward(torch.tensor(text), view, runner.taps).features
-    at = torch.arange(len(ids) - 1, count - 1)  # the newest token of each guess
-    params = SamplingParams(temperature=temperature, seed=seed)
-    sampling = SamplingBatch.build([params], [[0]], [[]], runner.vocab, runner.device).select(torch.zeros_like(at))
-    state = drafter.model.start(runner.store.view(slots, at - 1, *as_rows(len(at))), features[at - 1])
-    g, _ = drafter.model.step(
-        runner.model.embed(torch.tensor(text)[at]), features[at - 1, : runner.model.config.hidden], state
-    )
-    ids_of, logits = drafter.model.candidates(
-        g, sampling.cluster_bonus(drafter.model.cluster_ids, at + 1, runner.model.ops)
-    )
-    best = sampling.scores(logits.float(), at + 1, ids_of).topk(2).indices
-    tokens = best if ids_of is None else ids_of.gather(1, best)
-    right = tokens == torch.tensor(text)[at + 1][:, None]
-    runner.close_scratch()  # the engine has one slot, and wants it back
-    return len(at), int(right[:, 0].sum()), int((right[:, 1] & ~right[:, 0]).sum())
+def tokens(args: argparse.Namespace) -> None:
+    llm = LLM.load(args.model, engine=EngineConfig(max_batch=1, max_context=2048, prefix_cache=False), say=say)
+    start, names = llm.engine.controller, list(WAYS)
+    for temperature in (float(t) for t in args.temperatures.split(",")):
+        sums: dict[tuple[str, str], Sums] = defaultdict(lambda: defaultdict(float))
+        controllers = {way: start.fresh(start.drafters) for way in WAYS}
+        began = time.perf_counter()
+        asked = [(c, llm.chat_prompt([{"role": "user", "content": text}])) for c, text in prompts(args.per)]
+        asked = [(c, ids) for c, ids in asked if len(ids) + args.tokens <= llm.engine.max_context]
+        for turn, (category, ids) in enumerate([asked[0], *asked]):  # the first one twice: on a GPU it captures
+            if turn == 1:
+                sums.clear()
+            if args.seconds and turn > 1 and time.perf_counter() - began > args.seconds:
+                break
+            params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens)
+            texts = {
+                way: answer(llm, controllers[way], ids, params, way, [sums[category, way], sums["all", way]])
+                for way in names[turn % 3 :] + names[: turn % 3]
+            }
+            if any(text != texts["plain"] for text in texts.values()):
+                verdict(f"T {temperature}: the same text whichever way", False, f"prompt {turn}, {category}")
+        for category in dict.fromkeys(c for c, _ in sums):
+            row = {}
+            for way in WAYS:
+                s = sums[category, way]
+                row[way] = {"tokens/s": s["made"] / max(1e-9, s["seconds"])}
+                row[way] |= {n: s[n] / max(1.0, s["cycles"]) for n in ("drafted", "accepted", "branched")}
+                row[way]["over plain"] = row[way]["tokens/s"] / max(1e-9, row["plain"]["tokens/s"])
+            RESULTS[f"tokens T {temperature} {category}"] = row
+            say(f"T {temperature} {category}:", {w: {n: round(v, 3) for n, v in r.items()} for w, r in row.items()})
+
+
+def bits(size: str, layers: int) -> None:
+    with Rig.of(size, layers, slots=2, context=2048, compiled=True) as rig:
+        for batch in (1, 2):
+            seqs = rig.open(batch, 1020, 160)
+            got = tree_run(rig, seqs, 1020, SHAPE, *plain_run(rig, seqs, 1020, 48))
+            rig.close(seqs)
+            note = f"{got.tokens} tokens in {got.cycles} cycles, {got.accepted:.2f} drafts taken a cycle"
+            ok = got.equal_tokens and got.equal_logits and got.accepted > 1.0
+            verdict(f"tree = chain, bits, {size}, {layers} layers, batch {batch}", ok, note)
+
+
+def cycles(size: str) -> None:
+    """Median milliseconds of one graph; drafted: with the drafter's part, otherwise the drafts are at hand."""
+    with Rig.of(size, None, slots=2, context=2048, compiled=True) as rig:
+        seqs, tree = rig.open(1, 1024, 128), Tree.of([SHAPE[:15]], rig.device)
+        some = torch.arange(1, 17, device=rig.device)[None]
+
+        def chain(last: torch.Tensor, length: torch.Tensor) -> Draft:
+            return Draft(some, torch.full_like(length, 16))
+
+        def planted(last: torch.Tensor, length: torch.Tensor) -> FixedTree:
+            return FixedTree(some[:, :15], tree.depth, tree.ancestors, tree.parent_rows)
+
+        def of(k: int, **how: Any) -> float:
+            return rig.graph(seqs, k, 1024, 1280, **how).time(15)
+
+        row = {"plain": of(0), "17 rows in a chain": of(16, propose=chain)}
+        row |= {"16 rows in a tree": of(5, propose=planted, nodes=15), "chain of 5, drafted": of(5)}
+        row |= {f"tree of 16 rows, {k} deep, drafted": of(k, nodes=15) for k in (5, 8)}
+        RESULTS[f"cycles {size}"] = row
+        for name, ms in row.items():
+            say(f"  {size} {name}: {ms:.3f} ms, {ms / row['plain']:.3f} x plain")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", nargs="+", default=["tokens"], choices=["tokens", "bits", "cycles"])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--sizes", nargs="+", default=["31B", "E2B"], choices=["31B", "E2B"])
     parser.add_argument("--per", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--seconds", type=float, default=0.0, help="no further prompt after so many; 0: all")
-    parser.add_argument("--second", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=0.0, help="of a temperature; 0: all prompts")
+    parser.add_argument("--out", type=Path, default=Path("runs/trees.json"))
     args = parser.parse_args()
-    began = time.perf_counter()
-    llm = LLM.load(args.model, engine=EngineConfig(max_batch=1, prefix_cache=False))
-    engine, start = llm.engine, llm.engine.controller
-    temperatures = [float(t) for t in args.temperatures.split(",")]
-    sums: dict[tuple[float, str, str], Sums] = defaultdict(lambda: defaultdict(float))
-    seconds: dict[float, list[int]] = {t: [0, 0, 0] for t in temperatures}
-    controllers = {(t, way): start.fresh(start.drafters) for t in temperatures for way in WAYS}
-    turn = 0
-    for category, text in prompts(args.per):
-        ids = llm.chat_prompt([{"role": "user", "content": text}])
-        if len(ids) + args.tokens > engine.max_context:
-            continue
-        for temperature in temperatures:
-            if args.seconds and time.perf_counter() - began > args.seconds:
-                break
-            texts, order = {}, list(WAYS)
-            order = order[turn % 3 :] + order[: turn % 3]
-            turn += 1
-            for way in order:
-                params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens)
-                to = [sums[temperature, where, way] for where in (category, "all")]
-                texts[way] = answer(llm, controllers[temperature, way], ids, params, *WAYS[way], *to)
-            now = {way: s["made"] / s["seconds"] for way in WAYS if (s := sums[temperature, "all", way])["seconds"]}
-            print(
-                f"{category}, T {temperature}: so far " + ", ".join(f"{w} {v:.1f}" for w, v in now.items()),
-                file=sys.stderr,
-                flush=True,
-            )
-            assert texts["plain"] == texts["lines"] == texts["trees"], "the texts differ"
-            if args.second:
-                got = second_best(llm, ids, texts["plain"], temperature, turn)
-                seconds[temperature] = [a + b for a, b in zip(seconds[temperature], got)]
-    rows = []
-    for temperature in temperatures:
-        for category in dict.fromkeys(c for t, c, _ in sums if t == temperature):
-            speed = {
-                way: s["made"] / s["seconds"] for way in WAYS if (s := sums[temperature, category, way])["seconds"]
-            }
-            if len(speed) < len(WAYS):
-                continue
-            lines, trees = sums[temperature, category, "lines"], sums[temperature, category, "trees"]
-            rows.append({
-                "temperature": temperature, "category": category, **{way: round(v, 1) for way, v in speed.items()},
-                "lines/plain": round(speed["lines"] / speed["plain"], 3),
-                "trees/plain": round(speed["trees"] / speed["plain"], 3),
-                "trees/lines": round(speed["trees"] / speed["lines"], 3),
-                "a cycle, lines": round(1 + lines["accepted"] / lines["cycles"], 2),
-                "a cycle, trees": round(1 + trees["accepted"] / trees["cycles"], 2),
-                "rows, lines": round(lines["drafted"] / lines["cycles"], 2),
-                "rows, trees": round(trees["drafted"] / trees["cycles"], 2),
-                "of branches": round(trees["branched"] / max(1.0, trees["accepted"]), 3),
-            })  # fmt: skip
-            print(" ".join(f"{k} {v}" for k, v in rows[-1].items()))
-        count, best, second = seconds[temperature]
-        if count:
-            print(f"T {temperature}: of {count} tokens the best guess is right {best / count:.3f}, the second where "
-                  f"it is wrong "
-                  f"{second / (count - best):.3f}")  # fmt: skip
-    if args.out is not None:
-        args.out.write_text(json.dumps({"rows": rows, "second": seconds}, indent=1))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if "tokens" in args.sections:
+        attempt("tokens", tokens, args)
+    for size in args.sizes:
+        if "bits" in args.sections:
+            attempt(f"bits {size}", bits, size, 12 if size == "E2B" else 6)
+        if "cycles" in args.sections:
+            attempt(f"cycles {size}", cycles, size)
+    finish(args.out)
 
 
 if __name__ == "__main__":

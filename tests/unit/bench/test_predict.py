@@ -242,7 +242,7 @@ def test_trees_pay_where_rows_are_cheap_and_never_bring_less_than_a_line():
 
 
 def test_a_tree_of_15_on_the_h200_within_10_percent():
-    """benchmarks/gpu_trees.py: 31B, 16 rows 5 deep with its draft 1.209 x plain; there a line's steps leave the
+    """benchmarks/trees.py: 31B, 16 rows 5 deep with its draft 1.209 x plain; there a line's steps leave the
     rivals."""
     made = setup("31B")
     predicted = (verify_seconds(made, 15) + draft_seconds(made, 5)) / verify_seconds(made, 0)
