@@ -26,8 +26,7 @@ from . import hub
 from .files import Files, open_source, text_files, translate
 from .names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
 from .progress import progress
-from .quant_reader import QuantScheme
-from .quant_scheme import recipe
+from .quant_scheme import QuantScheme, recipe
 from .shard import alignment, shard_of, shard_tensor
 from .source import TensorSource
 from .source_tensor import FLOATS, SourceTensor, find

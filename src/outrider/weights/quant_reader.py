@@ -1,99 +1,198 @@
-"""How a container keeps a quantised matrix: the seam between a checkpoint's tensors and a `Weight`, and what its
-readers share."""
+"""How containers keep a quantised matrix [N, K]: a `QuantReader` for each, which makes a `Weight` of its tensors.
+
+- pack-quantized: `weight_packed` int32 [N, K · bits / 32], the first column in the lowest bits; factors [N, groups].
+- AWQ (layout "gemm"): `qweight` int32 [K, N / 8], the rows of a word in the order 0 2 4 6 1 3 5 7; `qzeros`
+  [groups, N / 8] likewise; `scales` [groups, N].
+- GPTQ: `qweight` int32 [K · bits / 32, N]; `qzeros` [groups, N · bits / 32], minus one unless `gptq_v2`; `scales`
+  [groups, N]; `g_idx` [K] gives each column's group.
+- int-quantized and FP8: `weight` int8 or e4m3 [N, K], a factor for the tensor, a row or a block.
+- NVFP4: uint8 [N, K / 2], factors in e4m3 [N, K / 16], and one factor above them.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..ops.formats import Format, Weight
+from ..ops.formats import Float8Format, Format, IntegerFormat, NvFp4Format, Weight
+from ..ops.formats.integer import halves, pairs
 from ..types import OutriderError
-from .names import normalise
 
-Settings = Mapping[str, object]  # a configuration's `quantization_config`
-
-
-class QuantReader(Protocol):
-    """How a container keeps one matrix."""
-
-    @property
-    def scheme(self) -> str:
-        """The container's own name for it, for messages."""
-        ...
-
-    @property
-    def format(self) -> Format:
-        """What it becomes, as far as the configuration alone can tell."""
-        ...
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The tensors it needs, by what follows the module's name: `weight_packed`, `weight_scale`."""
-        ...
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Tensors that may be there beside them, whether they are used or not."""
-        ...
-
-    def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
-        """The weight; `where` names the matrix in errors."""
-        ...
-
-
-# by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
-QuantScheme = Callable[[str], QuantReader | None]
-NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules with a matrix that "Linear" does not mean
+Shape = tuple[int, ...]
+Tensors = Mapping[str, Tensor]  # of one matrix, by what follows the module's name
+FLOATS = "float32 float16 bfloat16"
 # weights only: activations stay as they are
 ACTIVATION_SCALES = "input_scale", "input_global_scale", "input_zero_point", "output_scale"
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word each of eight rows is
 
 
-def linear(module: str) -> bool:
-    return module.rpartition(".")[2] not in NOT_LINEAR
+@dataclass(frozen=True)
+class QuantReader:
+    scheme: str  # the container's own name for it, for messages
+    format: Format  # what it becomes, as far as the configuration alone can tell
+    suffixes: tuple[str, ...]  # the tensors it needs, by what follows the module's name
+    read: Callable[[str, Shape, Tensors], Weight]  # the first argument names the matrix in errors
+    optional: tuple[str, ...] = ()  # tensors that may be there as well, whether they are used or not
 
 
-def matches(module: str, targets: Sequence[str], contained: bool = False) -> bool:
-    """Whether a module is meant by a list of names and `re:` patterns, whatever wraps the text tower in the
-    checkpoint's own names. contained: a plain name is meant wherever it occurs, as AWQ's tools take it."""
-    names = [module]
-    if module.startswith("model."):
-        names += [f"model.language_model.{module[6:]}", f"language_model.{module}"]
-    for target in targets:
-        if target.startswith("re:"):
-            if any(re.match(target[3:], name) for name in names):
-                return True
-        elif normalise(target) == module or (contained and target in module):
-            return True
-    return False
-
-
-def all_but(dense: Sequence[str], stored: QuantReader) -> QuantScheme:
-    """Every linear module is stored so, except those whose names hold one of these."""
-    return lambda module: stored if linear(module) and not matches(module, dense, contained=True) else None
-
-
-def strings(settings: Settings, *keys: str) -> list[str]:
-    """The first of these keys that holds a list of names; [] where none does."""
-    for key in keys:
-        value = settings.get(key)
-        if isinstance(value, (list, tuple)):
-            return [str(v) for v in value]
-    return []
-
-
-def whole(settings: Settings, key: str, default: int | None, scheme: str) -> int:
-    value = settings.get(key, default)
-    if type(value) is not int:
-        raise OutriderError(f"quantization_config ({scheme}): {key} should be a whole number, got {str(value)[:40]}")
-    return value
-
-
-def expect(where: str, name: str, tensor: Tensor, shape: tuple[int, ...], kinds: str) -> Tensor:
+def expect(where: str, tensors: Tensors, name: str, shape: Shape, kinds: str) -> Tensor:
     """A tensor of exactly this shape; `kinds`: the dtypes that its name in torch may begin with."""
+    tensor = tensors[name]
     kind = str(tensor.dtype).removeprefix("torch.")
-    if tuple(tensor.shape) != shape or not kind.startswith(tuple(kinds.split())):
-        raise OutriderError(f"{where}: its {name} is {kind} {list(tensor.shape)}, not {kinds.split()[0]} {list(shape)}")
+    known = kind.startswith(tuple(kinds.split()))
+    if tuple(tensor.shape) != shape or not known:
+        wanted = kind if known else kinds.split()[0]
+        raise OutriderError(f"{where}: its {name} is {kind} {list(tensor.shape)}, not {wanted} {list(shape)}")
     return tensor
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [.., W] -> uint8 [.., W · 32 / bits], the lowest bits first."""
+    parts = [(words >> (bits * i)) & ((1 << bits) - 1) for i in range(32 // bits)]
+    return torch.stack(parts, dim=-1).flatten(-2).to(torch.uint8)
+
+
+# ---- integers -------------------------------------------------------------------------------------------------------
+def groups_of(where: str, shape: Shape, group: int, row_step: int, column_step: int) -> int:
+    """How many groups a row has; an error where rows or columns are no whole words, or columns no whole groups."""
+    rows, columns = shape[-2:]
+    if rows % row_step or columns % column_step or (group and columns % group):
+        raise OutriderError(f"{where}: {rows} rows of {columns} are no whole words or no whole groups of {group}")
+    return columns // group if group else 1
+
+
+def integers(where: str, shape: Shape, bits: int, group: int, made: dict[str, Tensor], index: Tensor | None) -> Weight:
+    """made: q, scale and zero as `IntegerFormat` has them. index [K]: the group of each column, where it may be another
+    than the columns' order says; they are then sorted by it, so that a group's columns stand together."""
+    columns, ordered = torch.arange(shape[-1]), False
+    if index is not None and group and (index != columns // group).any():
+        order, ordered = torch.argsort(index.long(), stable=True), True
+        if not torch.equal(index.long()[order], columns // group):
+            raise OutriderError(f"{where}: its g_idx does not give every group {group} columns")
+        values = (halves(made["q"]) if bits == 4 else made["q"])[..., order]
+        made |= {"q": (pairs(values) if bits == 4 else values).contiguous(), "order": order.int()}
+    return Weight(IntegerFormat(bits, group, "zero" in made, ordered, made["scale"].dtype), shape, made)
+
+
+def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> QuantReader:
+    def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
+        *outer, rows, columns = shape
+        groups = groups_of(where, shape, group, 1, 32 // bits)
+        packed = expect(where, tensors, "weight_packed", (*outer, rows, columns * bits // 32), "int32")
+        made = {
+            "q": packed.contiguous().view(torch.uint8),
+            "scale": expect(where, tensors, "weight_scale", (*outer, rows, groups), FLOATS),
+        }
+        if not symmetric:
+            if "weight_zero_point" not in tensors:
+                raise OutriderError(f"{where}: its weight_zero_point is missing, and the scheme is not symmetric")
+            zero = expect(where, tensors, "weight_zero_point", (*outer, -(-rows * bits // 32), groups), "int32")
+            made["zero"] = unpack(zero.transpose(-1, -2), bits)[..., :rows].transpose(-1, -2).contiguous()
+        index = None
+        if "weight_g_idx" in tensors and group:
+            index = expect(where, tensors, "weight_g_idx", (columns,), "int32 int64")
+            index = index if int(index.min()) >= 0 else None  # -1: it was never set
+        return integers(where, shape, bits, group, made, index)
+
+    name = f"compressed-tensors pack-quantized int{bits} {f'group {group}' if group else 'channel'}"
+    optional = ("weight_shape", "weight_zero_point", "weight_g_idx", *ACTIVATION_SCALES)
+    made = IntegerFormat(bits, group, not symmetric, ordered)
+    return QuantReader(name, made, ("weight_packed", "weight_scale"), read, optional)
+
+
+def awq(group: int) -> QuantReader:
+    def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
+        rows, columns = shape
+        groups = groups_of(where, shape, group, 8, 1)
+        words = (
+            expect(where, tensors, "qweight", (columns, rows // 8), "int32"),
+            expect(where, tensors, "qzeros", (groups, rows // 8), "int32"),
+        )
+        scale = expect(where, tensors, "scales", (groups, rows), FLOATS)
+        q, zero = (
+            unpack(w, 4).view(len(w), -1, 8)[:, :, AWQ_PLACES].reshape(len(w), rows).t().contiguous() for w in words
+        )
+        return integers(where, shape, 4, group, {"q": pairs(q), "scale": scale.t().contiguous(), "zero": zero}, None)
+
+    made = IntegerFormat(4, group, has_zero_point=True, scale=torch.float16)
+    return QuantReader(f"awq int4 group {group}", made, ("qweight", "qzeros", "scales"), read)
+
+
+def gptq(bits: int, group: int, second: bool, ordered: bool) -> QuantReader:
+    """second: zeros as they are (gptq_v2)."""
+
+    def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
+        (rows, columns), each = shape, 32 // bits
+        groups = groups_of(where, shape, group, each, each)
+        q = unpack(expect(where, tensors, "qweight", (columns // each, rows), "int32").t(), bits)  # [N, K]
+        zero = unpack(expect(where, tensors, "qzeros", (groups, rows // each), "int32"), bits).t().contiguous()
+        scale = expect(where, tensors, "scales", (groups, rows), FLOATS).t().contiguous()
+        if not second:  # 8 bits wrap; 16 is a zero that 4 bits cannot hold
+            zero = zero + 1
+        made = {"q": pairs(q) if bits == 4 else q.contiguous(), "scale": scale, "zero": zero}
+        index = expect(where, tensors, "g_idx", (columns,), "int32 int64") if "g_idx" in tensors and group else None
+        return integers(where, shape, bits, group, made, index)
+
+    name = f"gptq int{bits} {f'group {group}' if group else 'channel'}"
+    made = IntegerFormat(bits, group, True, ordered, torch.float16)
+    return QuantReader(name, made, ("qweight", "qzeros", "scales"), read, ("g_idx", "bias_g_idx"))
+
+
+# ---- one factor for the tensor, a row or a block --------------------------------------------------------------------
+def spread(where: str, tensors: Tensors, name: str, shape: Shape, block: tuple[int, int] | None = None) -> Tensor:
+    """A factor as float32 [N, 1], or of blocks of rows and columns as [N, K / columns of a block]."""
+    (rows, columns), scale = shape[-2:], tensors[name]
+    if scale.numel() == 1:
+        return scale.float().reshape(1, 1).expand(*shape[:-1], 1).contiguous()
+    if block is None:
+        row = {name: scale.reshape(*shape[:-1], -1)}
+        return expect(where, row, name, (*shape[:-1], 1), FLOATS).float()
+    expect(where, tensors, name, (*shape[:-2], -(-rows // block[0]), -(-columns // block[1])), FLOATS)
+    return scale.float().repeat_interleave(block[0], dim=-2)[..., :rows, :].contiguous()
+
+
+def int_quantized() -> QuantReader:
+    made = IntegerFormat(8, 0, scale=torch.float32)
+
+    def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
+        q = expect(where, tensors, "weight", shape, "int8").view(torch.uint8) ^ 128
+        return Weight(made, shape, {"q": q, "scale": spread(where, tensors, "weight_scale", shape)})
+
+    optional = ("weight_zero_point", *ACTIVATION_SCALES)
+    return QuantReader("compressed-tensors int-quantized int8", made, ("weight", "weight_scale"), read, optional)
+
+
+def float8(method: str, block: tuple[int, int] | None = None, scale: str = "weight_scale") -> QuantReader:
+    made = Float8Format(0 if block is None else block[1])
+
+    def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
+        q = expect(where, tensors, "weight", shape, "float8_e4m3fn")
+        return Weight(made, shape, {"q": q, "scale": spread(where, tensors, scale, shape, block)})
+
+    name = f"{method} fp8{'' if block is None else f' block {block[0]}x{block[1]}'}"
+    return QuantReader(name, made, ("weight", scale), read, ACTIVATION_SCALES)
+
+
+def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
+    """codes: the suffix of the packed weight. above: of the factor over the groups' own, by which compressed-tensors
+    divides."""
+
+    def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
+        *rows, columns = shape
+        if "pre_quant_scale" in tensors:
+            raise OutriderError(f"{where}: a pre_quant_scale (AWQ inside NVFP4) is not supported")
+        factor = tensors[above].float()
+        if factor.numel() != 1 or (divided and not float(factor) > 0):
+            raise OutriderError(f"{where}: its {above} should be one positive number")
+        made = {
+            "q": expect(where, tensors, codes, (*rows, columns // 2), "uint8"),
+            "scale": expect(where, tensors, "weight_scale", (*rows, columns // 16), "float8_e4m3fn"),
+            "factor": (1.0 / factor if divided else factor).reshape(1, 1).expand(*rows, 1).contiguous(),
+        }
+        return Weight(NvFp4Format(), shape, made)
+
+    optional = (*ACTIVATION_SCALES, "pre_quant_scale")
+    return QuantReader(method, NvFp4Format(), (codes, "weight_scale", above), read, optional)

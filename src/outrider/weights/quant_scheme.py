@@ -1,33 +1,200 @@
-"""Which matrices of a checkpoint are quantised: the table of containers.
+"""Which matrices of a checkpoint are quantised, and how each is kept.
 
 A configuration's `quantization_config` names a method; the method's row in `METHODS` reads the rest of it into a
-`QuantScheme`, a function from a module's name to how its matrix is stored. A new container is one file and one row
-here; a GGUF file needs none, each of its tensors says what it is.
+`QuantScheme`, a function from a module's name to the `QuantReader` of its matrix. A new container is a reader and a
+row here; a GGUF file needs none, each of its tensors says what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from ..models.config import text_part
 from ..types import OutriderError
-from .awq import awq
-from .compressed import compressed_tensors
-from .fp8 import fp8
-from .gptq import gptq
-from .modelopt import modelopt
-from .quant_reader import QuantScheme, Settings
+from .names import normalise
+from .quant_reader import QuantReader, awq, float8, gptq, int_quantized, nvfp4, pack_quantized
+
+Settings = Mapping[str, object]  # a configuration's `quantization_config`
+# by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
+QuantScheme = Callable[[str], QuantReader | None]
+NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules with a matrix that "Linear" does not mean
+
+
+# ---- reading settings -----------------------------------------------------------------------------------------------
+def linear(module: str) -> bool:
+    return module.rpartition(".")[2] not in NOT_LINEAR
+
+
+def matches(module: str, targets: Sequence[str], contained: bool = False) -> bool:
+    """Whether a module is meant by a list of names and `re:` patterns, whatever wraps the text tower in the
+    checkpoint's own names. contained: a plain name is meant wherever it occurs, as AWQ's tools take it."""
+    names = [module]
+    if module.startswith("model."):
+        names += [f"model.language_model.{module[6:]}", f"language_model.{module}"]
+    for target in targets:
+        if target.startswith("re:"):
+            if any(re.match(target[3:], name) for name in names):
+                return True
+        elif normalise(target) == module or (contained and target in module):
+            return True
+    return False
+
+
+def all_but(dense: Sequence[str], stored: QuantReader) -> QuantScheme:
+    """Every linear module is stored so, except those whose names hold one of these."""
+    return lambda module: stored if linear(module) and not matches(module, dense, contained=True) else None
+
+
+def strings(settings: Settings, *keys: str) -> list[str]:
+    """The first of these keys that holds a list of names; [] where none does."""
+    found = next((v for key in keys if isinstance(v := settings.get(key), list | tuple)), ())
+    return [str(v) for v in found]
+
+
+def whole(settings: Settings, key: str, default: int | None, method: str) -> int:
+    value = settings.get(key, default)
+    if type(value) is not int:
+        raise refused(method, f"{key} should be a whole number, got {str(value)[:40]}")
+    return value
+
+
+def block_size(settings: Settings, key: str, method: str) -> tuple[int, int]:
+    block = settings.get(key)
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
+        raise refused(method, f"{key} {str(block)[:40]} is no pair of numbers")
+    return block[0], block[1]
+
+
+def refused(method: str, why: str) -> OutriderError:
+    return OutriderError(f"quantization_config ({method}): {why}")
+
+
+# ---- the methods ----------------------------------------------------------------------------------------------------
+def by_awq(settings: Settings) -> QuantScheme:
+    bits, version = whole(settings, "bits", 4, "awq"), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise refused("awq", f"{bits} bits in layout {version!r} are not supported; known: 4 bits, gemm")
+    return all_but(strings(settings, "modules_to_not_convert"), awq(whole(settings, "group_size", 128, "awq")))
+
+
+def by_fp8(settings: Settings) -> QuantScheme:
+    """`weight_scale_inv` is a factor, in spite of its name."""
+    blocks = settings.get("weight_block_size") is not None
+    stored = float8("fp8", block_size(settings, "weight_block_size", "fp8"), "weight_scale_inv") if blocks else None
+    return all_but(strings(settings, "modules_to_not_convert", "ignored_layers"), stored or float8("fp8"))
+
+
+def by_gptq(settings: Settings) -> QuantScheme:
+    """`dynamic`: "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes their settings."""
+
+    def stored(values: Settings) -> QuantReader:
+        bits, group = whole(values, "bits", 4, "gptq"), whole(values, "group_size", 128, "gptq")
+        if bits not in (4, 8):
+            raise refused("gptq", f"{bits} bits are not supported; known: 4, 8")
+        return gptq(bits, max(0, group), settings.get("checkpoint_format") == "gptq_v2", bool(values.get("desc_act")))
+
+    usual, dense = stored(settings), strings(settings, "modules_to_not_convert", "modules_in_block_not_to_quantize")
+    special = settings.get("dynamic")
+    rules = special if isinstance(special, Mapping) else {}
+
+    def find(module: str) -> QuantReader | None:
+        if not linear(module) or module == "lm_head" or matches(module, dense, contained=True):
+            return None
+        for pattern, change in rules.items():
+            if re.match(str(pattern).removeprefix("+:").removeprefix("-:"), module):
+                if str(pattern).startswith("-:"):
+                    return None
+                return stored({**settings, **change}) if isinstance(change, Mapping) else usual
+        return usual
+
+    return find
+
+
+def by_modelopt(settings: Settings) -> QuantScheme:
+    nested = settings.get("quantization")  # as hf_quant_config.json has it
+    settings = nested if isinstance(nested, Mapping) else settings
+    algorithm, dense = settings.get("quant_algo"), strings(settings, "ignore", "exclude_modules")
+    each = settings.get("quantized_layers")
+    layers = {normalise(str(k)): v for k, v in each.items()} if isinstance(each, Mapping) else {}
+
+    def stored(algorithm: object) -> QuantReader | None:
+        if algorithm in ("NVFP4", "W4A16_NVFP4"):
+            return nvfp4("modelopt NVFP4", "weight", "weight_scale_2", divided=False)
+        if algorithm == "FP8":
+            return float8("modelopt")
+        if algorithm in (None, "", "none"):
+            return None
+        raise refused("modelopt", f"{str(algorithm)[:40]} is not supported; known: NVFP4, FP8")
+
+    usual = stored(algorithm) if algorithm != "MIXED_PRECISION" else None
+
+    def find(module: str) -> QuantReader | None:
+        if not linear(module) or matches(module, dense) or any(fnmatchcase(module, normalise(p)) for p in dense):
+            return None
+        named = layers.get(module)
+        return stored(named.get("quant_algo")) if isinstance(named, Mapping) else usual
+
+    return find
+
+
+COMPRESSED = "compressed-tensors"
+
+
+def by_compressed_tensors(settings: Settings) -> QuantScheme:
+    """`config_groups` say which modules are stored how, `ignore` which are dense."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise OutriderError(f"quantization_config ({COMPRESSED}) has no config_groups")
+    kept: list[tuple[list[str], QuantReader]] = []
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+            raise refused(COMPRESSED, f"{name} has no weights")
+        layout = str(group.get("format") or settings.get("format") or "")
+        kept.append((strings(group, "targets"), compressed_reader(layout, group["weights"])))
+    dense = strings(settings, "ignore")
+
+    def find(module: str) -> QuantReader | None:
+        if matches(module, dense):
+            return None
+        named = next((stored for targets, stored in kept if matches(module, targets)), None)
+        return named or next((stored for targets, stored in kept if linear(module) and "Linear" in targets), None)
+
+    return find
+
+
+def compressed_reader(layout: str, weights: Settings) -> QuantReader:
+    kind, strategy = f"{weights.get('type', 'int')}{whole(weights, 'num_bits', 8, COMPRESSED)}", weights.get("strategy")
+    if layout == "pack-quantized" and kind in ("int4", "int8") and strategy in ("group", "channel"):
+        group = whole(weights, "group_size", None, COMPRESSED) if strategy == "group" else 0
+        if group not in (0, 16, 32, 64, 128, 256):
+            raise refused(COMPRESSED, f"{layout} with {kind} weights in groups of {group} is not supported")
+        ordered = weights.get("actorder") in ("group", True)
+        return pack_quantized(int(kind[3:]), group, bool(weights.get("symmetric", True)), ordered)
+    if layout == "nvfp4-pack-quantized" and kind == "float4":
+        return nvfp4(f"{COMPRESSED} {layout}", "weight_packed", "weight_global_scale", divided=True)
+    if layout in ("float-quantized", "naive-quantized") and kind == "float8":
+        if strategy == "block":
+            return float8(f"{COMPRESSED} float-quantized", block_size(weights, "block_structure", COMPRESSED))
+        if strategy in ("tensor", "channel"):
+            return float8(f"{COMPRESSED} float-quantized")
+    if layout in ("int-quantized", "naive-quantized") and kind == "int8" and strategy in ("tensor", "channel"):
+        return int_quantized()
+    raise refused(COMPRESSED, f"{layout or 'no format'} with {kind} weights by {strategy} is not supported")
+
 
 METHODS: dict[str, Callable[[Settings], QuantScheme]] = {
-    "compressed-tensors": compressed_tensors,
-    "awq": awq,
-    "gptq": gptq,
-    "fp8": fp8,
-    "modelopt": modelopt,
-    "modelopt_fp4": modelopt,
+    COMPRESSED: by_compressed_tensors,
+    "awq": by_awq,
+    "gptq": by_gptq,
+    "fp8": by_fp8,
+    "modelopt": by_modelopt,
+    "modelopt_fp4": by_modelopt,
 }
 
 
+# ---- a checkpoint's --------------------------------------------------------------------------------------------------
 def settings_of(config: Settings) -> object:
     """A configuration's `quantization_config`, wherever it stands; None: there is none."""
     return config.get("quantization_config") or text_part(config).get("quantization_config")
@@ -41,7 +208,7 @@ def rounded_activations(config: Settings) -> str | None:
     if not isinstance(found, dict):
         return None
     method = found.get("quant_method")
-    if method == "compressed-tensors":
+    if method == COMPRESSED:
         groups = found.get("config_groups")
         for group in groups.values() if isinstance(groups, dict) else ():
             asked = group.get("input_activations") if isinstance(group, dict) else None

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, stack
 from ..types import OutriderError
-from .quant_reader import QuantReader, QuantScheme
+from .quant_reader import QuantReader
+from .quant_scheme import QuantScheme
 from .source import ITEM_BYTES, TensorEntry, TensorSource
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.ops.formats import Format, Unit, Weight
-from outrider.weights.quant_reader import QuantScheme, Settings
+from outrider.weights.quant_reader import QuantReader
+from outrider.weights.quant_scheme import QuantScheme, Settings
 
 POWERS = (1, 3, 9, 27, 81)
 
@@ -33,21 +34,16 @@ class Ternary(Format):
         return Weight(self, tuple(values.shape), {"trits": trits, "scale": scale})
 
 
-@dataclass(frozen=True)
-class TernaryFiles:
-    """How our pretended container keeps such a matrix: `q_proj.trits` and `q_proj.scale`."""
+def read(where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
+    return Weight(Ternary(), shape, {"trits": tensors["trits"], "scale": tensors["scale"]})
 
-    scheme = "ternary"
-    format = Ternary()
-    suffixes = ("trits", "scale")
-    optional = ()
 
-    def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
-        return Weight(self.format, shape, {"trits": tensors["trits"], "scale": tensors["scale"]})
+# How our pretended container keeps such a matrix: `q_proj.trits` and `q_proj.scale`.
+TERNARY = QuantReader("ternary", Ternary(), ("trits", "scale"), read)
 
 
 def ternary(settings: Settings) -> QuantScheme:
     """The row of the table: which modules are ternary. Here every linear one but those that are left out by name."""
     left_out = settings.get("ignore", [])
     assert isinstance(left_out, list)
-    return lambda module: TernaryFiles() if ".layers." in module and module not in left_out else None
+    return lambda module: TERNARY if ".layers." in module and module not in left_out else None
