@@ -192,6 +192,30 @@ def say(**figures: Any) -> None:
     print(json.dumps({n: round(v, 3) if isinstance(v, float) else v for n, v in figures.items()}), flush=True)
 
 
+def host_times(engine: Any) -> dict[str, float]:
+    """Seconds of the host from now on, by part of a step; only `wait` is idle."""
+    spent = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)
+
+    def timed(owner: object, name: str, part: str) -> None:
+        inner = getattr(owner, name)
+
+        def run(*args: object) -> object:
+            began = time.perf_counter()
+            try:
+                return inner(*args)
+            finally:
+                spent[part] += time.perf_counter() - began
+
+        setattr(owner, name, run)
+
+    timed(engine.scheduler, "plan", "plan")
+    timed(engine, "_commit", "commit")
+    for executor in engine.executors:
+        timed(executor, "launch", "launch")
+        timed(executor, "read", "wait")
+    return spent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="E2B")
@@ -234,10 +258,10 @@ def main() -> None:
     say(loaded_s=time.perf_counter() - began, torch=torch.__version__)
     directly(llm.engine, mixed, 1)  # compiles and captures
     say(captured_s=time.perf_counter() - began)
-    before_host = dict(llm.engine.host_times)
+    host_spent = host_times(llm.engine)
     alone = directly(llm.engine, busy, 2)
     rate = args.streams * args.tokens / alone
-    host = {part: round(s - before_host[part], 3) for part, s in llm.engine.host_times.items()}
+    host = {part: round(s, 3) for part, s in host_spent.items()}
     say(what="engine", streams=args.streams, tokens=args.tokens, seconds=alone, tokens_s=rate, host_s=host)
     sys.setswitchinterval(0.0002)  # as `outrider serve` does
     gc.collect()
@@ -257,7 +281,7 @@ def main() -> None:
             ("http with long prompts", mixed, 4),
         )
         for label, load, seed in runs:
-            before, before_host, steps = threads(), dict(llm.engine.host_times), llm.engine.metrics.steps
+            before, before_host, steps = threads(), dict(host_spent), llm.engine.metrics.steps
             seen, start = through_http(port, load, seed, args.cores and args.cores[1])
             spent = {name: 1e6 * (s - before.get(name, 0.0)) for name, s in threads().items()}
             wrong = [line for stream in seen for line in stream if line[1] < 0]
@@ -270,7 +294,7 @@ def main() -> None:
             if long:
                 since, until = max(since, start + 0.3), min(until, max((s[0][0] for s in long if s), default=until))
             firsts = sorted(round(stream[0][0] - start, 3) for stream in streams if stream)
-            host = {part: round(s - before_host[part], 3) for part, s in llm.engine.host_times.items()}
+            host = {part: round(s - before_host[part], 3) for part, s in host_spent.items()}
             late = [round(s[0][0] - start - 0.3 - args.every * i, 3) for i, s in enumerate(long) if s]
             say(
                 what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds),

@@ -8,6 +8,7 @@ import torch
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
+from outrider.engine.memory import KVOptions
 from outrider.engine.step import Request
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
@@ -95,7 +96,7 @@ def tiny_engine(
     model = model or tiny_model(variant)
     settings = EngineConfig(**{"max_batch": 8, "max_context": 512, "page_size": 4, "prefill_chunk": 16, **config})
     names = (drafter.name, *names) if drafter is not None else names
-    return Engine(model, None, settings, SpecConfig(k, verify), drafter, Controller(CostTable(), names), kv)  # type: ignore[arg-type]
+    return Engine(model, None, settings, SpecConfig(k, verify), drafter, Controller(CostTable(), names), KVOptions(kv))  # type: ignore[arg-type]
 
 
 def run_joining(

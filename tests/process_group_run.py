@@ -23,6 +23,7 @@ from outrider.assemble import pick_drafter
 from outrider.config import EngineConfig, LoadSettings, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import AllowedTokens
+from outrider.engine.memory import KVOptions
 from outrider.engine.scoring import Scorer
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
@@ -93,7 +94,7 @@ def engine(case: dict[str, Any], team: ProcessGroup, graphs: bool) -> Engine:
         SpecConfig(4, "coupled"),
         drafter,
         Controller(CostTable(), names),
-        ops.kv_dtype(torch.float32, "auto"),
+        KVOptions(ops.kv_dtype(torch.float32, "auto")),
     )
 
 

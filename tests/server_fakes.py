@@ -246,9 +246,9 @@ class FakeEngine:
             c.drafted += k
             c.accepted += accepted
             c.new_tokens += emitted
-            for j in range(k):
-                c.drafted_by_position[j] += 1
-                c.accepted_by_position[j] += j < accepted
+            if k:
+                c.cycles_by_drafted[k] += 1
+                c.cycles_by_accepted[accepted] += 1
         s = run.stats
         s.ttft_s = s.ttft_s or now - run.arrived
         s.first_emitted = s.first_emitted or emitted

@@ -17,7 +17,7 @@ from .config import LoadSettings
 from .engine.adapters import AdapterPool
 from .engine.engine import Engine
 from .engine.images import ImageEncoder
-from .engine.memory import KVBudget
+from .engine.memory import KVBudget, KVOptions
 from .engine.text import Tokenizer
 from .models.block_config import KINDS, is_block
 from .models.compat import fits, other_weights
@@ -138,17 +138,8 @@ def _assemble(
     # where steps are captured no draft ends by its confidence
     captured = ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust, counts=counts)
-    engine = Engine(
-        runner,
-        tokenizer,
-        engine_config,
-        spec,
-        drafter,
-        controller,
-        ops.kv_dtype(dtype, engine_config.kv_dtype),
-        agree=agree,
-        image_rows=image_rows,
-    )
+    kv = KVOptions(ops.kv_dtype(dtype, engine_config.kv_dtype), image_rows, agree)
+    engine = Engine(runner, tokenizer, engine_config, spec, drafter, controller, kv)
     engine.runner.adapters = adapters
     if engine_config.prefix_store is not None:
         content = fingerprint(files) if load_format == "auto" else f"dummy {files.name} {seed}"

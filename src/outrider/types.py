@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -363,10 +364,23 @@ class Counts:
     cycles: int = 0  # decode rows: one a sequence and step
     drafted: int = 0
     accepted: int = 0
-    drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
-    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    cycles_by_drafted: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))  # of a tree: by its depth
+    cycles_by_accepted: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))  # of cycles that drafted
     trees: int = 0  # cycles whose draft branched
     branched: int = 0  # accepted tokens that a draft without branches would not have brought
+
+    @property
+    def drafted_by_position(self) -> list[int]:
+        return _at_least(self.cycles_by_drafted)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        return _at_least(self.cycles_by_accepted)
+
+
+def _at_least(counts: list[int]) -> list[int]:
+    """Of how many cycles there are of each length, how many are longer than 0, 1, 2, ..."""
+    return list(accumulate(reversed(counts[1:])))[::-1]
 
 
 @dataclass

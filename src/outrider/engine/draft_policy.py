@@ -32,22 +32,31 @@ class DraftPolicy:
 
     def plan(self, ready: list[Seq]) -> list[DraftPlan]:
         """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
+        if not self.controller.drafters:
+            return [NO_DRAFT] * len(ready)
         widest = self.can.widest(len(ready), self.graphs)
         asked = [self._asked(seq) for seq in ready]
         if None not in asked:
-            return [self._fixed(seq, k or 0, widest) for seq, k in zip(ready, asked)]
+            return [self._fixed(seq, k, widest) if k else NO_DRAFT for seq, k in zip(ready, asked)]
         planned = self.controller.reuse_plan([seq.id for seq in ready])
         if planned is not None:
             planned = [c if c.k <= self._max_draft_len(s, widest) else NO_DRAFT for c, s in zip(planned, ready)]
         else:
-            views = []
-            for s, k in zip(ready, asked):
-                offers = self._offers(s, widest) if k is None else ({}, 0)
-                nodes, unread = (self._nodes(s, widest), self._unread(s)) if k is None else (0, 0)
-                where = (s.remaining, len(s.tokens))
-                views.append(DraftContext(s.id, *offers, *where, k is not None, nodes, unread, adapter_of(s)))
-            planned = self.controller.plan(views)
-        return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
+            planned = self.controller.plan([self._context(s, k is not None, widest) for s, k in zip(ready, asked)])
+        return [
+            choice if k is None else self._fixed(seq, k, widest) if k else NO_DRAFT
+            for seq, k, choice in zip(ready, asked, planned)
+        ]
+
+    def _context(self, seq: Seq, fixed: bool, widest: int) -> DraftContext:
+        where = (seq.remaining, len(seq.tokens))
+        if fixed:
+            return DraftContext(seq.id, {}, 0, *where, True, adapter=adapter_of(seq))
+        most = self._max_draft_len(seq, widest)
+        offers = {name: n for name in self.controller.drafters if (n := self._offer(seq, name, most))}
+        match = seq.ngram.match() if seq.ngram is not None and "ngram" in offers else 0
+        unread = self.drafter.unread(seq.id, seq.tokens) if self.drafter is not None else 0
+        return DraftContext(seq.id, offers, match, *where, False, self._nodes(seq, widest), unread, adapter_of(seq))
 
     def trust(self, ready: Sequence[Seq]) -> list[float]:
         """Acceptance by the drafter's confidence for these sequences, by what their adapter taught if they share
@@ -55,9 +64,6 @@ class DraftPolicy:
         assert self.drafter is not None
         adapters = {adapter_of(seq) for seq in ready}
         return self.controller.trust(self.drafter.name, adapters.pop() if len(adapters) == 1 else "")
-
-    def _unread(self, seq: Seq) -> int:
-        return self.drafter.unread(seq.id, seq.tokens) if self.drafter is not None else 0
 
     def _asked(self, seq: Seq) -> int | None:
         """The K this request shall have; None: whatever is fastest."""
@@ -72,16 +78,13 @@ class DraftPolicy:
         return seq.request.drafter in (True, self.drafter.name) and self._asked(seq) != 0
 
     def _fixed(self, seq: Seq, k: int, widest: int) -> DraftPlan:
-        if k == 0:
-            return NO_DRAFT
-        offers, _ = self._offers(seq, widest)
-        name = next((n for n in self.controller.drafters if offers.get(n)), None)
-        if name is None:
-            return NO_DRAFT
-        if name == "ngram":
-            return DraftPlan(name, min(k, offers[name]))
-        nodes = self._nodes(seq, widest) if self._tree(seq) is not None else 0
-        return DraftPlan(name, min(k, offers[name]), nodes=nodes if nodes > 1 else 0)
+        """k tokens of the first drafter that has any."""
+        most = min(k, self._max_draft_len(seq, widest))
+        for name in self.controller.drafters:
+            if offered := self._offer(seq, name, most):
+                nodes = self._nodes(seq, widest) if name != "ngram" and self._tree(seq) is not None else 0
+                return DraftPlan(name, offered, nodes=nodes if nodes > 1 else 0)
+        return NO_DRAFT
 
     def _tree(self, seq: Seq) -> int | None:
         """Most tokens of a tree of drafts that was asked for; None: whatever is fastest."""
@@ -100,24 +103,16 @@ class DraftPolicy:
             asked = AUTO_NODES if self.trees and pays and not (self.graphs and seq.adapter) else 0
         return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
-    def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
-        """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found
-        again."""
-        offers: dict[str, int] = {}
-        longest, match, asked = self._max_draft_len(seq, widest), 0, seq.request.drafter
-        if asked and longest > 0:
-            if (
-                self.drafter is not None
-                and seq.has_features
-                and seq.stats.drafter_off is None
-                and asked in (True, self.drafter.name)
-            ):
-                offers[self.drafter.name] = min(longest, self.drafter.max_tokens)
-            if seq.ngram is not None:
-                match = seq.ngram.match()
-                if match:
-                    offers["ngram"] = longest
-        return offers, match
+    def _offer(self, seq: Seq, name: str, most: int) -> int:
+        """How many tokens this drafter could guess for this sequence now, of at most so many."""
+        if most <= 0:
+            return 0
+        if name == "ngram":
+            return most if seq.ngram is not None and seq.ngram.match() else 0
+        drafter, asked = self.drafter, seq.request.drafter
+        if drafter is None or not seq.has_features or seq.stats.drafter_off is not None:
+            return 0
+        return min(most, drafter.max_tokens) if name == drafter.name and asked in (True, name) else 0
 
     def copies(self, request: Request) -> bool:
         """May copies of earlier text be drafted? A network's draft needs nothing from the host; a copy is as old as

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.store import CacheSpec, KVStore
+from ..cache.store import KVStore
 from ..config import EngineConfig, SpecConfig
 from ..ops.lowrank import Adapter
 from ..spec.controller import Controller
@@ -21,13 +21,13 @@ from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
 from ..spec.plan import VerifiedTree
 from ..spec.protocols import Target
-from ..types import MAX_DRAFT, OutriderError, RequestStats
+from ..types import MAX_DRAFT, OutriderError, RequestStats, require
 from .draft_policy import DraftPolicy
 from .eager import EagerExecutor
 from .graphs import GraphExecutor
 from .host import HostExecutor
-from .memory import KVBudget, spare_bytes, swap_bytes
-from .metrics import Metrics, count_cycle
+from .memory import KVBudget, KVOptions, spare_bytes
+from .metrics import Metrics
 from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
 from .prefill_budget import PrefillBudget
@@ -70,26 +70,18 @@ class Engine:
         spec: SpecConfig,
         drafter: Drafter | None,
         controller: Controller,
-        kv_dtype: torch.dtype | None = None,
-        agree: Callable[[KVBudget], KVBudget] = lambda budget: budget,
-        image_rows: int = 0,
+        kv: KVOptions = KVOptions(),
     ):
-        """agree: several processes that share a model must have the same room. image_rows: most rows of an image."""
         self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
         self.drafter, self.clock, self.device = drafter, time.perf_counter, model.device
-        self.can = model.ops.capabilities
+        self.can, self.image_rows = model.ops.capabilities, kv.image_rows
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
-        dtype = kv_dtype or model.dtype
-        own = drafter.kv_specs if drafter is not None else ()
-        self.kv_budget = agree(KVBudget.of(config, model.config, self.can, dtype, self.device, own))
+        dtype, own = kv.dtype or model.dtype, drafter.kv_specs if drafter is not None else ()
+        budget = self.kv_budget = kv.agree(KVBudget.of(config, model.config, self.can, dtype, self.device, own))
         # one sequence must be able to finish alone
-        self.max_context = min(self.kv_budget.max_context, self.kv_budget.tokens - config.page_size)
-        self.image_rows, ahead = image_rows, max(self.chunk, MAX_DRAFT + 1, image_rows)
-        layout = CacheSpec(
-            self.max_batch, self.kv_budget.max_context, config.page_size, ahead, self.kv_budget.tokens,
-            self.kv_budget.window_tokens, swap_bytes(config)
-        )  # fmt: skip
+        self.max_context = min(budget.max_context, budget.tokens - config.page_size)
+        layout = budget.layout(config, self.max_batch, max(self.chunk, MAX_DRAFT + 1, kv.image_rows))
         self.store = KVStore(model.config, layout, dtype, self.device, own)
         self.share_answers = self.can.prompts_independent
         # prefixes are shared in multiples of it
@@ -99,7 +91,7 @@ class Engine:
             self.store, self.max_batch, self.prefill, self.granularity, self.can.replay_rows, config.prefix_cache,
             self.max_context,
         )  # fmt: skip
-        self.metrics = Metrics()
+        self._metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
@@ -110,11 +102,8 @@ class Engine:
         self.policy = DraftPolicy(controller, drafter, spec, self.can, self.max_context, self.graphs, trees)
         self.timer = StepTimer(self.runner, self.prefill, self.policy)
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
-        # seconds of the host by part; only `wait` is idle
-        self.host_times = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)
         # called when the host has nothing to do until the device is done with a step
         self.meanwhile: Callable[[], None] = lambda: None
-        self._warned = 0  # how many of the controller's warnings were passed on
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
         if 0 < (rows := self.can.independent_rows) < self.max_batch:
@@ -124,10 +113,15 @@ class Engine:
     def controller(self) -> Controller:
         return self.policy.controller
 
+    @property
+    def metrics(self) -> Metrics:
+        """What was counted up to now; from any thread."""
+        self._metrics.look(self.scheduler, self.store, self.runner)
+        return self._metrics
+
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one takes everything."""
-        runner, made = self.runner, list[Executor]()
-        drafter = self.drafter
+        runner, drafter, made = self.runner, self.drafter, list[Executor]()
         if self.spec.verify == "coupled":
             if self.graphs and (drafter is None or drafter.in_graph):
                 widths = (0, USUAL if self.spec.draft_tokens is None else self.spec.draft_tokens)
@@ -135,10 +129,10 @@ class Engine:
             net = drafter.net if drafter is not None else None
             cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
             if cycle is not None and not made:
-                made.append(HostExecutor(runner, cycle, self.metrics))
+                made.append(HostExecutor(runner, cycle, self._metrics))
         if drafter is not None and drafter.kv_specs and not made:
             log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
-        return [*made, EagerExecutor(runner, self.spec.verify, self.metrics)]
+        return [*made, EagerExecutor(runner, self.spec.verify, self._metrics)]
 
     def serve(self) -> str:
         """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it
@@ -154,25 +148,20 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raises OutriderError when this request can never run."""
         vocab, prompt = self.model.config.vocab_size, request.prompt
-        if not prompt:
-            raise OutriderError("the prompt is empty: give at least one token")
+        require(len(prompt) > 0, "the prompt is empty: give at least one token")
         wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-        if not 0 <= wrong < vocab:
-            raise OutriderError(f"prompt token id {wrong} is outside the vocabulary (0..{vocab - 1})")
+        require(0 <= wrong < vocab, f"prompt token id {wrong} is outside the vocabulary (0..{vocab - 1})")
         if len(prompt) >= self.max_context:
             most = self.model.config.max_context
-            mend = (
-                "shorten it"
-                if self.max_context >= most - 1
-                else f"shorten it or raise --max-context (the model knows up to {most})"
+            more = f" or raise --max-context (the model knows up to {most})" if self.max_context < most - 1 else ""
+            raise OutriderError(
+                f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: shorten it{more}"
             )
-            raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: {mend}")
         for span in request.images:
             if not 0 < span.end - span.start <= self.image_rows or span.end >= len(prompt):
                 raise OutriderError(f"an image of {span.end - span.start} tokens; this engine takes {self.image_rows}")
         SpecConfig(request.draft_tokens, tree=request.tree)  # checks them
-        if request.id in self._seqs:
-            raise OutriderError(f"request id {request.id!r} is already running")
+        require(request.id not in self._seqs, f"request id {request.id!r} is already running")
         if self.tokenizer is None and request.params.stop:
             raise OutriderError("stop strings need a tokenizer; use stop_token_ids")
         request.params.validate(vocab)
@@ -183,31 +172,31 @@ class Engine:
         seq = Seq(request, self.clock(), list(request.prompt), adapter=self._adapter(request.adapter))
         seq.drafts_from_hidden = self.policy.drafts_from_hidden(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
-        seq.answer = OutputProcessor(
-            params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None
-        )
+        matcher = params.grammar.matcher() if params.grammar is not None else None
+        seq.answer = OutputProcessor(params, self.eos, detok, matcher)
         if "ngram" in self.controller.drafters and self.policy.copies(request):
             seq.ngram = NgramIndex([*request.hint, *request.prompt])
         seq.stats.prompt_tokens = seq.prompt_len
         self._seqs[request.id] = seq
         self.scheduler.add(seq)
-        self.metrics.requests += 1
-        self.metrics.prompt_tokens += seq.prompt_len
+        self._metrics.requests += 1
+        self._metrics.prompt_tokens += seq.prompt_len
 
     def _adapter(self, name: str | None) -> Adapter | None:
         if name is None:
             return None
-        if self.runner.adapters is None:
+        pool = self.runner.adapters
+        if pool is None:
             raise OutriderError(f"there is no adapter {name[:60]!r}: this engine was loaded without adapters")
-        adapter = self.runner.adapters.get(name)
-        if self.runner.adapters.slots is not None:
-            self.runner.adapters.slots.reserve(adapter)  # here, so that only this request fails where memory is short
+        adapter = pool.get(name)
+        if pool.slots is not None:
+            pool.slots.reserve(adapter)  # here, so that only this request fails where memory is short
         return adapter
 
     def abort(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
         if seq is not None:
-            self._events.append(self._finish(seq, Event(request_id, [], [], []), "abort"))
+            self._finish(seq, Event(request_id, [], [], []), "abort")
 
     def pause(self, request_id: str, on: bool) -> None:
         """A paused request keeps its place and what it has computed, and takes part in no step."""
@@ -240,7 +229,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is
         committed."""
-        began, clock, spent = self.clock(), self.clock, self.host_times
+        began = self.clock()
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
         if self._pending is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
@@ -250,15 +239,12 @@ class Engine:
         batch = self.scheduler.plan(self.policy.plan)
         if self.drafter is not None and any([item.plan.stop or item.plan.drop for item in batch.decode]):
             batch.trust = self.policy.trust([item.seq for item in batch.decode])
-        planned = clock()
         self.timer.begin()
-        spent["plan"] += planned - began
         executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
             pending = executor.launch(plan) if batch else None
             if pending is not None and (batch.prompts or pending.inflight_tokens):
                 self._launched(pending)
-            spent["launch"] += clock() - planned
             if self._pending is not None:
                 self.meanwhile()
                 self._complete()
@@ -267,8 +253,11 @@ class Engine:
                 self._complete()
         else:
             self._complete()  # it was planned without knowing what the step in flight brings: plan anew
+        while self.controller.warnings:
+            log.warning(self.controller.warnings.pop(0))
+        self._metrics.steps += 1
+        self._metrics.step_seconds += self.clock() - began
         events, self._events = self._events, []
-        self._measure(began)
         return events
 
     def _launched(self, pending: PendingStep) -> None:
@@ -288,71 +277,49 @@ class Engine:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        waited = self.clock()
         emitted, now = pending.executor.read(pending), self.clock()
-        self.host_times["wait"] += now - waited
         for i, (item, brought) in enumerate(zip(pending.batch.decode, emitted)):
             if item.seq.cache is pending.holders[i]:
                 if pending.inflight_tokens:
                     item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
                 self._commit(item, brought, now)
         self.timer.observe(pending, now)
-        self.host_times["commit"] += self.clock() - now
 
-    def _measure(self, began: float) -> None:
-        for warning in self.controller.warnings[self._warned :]:
-            log.warning(warning)
-        self._warned = len(self.controller.warnings)
-        self.metrics.steps += 1
-        self.metrics.step_seconds += self.clock() - began
-        self.metrics.prefill_seconds = self.runner.prompt_seconds
-        self.metrics.look(self.scheduler, self.store)
-
-    # ---- commit ---------------------------------------------------------------------------------------------------
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
         """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
-        seq, accepted = item.seq, len(brought.tokens) - 1
-        tree = brought.branches
-        whole = accepted == brought.drafted if tree is None else not tree.path or tree.path[-1] not in tree.parents
-        kinds = ["accepted"] * accepted + [
-            "plain" if not brought.drafted else ("bonus" if accepted and whole else "corrected")
-        ]
-        taken = seq.answer.take(brought.tokens, min(seq.remaining, self.max_context - len(seq.tokens)))
+        seq, tokens, drafted, tree = item.seq, brought.tokens, brought.drafted, brought.branches
+        accepted = len(tokens) - 1
+        taken = seq.answer.take(tokens, min(seq.max_total_tokens, self.max_context) - len(seq.tokens))
         n = len(taken.texts)
-        tokens = brought.tokens[:n]
-        self._count(seq, n, now, brought)
-        self.controller.observe(seq.id, item.plan.drafter, brought.drafted, accepted, brought.confidence, tree)
-        seq.tokens.extend(tokens)
+        if seq.first_token_at is None:
+            seq.first_token_at, seq.stats.ttft_s, seq.stats.first_emitted = now, now - seq.arrived, n
+        seq.stats.decode_s = now - seq.first_token_at
+        self._metrics.count(seq, n, brought)
+        self.controller.observe(seq.id, item.plan.drafter, drafted, accepted, brought.confidence, tree)
+        if drafted:
+            whole = accepted == drafted if tree is None else not tree.path or tree.path[-1] not in tree.parents
+            kinds = ["accepted"] * accepted + ["bonus" if accepted and whole else "corrected"]
+        else:
+            kinds = ["plain"]
+        logprobs = brought.logprobs
+        if n <= accepted:
+            tokens, kinds, logprobs = tokens[:n], kinds[:n], logprobs[:n] if logprobs is not None else None
+        seq.tokens += tokens
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
-        logprobs = brought.logprobs[:n] if brought.logprobs is not None else None
         event = Event(
-            seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree, stopped_by=taken.stopped_by,
-            drafts=brought.drafts,
+            seq.id, tokens, kinds, taken.texts, logprobs, None, None, taken.error, tree, taken.stopped_by,
+            brought.drafts,
         )  # fmt: skip
         if taken.finish is not None:
-            self._events.append(self._finish(seq, event, taken.finish))
+            self._finish(seq, event, taken.finish)
         else:
             self.store.commit(seq.held, seq.computed)
             self._events.append(event)
 
-    def _count(self, seq: Seq, emitted: int, now: float, brought: Emitted) -> None:
-        s, m = seq.stats, self.metrics
-        if seq.first_token_at is None:
-            seq.first_token_at = now
-            s.ttft_s = now - seq.arrived
-        s.decode_s = now - seq.first_token_at
-        s.first_emitted = s.first_emitted or emitted
-        for counts in (s, m):
-            count_cycle(counts, emitted, brought)
-        accepted = len(brought.tokens) - 1
-        if seq.adapter is not None and brought.drafted:
-            for by_name, count in ((m.drafted_by_adapter, brought.drafted), (m.accepted_by_adapter, accepted)):
-                by_name[seq.adapter.name] = by_name.get(seq.adapter.name, 0) + count
-
-    def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
+    def _finish(self, seq: Seq, event: Event, reason: str) -> None:
         event.finish_reason, event.stats = reason, seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.share_answers:
             end = seq.computed - seq.computed % self.config.page_size
@@ -362,18 +329,16 @@ class Engine:
             self.drafter.forget(seq.id)
         self.controller.finish(seq.id)
         del self._seqs[seq.id]
-        self.metrics.cached_tokens += seq.stats.cached_tokens
-        self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
-        return event
+        self._metrics.cached_tokens += seq.stats.cached_tokens
+        self._metrics.finished[reason] = self._metrics.finished.get(reason, 0) + 1
+        self._events.append(event)
 
     def tidy(self, unused_s: float) -> int:
         """Between two steps: memory of K/V that nobody has used for so long goes back (`KVStore.tidy`). Returns the
         bytes."""
         if self.store.disk is not None:
             self.store.disk.drain()
-        given = self.store.tidy(unused_s)
-        self.metrics.look(self.scheduler, self.store)
-        return given
+        return self.store.tidy(unused_s)
 
     def check(self) -> None:
         """Audit: no page leaks, every running sequence has its slot."""

@@ -8,14 +8,14 @@ usual length as possible fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ..cache.store import row_width
+from ..cache.store import CacheSpec, row_width
 from ..config import EngineConfig
 from ..models.config import ModelConfig
 from ..models.inspect import row_numbers, work_bytes
@@ -50,6 +50,21 @@ class KVBudget:
             budget = gpu_budget(config, model, device, min(can.graph_rows, batch * (MAX_DRAFT + 1)), passes)
         found = plan_kv_memory(config, model, dtype, free_bytes(device), batch, budget, extra)
         return replace(found, pass_rows=passes)
+
+    def layout(self, config: EngineConfig, slots: int, chunk: int) -> CacheSpec:
+        """The cache that holds it. chunk: most positions of one sequence in a pass."""
+        swap = swap_bytes(config)
+        return CacheSpec(slots, self.max_context, config.page_size, chunk, self.tokens, self.window_tokens, swap)
+
+
+@dataclass(frozen=True)
+class KVOptions:
+    """What an engine's K/V depends on beside its configuration."""
+
+    dtype: torch.dtype | None = None  # None: the model's
+    image_rows: int = 0  # most rows of an image
+    # several processes that share a model must have the same budget
+    agree: Callable[[KVBudget], KVBudget] = lambda budget: budget
 
 
 def free_bytes(device: torch.device) -> int:

@@ -9,8 +9,9 @@ from ..types import Counts
 
 if TYPE_CHECKING:
     from ..cache.store import KVStore
+    from .model_runner import ModelRunner
     from .scheduler import Scheduler
-    from .step import Emitted
+    from .step import Emitted, Seq
 
 
 @dataclass
@@ -34,30 +35,30 @@ class Metrics(Counts):
     kv_bytes: int = 0  # memory that K/V holds
     free_pages: dict[str, int] = field(default_factory=dict)
 
-    def look(self, scheduler: Scheduler, store: KVStore) -> None:
-        """Copy what scheduler and cache count themselves."""
+    def count(self, seq: Seq, emitted: int, brought: Emitted) -> None:
+        """One cycle of a sequence, of whose tokens so many were emitted."""
+        drafted, accepted, tree = brought.drafted, len(brought.tokens) - 1, brought.branches
+        for counts in (seq.stats, self):
+            counts.new_tokens += emitted
+            counts.cycles += 1
+            if drafted:
+                counts.drafted += drafted
+                counts.accepted += accepted
+                counts.cycles_by_drafted[drafted if tree is None else tree.deepest] += 1
+                counts.cycles_by_accepted[accepted] += 1
+                if tree is not None:
+                    counts.trees += 1
+                    counts.branched += accepted - tree.chain_accepted
+        if seq.adapter is not None and drafted:
+            for by_name, count in ((self.drafted_by_adapter, drafted), (self.accepted_by_adapter, accepted)):
+                by_name[seq.adapter.name] = by_name.get(seq.adapter.name, 0) + count
+
+    def look(self, scheduler: Scheduler, store: KVStore, runner: ModelRunner) -> None:
+        """Copy what scheduler, cache and runner count themselves."""
         self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
         self.preemptions, swap = scheduler.preemptions, store.swap
         self.swapped_out, self.swapped_in, self.swap_bytes = swap.outs, swap.ins, swap.used
         if store.disk is not None:
             self.prefix_pages_read, self.prefix_pages_written = store.disk.pages_read, store.disk.pages_written
         self.free_pages = {name: group.pool.free for name, group in store.groups.items()}
-        self.kv_bytes = store.taken()
-
-
-def count_cycle(counts: Counts, emitted: int, brought: Emitted) -> None:
-    """One cycle of a sequence, of whose tokens so many were emitted."""
-    counts.new_tokens += emitted
-    counts.cycles += 1
-    if not brought.drafted:
-        return
-    tree, accepted = brought.branches, len(brought.tokens) - 1
-    counts.drafted += brought.drafted
-    counts.accepted += accepted
-    if tree is not None:
-        counts.trees += 1
-        counts.branched += accepted - tree.chain_accepted
-    for j in range(brought.drafted if tree is None else tree.deepest):
-        counts.drafted_by_position[j] += 1
-    for j in range(accepted):
-        counts.accepted_by_position[j] += 1
+        self.kv_bytes, self.prefill_seconds = store.taken(), runner.prompt_seconds

@@ -28,10 +28,15 @@ DONE = object()
 
 class Scheduler:
     def __init__(
-        self, cache: KVStore, max_batch: int, prefill: PrefillBudget, granularity: int, replay_rows: int,
+        self,
+        cache: KVStore,
+        max_batch: int,
+        prefill: PrefillBudget,
+        granularity: int,
+        replay_rows: int,
         prefix_cache: bool,
         max_context: int = 1 << 30,
-    ):  # fmt: skip
+    ):
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed
         in pieces of at most so many rows, so that the same kernels run as the first time."""
         self.cache, self.max_batch, self.prefill, self.granularity = cache, max_batch, prefill, granularity

@@ -40,9 +40,10 @@ T = TypeVar("T")
 
 
 class EngineLike(Protocol):
-    metrics: Metrics
     meanwhile: Callable[[], None]  # is called when a step was launched and the host would wait for its device
 
+    @property
+    def metrics(self) -> Metrics: ...
     @property
     def busy(self) -> bool: ...
     def submit(self, request: Request) -> None: ...

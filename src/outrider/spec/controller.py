@@ -56,7 +56,7 @@ class Controller:
         self._prior, self._trust, self._counts = dict(prior or {}), dict(trust or {}), dict(counts or {})
         self._shared: dict[Source, DrafterStats] = {}
         self._seqs: dict[str, SeqState] = {}
-        self._warnings: list[str] = []
+        self.warnings: list[str] = []  # each said once, in the order they were noticed
         self._told: set[tuple[str, str]] = set()
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
@@ -69,6 +69,7 @@ class Controller:
         self._match = 0  # and the match that a single sequence had
         self._histogram = [0] * (MAX_DRAFT + 1)
         self._untold: list[Callable[[], None]] = []  # observations to be learnt from
+        self._planned = False  # until somebody asks for a plan nothing is learnt
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """A controller that has observed nothing yet, with the same priors and a copy of the cost table."""
@@ -77,6 +78,7 @@ class Controller:
 
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
+        self._planned = True
         if len(seqs) == 1 and self._holds(seqs[0]):
             self._rest -= 1
             return self._held
@@ -374,13 +376,16 @@ class Controller:
             raise OutriderError(
                 f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
             )
-        self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
+        if self._planned:
+            self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
 
     def observe_step(
         self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool = False
     ) -> None:
         """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (their mean); `tree`: of trees
         of a fixed size, their depth."""
+        if not self._planned:
+            return
         self._untold.append(partial(self._time_step, batch, k, context, seconds, drafter, tree))
         if len(self._untold) >= self.tuning.untold:
             self._apply_observations()
@@ -447,7 +452,7 @@ class Controller:
             return
         self._told.add(about)
         target = f"this target with adapter {source.adapter!r}" if source.adapter else "this target"
-        self._warnings.append(
+        self.warnings.append(
             f"drafter {source.drafter!r} does not fit {target}: {shared.accepted} tokens accepted in {shared.judged} "
             "drafts; decoding plainly (another base model, a fine-tune or a harsh quantisation does this; "
             "--drafter none silences it)"
@@ -472,11 +477,6 @@ class Controller:
         self._seqs.pop(id, None)
 
     # ---- looking in ----
-    @property
-    def warnings(self) -> list[str]:
-        """Each said once, in the order they were noticed."""
-        return list(self._warnings)
-
     def snapshot(self) -> dict[str, object]:
         self._apply_observations()
         return {

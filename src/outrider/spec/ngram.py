@@ -16,37 +16,38 @@ REACH = 64  # a match this long is long enough
 
 class NgramIndex:
     def __init__(self, tokens: Iterable[int] = ()):
-        self.tokens: list[int] = []
+        self.tokens = list(tokens)
+        self._indexed = 0  # so many of them are in the tables: the others enter when somebody asks for a match
         self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
         # [i]: where the n-gram that ends at i ended before; -1
         self._earlier: tuple[list[int], ...] = tuple([] for _ in SIZES)
         self._place, self._length = -1, 0  # the running match: tokens[_place] would come next, _length tokens agree
-        self._looked = False  # whether candidates were compared since the last token
-        self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        self._looked = False
-        for token in tokens:
-            if self._place >= 0 and self.tokens[self._place] == token:
+        self.tokens += tokens
+
+    def _index(self) -> None:
+        tokens = self.tokens
+        for at in range(self._indexed, len(tokens)):
+            if self._place >= 0 and tokens[self._place] == tokens[at]:
                 self._place, self._length = self._place + 1, self._length + 1
             else:
                 self._place, self._length = -1, 0
-            self.tokens.append(token)
-            end = len(self.tokens)
             for size, latest, earlier in zip(SIZES, self._latest, self._earlier):
-                if end < size:
+                if at + 1 < size:
                     earlier.append(-1)
                     continue
-                gram = tuple(self.tokens[-size:])
+                gram = tuple(tokens[at + 1 - size : at + 1])
                 earlier.append(latest.get(gram, -1))
-                latest[gram] = end - 1
+                latest[gram] = at
+        self._indexed = len(tokens)
 
     def match(self) -> int:
         """How many tokens of the end were found again (0: no match). A match can be copied from for as long as one
         likes."""
-        if not self._looked:
+        if self._indexed < len(self.tokens):
+            self._index()
             self._match()
-            self._looked = True
         return self._length if self._place >= 0 else 0
 
     def propose(self, k: int) -> tuple[list[int], int]:

@@ -52,8 +52,7 @@ class FakeEngine:
                 new_tokens=len(tokens), first_emitted=1, ttft_s=0.01, decode_s=ms * 1e-3 * (len(tokens) - 1), cycles=4
             )
             stats.drafted, stats.accepted = 4 * k, 2 * k
-            stats.drafted_by_position = [4] * k + [0] * (16 - k)
-            stats.accepted_by_position = [2] * k + [0] * (16 - k)
+            stats.cycles_by_drafted[k], stats.cycles_by_accepted[k] = 4, 2
             events.append(FakeEvent(request.id, tokens, f"text {tokens}", "stop", stats))
         self.waiting = []
         return events

@@ -12,6 +12,7 @@ from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
+from outrider.engine.memory import KVOptions
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
@@ -158,7 +159,9 @@ def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, A
     for stop, drop in ((0.0, 0.0), (0.02, 0.0), (0.0, 0.02), (1.0, 0.0), (1.0, 1.0)):
         controller = Told("mtp", stop, drop)
         settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
-        engine = Engine(model, None, settings, SpecConfig(None), MTPDrafter(compiled, model), controller, torch.float16)
+        engine = Engine(
+            model, None, settings, SpecConfig(None), MTPDrafter(compiled, model), controller, KVOptions(torch.float16)
+        )
         texts.append(run(engine, asked))
         told = [(k, sure) for k, _, sure in controller.observed if sure is not None]
         assert told and engine.metrics.drafter_failures == 0

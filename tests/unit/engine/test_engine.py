@@ -13,6 +13,7 @@ from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine
+from outrider.engine.memory import KVOptions
 from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Request, ScheduledSeq, Seq
@@ -243,7 +244,7 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
     rows: list[list[int]] = []
 
     def engine_of() -> Engine:
-        return Engine(model, None, settings, SpecConfig(0), None, Controller(CostTable(), ()), torch.float16)
+        return Engine(model, None, settings, SpecConfig(0), None, Controller(CostTable(), ()), KVOptions(torch.float16))
 
     engine = engine_of()
     whole = engine.runner.run

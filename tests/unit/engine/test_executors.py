@@ -12,6 +12,7 @@ from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
+from outrider.engine.memory import KVOptions
 from outrider.engine.step import Request, ScheduledSeq, Seq, StepBatch, pick
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
@@ -34,7 +35,9 @@ def engine_of(shape: str, kind: str) -> Engine:
     net = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     settings = EngineConfig(max_batch=6, max_context=256, page_size=16, prefill_chunk=32, graphs=kind == "graphs")
     controller = Controller(CostTable(), ("mtp", "ngram"))
-    engine = Engine(model, None, settings, SpecConfig(None), MTPDrafter(net, model), controller, torch.float16)
+    engine = Engine(
+        model, None, settings, SpecConfig(None), MTPDrafter(net, model), controller, KVOptions(torch.float16)
+    )
     if kind == "eager":
         engine.executors = engine.executors[-1:]
     assert engine.executors[0].name == kind

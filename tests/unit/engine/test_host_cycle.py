@@ -12,6 +12,7 @@ from tests.engines import request, run
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.host import HostExecutor
+from outrider.engine.memory import KVOptions
 from outrider.engine.step import Request
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
@@ -68,7 +69,15 @@ def engines(
     for _ in range(2):
         controller = Controller(CostTable(), ("mtp", "ngram"))
         made.append(
-            Engine(model, None, settings, SpecConfig(None), MTPDrafter(drafter, model), controller, torch.float16)
+            Engine(
+                model,
+                None,
+                settings,
+                SpecConfig(None),
+                MTPDrafter(drafter, model),
+                controller,
+                KVOptions(torch.float16),
+            )
         )
     assert [e.name for e in made[0].executors] == ["host", "eager"]
     made[1].executors = made[1].executors[1:]
@@ -181,7 +190,7 @@ def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, 
     assert run(many, asked) == got and many.metrics.trees > 0
     assert one.metrics.trees > 0 and (one.metrics.branched > 0 or not shape.startswith("few"))
     settings, controller = replace(one.config, graphs=True), Controller(CostTable(), ("mtp", "ngram"))
-    captured = Engine(one.model, None, settings, SpecConfig(None), one.drafter, controller, torch.float16)
+    captured = Engine(one.model, None, settings, SpecConfig(None), one.drafter, controller, KVOptions(torch.float16))
     assert (
         run(captured, [job for job in asked if job.id in "ac"]) == {"a": got["a"], "c": got["c"]}
         and captured.metrics.trees > 0
