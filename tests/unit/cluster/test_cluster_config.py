@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.cluster.config import RULES, ClusterConfig, ReplicaCount
-from outrider.config import OPTIONS
+from outrider.cluster.config import ClusterConfig, ReplicaCount
 from outrider.types import OutriderError
 
 
@@ -28,26 +26,26 @@ def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None
     [
         (
             {"replicas": "8..2"},
-            'replicas: "8..2" is not allowed; it must be a number such as 2, or bounds such as 2..8',
+            'replicas: "8..2" is not allowed: it must be a number such as 2, or bounds such as 2..8',
         ),
         ({"replicas": 0}, "replicas: 0 "),
         ({"replicas": True}, "replicas: true "),
         ({"replicas": "2.."}, "replicas: "),
-        ({"port": 70000}, "port: 70000 is not allowed; it must be a whole number in 0..65535"),
+        ({"port": 70000}, "port: 70000 is not allowed: input should be less than or equal to 65535"),
         ({"max_concurrent": "many"}, 'max_concurrent: "many" '),
-        ({"routing": "random"}, "one of prefix, least-loaded"),
-        ({"wait": 0}, "a number, more than 0"),
+        ({"routing": "random"}, "input should be 'prefix' or 'least-loaded'"),
+        ({"wait": 0}, "wait: 0 is not allowed: input should be greater than 0"),
         ({"gpu_memory": 1.5}, "gpu_memory must be in (0, 1], got 1.5"),
         ({"draft_tokens": 17}, "draft_tokens must be in 0..16 or 'auto', got 17"),
         ({"dtype": "int7"}, "unknown dtype 'int7'; known: float32, bfloat16, float16"),
         ({"quantize": "int3"}, "unknown quantize 'int3'; known: int8, int4, fp8"),
         ({"swap": 1, "tensor_parallel": 2}, "swap is for a model in one process: leave it out beside tensor_parallel"),
         ({"colour": "red"}, "unknown field 'colour'; known: model, replicas,"),
-        ({"tensor_parallel": 0}, "tensor_parallel: 0 is not allowed; it must be a whole number, 1 or more"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, got 0"),
         ({"model": ""}, 'model: "" is not allowed'),
         ({"host": ["a"]}, 'host: ["a"] '),
-        ({"tree": True}, "tree: true is not allowed; it must be auto, off or a number"),
-        ({"draft_tokens": False}, "draft_tokens: false is not allowed; it must be auto or a number"),
+        ({"tree": True}, "tree: true is not allowed"),
+        ({"draft_tokens": False}, "draft_tokens: false is not allowed"),
         ({"tree": 2.5}, "tree: 2.5 "),
         ({"tree": [9]}, "tree: [9] "),
     ],
@@ -63,7 +61,7 @@ def test_a_mistake_is_one_line(fields: dict[str, object], told: str) -> None:
 def test_what_it_says_of_itself_reads_back() -> None:
     config = ClusterConfig.of({"model": "smollm2", "replicas": "2..8", "max-concurrent": 4, "device": None, "wait": 3})
     assert ClusterConfig.of(config.fields()) == config and config.fields()["replicas"] == "2..8"
-    assert {*RULES} == {*OPTIONS, *(f.name for f in fields(ClusterConfig) if f.name != "load")}
+    assert ClusterConfig.of({"model": "m", "vision": False}).load.vision is False
     placed = config.placed(0)
     assert (placed.gpus_per_replica, placed.max_concurrent, placed.load.threads, placed.target_queue) == (
         0.0,
