@@ -130,7 +130,7 @@ def check_size(raw: bytes) -> None:
         block = np.frombuffer(raw, np.uint8, min(BLOCK, len(raw) - start), start)
         quotes = np.cumsum(block == ord('"'), dtype=np.uint8) + np.uint8(inside)
         inside, outside = int(quotes[-1]) & 1, (quotes & 1) == 0
-        colons, commas, lists, objects = (np.count_nonzero((block == kind) & outside) for kind in b":,[{")
+        colons, commas, lists, objects = (int(np.count_nonzero((block == kind) & outside)) for kind in b":,[{")
         many, members = many + commas + colons, members + colons + lists + objects
         if many > MAX_VALUES or members > MAX_MEMBERS:
             most = f"{MAX_VALUES} values and {MAX_MEMBERS} objects, lists and members of objects"
