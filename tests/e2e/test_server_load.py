@@ -37,7 +37,7 @@ def test_a_run(tmp_path: Path) -> None:
         row = asyncio.run(run(s.url, ["one", "two"], concurrency=4, requests=10, max_tokens=20))
         plain = asyncio.run(run(s.url, ["one", "two"], concurrency=1, requests=2, max_tokens=20, drafts=0))
         figures = tmp_path / "figures.json"
-        bench_server(s.url, concurrency="1,2", requests=2, max_tokens=8, json_file=figures)
+        bench_server(target=s.url, concurrency="1,2", requests=2, max_tokens=8, json_file=figures)
     assert row["errors"] == 0 and row["requests"] == 10 and 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"]
     assert row["tokens_per_cycle"] > 1 == plain["tokens_per_cycle"]
     assert [r["concurrency"] for r in json.loads(figures.read_text())] == [1, 2]
@@ -50,4 +50,4 @@ def test_bad_input() -> None:
     with pytest.raises(OutriderError, match="OpenAI-compatible"):
         asyncio.run(run("http://127.0.0.1:9", ["x"], 1, 1, 1))
     with pytest.raises(OutriderError, match="--concurrency"):
-        bench_server("http://127.0.0.1:9", concurrency="many")
+        bench_server(target="http://127.0.0.1:9", concurrency="many")

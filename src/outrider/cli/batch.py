@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,34 +20,25 @@ if TYPE_CHECKING:
     from ..server.batch import BatchProgress
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES, "swap", "load_format")
-def batch(
-    requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object a line.")],
-    out: Annotated[
-        Path,
-        typer.Option(help="Results, one a line, in the order in which they finish. An existing file is continued."),
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="What to load. Default: the model named by the first request.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="The model name the requests use. Default: --model (a folder's last part).")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="For requests without a seed of their own: theirs is made from this and custom_id.")
-    ] = 0,
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object a line.")]
+    out: Annotated[Path, "Results, one a line, in the order in which they finish. An existing file is continued."]
+    model: Annotated[str | None, "What to load. Default: the model named by the first request."] = None
+    name: Annotated[str | None, "The model name the requests use. Default: --model (a folder's last part)."] = None
+    seed: Annotated[int, "For requests without a seed of their own: theirs is made from this and custom_id."] = 0
     max_concurrent: Annotated[
         int, typer.Option("--max-concurrent", "--max-num-seqs", help="Sequences that decode at once.")
-    ] = 16,
+    ] = 16
     ray: Annotated[
         bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")
-    ] = False,
-    replicas: Annotated[
-        int | None, typer.Option(help="With --ray: engines. Default: one a GPU; without GPUs one a machine.")
-    ] = None,
-    *,
-    load: LoadSettings,
-) -> None:
+    ] = False
+    replicas: Annotated[int | None, "With --ray: engines. Default: one a GPU; without GPUs one a machine."] = None
+
+
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES, "swap", "load_format")
+@common.taking(BatchOptions)
+def batch(asked: BatchOptions, load: LoadSettings) -> None:
     """Answer a file of requests for /v1/chat/completions and /v1/completions.
 
     Killed or stopped, the same command goes on where it was: no line is answered twice, none is lost. A line that can't
@@ -59,13 +50,13 @@ def batch(
         from ..server.batch import BatchRunner, first_model
         from ..server.model_info import ServedModel
         from ..server.settings import ServerSettings, public_name
-    chosen = model or first_model(requests)
-    settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
-    if replicas is not None and not ray:
+    chosen = asked.model or first_model(asked.requests)
+    settings = ServerSettings(model_name=asked.name or public_name(chosen), max_concurrent=asked.max_concurrent)
+    if asked.replicas is not None and not asked.ray:
         raise OutriderError("--replicas is for --ray: one machine without Ray has one engine")
-    common.check_file("--out", out)
-    if not ray:
-        llm = common.load_llm(chosen, replace(load, engine=replace(load.engine, max_batch=max_concurrent)))
+    common.check_file("--out", asked.out)
+    if not asked.ray:
+        llm = common.load_llm(chosen, replace(load, engine=replace(load.engine, max_batch=asked.max_concurrent)))
     columns = [
         BarColumn(),
         MofNCompleteColumn(),
@@ -82,15 +73,19 @@ def batch(
             failed = f", {p.failed} failed" if p.failed else ""
             bar.update(task, total=p.total, completed=p.done, speed=f"{speed:.0f} tokens/s{failed}")
 
-        if ray:
-            given = {"model": chosen, "name": settings.model_name, "max_concurrent": max_concurrent, **load.options()}
+        if asked.ray:
+            given = {
+                "model": chosen,
+                "name": settings.model_name,
+                "max_concurrent": asked.max_concurrent,
+                **load.options(),
+            }
             with common.needs("--ray needs", "ray"):
                 from ..cluster.batch import whole
-            progress = whole(given, replicas, requests, out, seed, tell, common.note)
+            progress = whole(given, asked.replicas, asked.requests, asked.out, asked.seed, tell, common.note)
         else:
-            progress = BatchRunner(ServedModel.of(llm), settings, seed).run(requests, out, tell)
+            progress = BatchRunner(ServedModel.of(llm), settings, asked.seed).run(asked.requests, asked.out, tell)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
-    err.print(
-        f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s{kept}: {out}"
-    )
+    counts = f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s"
+    err.print(f"{counts}{kept}: {asked.out}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,60 +25,41 @@ if TYPE_CHECKING:
 LOADED = ("verify", "dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
 
 
-@common.loading("verify", *common.MACHINE, *common.ROOM)
-def bench(
-    model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2",
-    suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
-    drafters: Annotated[
-        str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")
-    ] = "auto",
-    draft_tokens: Annotated[str, typer.Option(help="Comma-separated: 0 (plain decoding), 1..16, auto.")] = "0,4,auto",
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2"
+    suite: Annotated[str, "quick (47 prompts) | full (800 more) | a .jsonl file."] = "quick"
+    drafters: Annotated[str, "Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL."] = "auto"
+    draft_tokens: Annotated[str, "Comma-separated: 0 (plain decoding), 1..16, auto."] = "0,4,auto"
     tree: Annotated[
-        str,
-        typer.Option(
-            help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays)."
-        ),
-    ] = "auto",
-    temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated; 0 is greedy.")] = "0",
-    batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
-    against: Annotated[
-        str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")
-    ] = "",
-    repeats: Annotated[int, typer.Option(help="Times every cell is run; medians count.")] = 3,
-    limit: Annotated[int | None, typer.Option(help="At most so many prompts of a category.")] = None,
-    categories: Annotated[str, typer.Option(help="Only prompts of these categories, comma-separated.")] = "",
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")
-    ] = None,
-    quality: Annotated[
-        int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")
-    ] = 0,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")
-    ] = None,
+        str, "Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays)."
+    ] = "auto"
+    temperature: Annotated[str, "Temperatures, comma-separated; 0 is greedy."] = "0"
+    batch: Annotated[str, "Sequences at once, comma-separated."] = "1"
+    against: Annotated[str, "transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed."] = ""
+    repeats: Annotated[int, "Times every cell is run; medians count."] = 3
+    limit: Annotated[int | None, "At most so many prompts of a category."] = None
+    categories: Annotated[str, "Only prompts of these categories, comma-separated."] = ""
+    max_tokens: Annotated[int | None, "Most tokens of an answer. Default: as the suite says."] = None
+    quality: Annotated[int, "Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU."] = 0
+    data: Annotated[Path | None, "Folder of the benchmark files. Default: benchmarks/data of the checkout."] = None
     output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path(
         "bench-out"
-    ),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")
-    ] = False,
-    history: Annotated[
-        Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")
-    ] = None,
-    record_traces: Annotated[
-        Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")
-    ] = None,
-    simulate: Annotated[
-        Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")
-    ] = None,
-    card: Annotated[
-        Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")
-    ] = None,
-    seed: common.Seed = 0,
-    as_json: common.AsJson = False,
-    *,
-    load: LoadSettings,
-) -> None:
+    )
+    resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = (
+        False
+    )
+    history: Annotated[Path | None, "Append the summary to a file in this folder (benchmarks/history)."] = None
+    record_traces: Annotated[Path | None, "Instead of timing: record a trace of every answer into this file."] = None
+    simulate: Annotated[Path | None, "Instead of timing: replay these traces at this machine's costs."] = None
+    card: Annotated[Path | None, "Instead of timing: write the drafter's acceptance.json from these traces."] = None
+    seed: common.Seed = 0
+    as_json: common.AsJson = False
+
+
+@common.loading("verify", *common.MACHINE, *common.ROOM)
+@common.taking(BenchOptions)
+def bench(asked: BenchOptions, load: LoadSettings) -> None:
     """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are
     identical.
 
@@ -86,7 +67,7 @@ def bench(
     """
     from ..bench import workloads
 
-    guessers, trees = tuple(dict.fromkeys(common.parts(drafters))), tuple(dict.fromkeys(common.parts(tree)))
+    guessers, trees = tuple(dict.fromkeys(common.parts(asked.drafters))), tuple(dict.fromkeys(common.parts(asked.tree)))
     if not guessers:
         raise OutriderError(
             "--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding"
@@ -95,56 +76,59 @@ def bench(
         raise OutriderError("--tree is empty: give for instance off,16,auto")
     for text in trees:
         parse_tree(text)
-    common.check_folder("--out", output)
-    load = replace(load, drafter=guessers[0], tree=trees[0] if len(trees) == 1 else "auto", seed=seed)
+    common.check_folder("--out", asked.output)
+    load = replace(load, drafter=guessers[0], tree=trees[0] if len(trees) == 1 else "auto", seed=asked.seed)
     if load.tensor_parallel > 1 and len(guessers) > 1:
         raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
-    if simulate is not None:
-        _simulate(model, simulate, load, as_json)
+    if asked.simulate is not None:
+        _simulate(asked.model, asked.simulate, load, asked.as_json)
         return
-    if card is not None:
-        _card(model, guessers[0], card)
+    if asked.card is not None:
+        _card(asked.model, guessers[0], asked.card)
         return
-    ks = _ks(draft_tokens)
-    temperatures, batches = common.numbers(temperature, float, "--temperature"), common.numbers(batch, int, "--batch")
-    if repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
+    ks = _ks(asked.draft_tokens)
+    temperatures, batches = (
+        common.numbers(asked.temperature, float, "--temperature"),
+        common.numbers(asked.batch, int, "--batch"),
+    )
+    if asked.repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
         raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
-    for option, least in (("--limit", limit), ("--max-tokens", max_tokens)):
+    for option, least in (("--limit", asked.limit), ("--max-tokens", asked.max_tokens)):
         if least is not None and least < 1:
             raise OutriderError(f"{option} must be at least 1, got {least}")
-    prompts = workloads.load_suite(suite, data, limit, common.parts(categories))
-    if quality:
+    prompts = workloads.load_suite(asked.suite, asked.data, asked.limit, common.parts(asked.categories))
+    if asked.quality:
         known = {p.id for p in prompts}
-        prompts += [p for p in workloads.load_graded(quality, data) if p.id not in known]
-    if max_tokens is not None:
-        prompts = [replace(p, max_tokens=min(p.max_tokens, max_tokens)) for p in prompts]
-    if record_traces is not None:
-        _record(model, prompts, record_traces, temperatures[0], seed, load)
+        prompts += [p for p in workloads.load_graded(asked.quality, asked.data) if p.id not in known]
+    if asked.max_tokens is not None:
+        prompts = [replace(p, max_tokens=min(p.max_tokens, asked.max_tokens)) for p in prompts]
+    if asked.record_traces is not None:
+        _record(asked.model, prompts, asked.record_traces, temperatures[0], asked.seed, load)
         return
     from .. import __version__
     from ..bench import harness
     from ..spec.cost import machine_name
 
-    names = _names(guessers, ks, trees) + list(common.parts(against))
+    names = _names(guessers, ks, trees) + list(common.parts(asked.against))
     settings = harness.BenchSettings(
-        model,
-        suite,
+        asked.model,
+        asked.suite,
         tuple(names),
         temperatures,
         batches,
-        repeats,
+        asked.repeats,
         len(prompts),
         machine_name(_accelerator(load.device), load.threads),
         __version__,
-        seed,
-        max_tokens,
+        asked.seed,
+        asked.max_tokens,
         {name: load.options()[name] for name in LOADED},
     )
-    store = harness.Store(output, settings, resume)
+    store = harness.Store(asked.output, settings, asked.resume)
     if len(store.done) < harness.total(settings, prompts):
-        contestants = _contestants(model, guessers, ks, trees, common.parts(against), max(batches), load)
+        contestants = _contestants(asked.model, guessers, ks, trees, common.parts(asked.against), max(batches), load)
         _run(contestants, prompts, settings, store)
-    _report(output, settings, prompts, history, as_json, load.verify)
+    _report(asked.output, settings, prompts, asked.history, asked.as_json, load.verify)
 
 
 def _report(

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.request import urlopen
@@ -22,29 +23,34 @@ from rich.table import Table
 
 from .. import svg
 from ..types import OutriderError
+from . import common
 from .common import check_file, err, needs, note, numbers, out, prompt_texts
 
 if TYPE_CHECKING:
     from ..bench.load import Summary
 
 
-def bench_server(
+@dataclass(frozen=True, kw_only=True)
+class LoadTestOptions:
     target: Annotated[
         str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")
-    ],
-    concurrency: Annotated[str, typer.Option(help="Streams at once, one row each.")] = "1,4,8,16",
-    requests: Annotated[int, typer.Option(help="Requests at each concurrency.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer (the end token is ignored).")] = 128,
+    ]
+    concurrency: Annotated[str, "Streams at once, one row each."] = "1,4,8,16"
+    requests: Annotated[int, "Requests at each concurrency."] = 32
+    max_tokens: Annotated[int, "Tokens of each answer (the end token is ignored)."] = 128
     prompts: Annotated[
-        Path | None, typer.Option(help="A .jsonl file with the field prompt or turns. Default: eight built-in prompts.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    compare: Annotated[bool, typer.Option(help="Each concurrency also with plain decoding (draft tokens 0).")] = False,
-    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For a server that needs one.")] = None,
-    drafter: Annotated[str, typer.Option(help="For a MODEL: as in `outrider serve`.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture here (.svg).")] = None,
-) -> None:
+        Path | None, "A .jsonl file with the field prompt or turns. Default: eight built-in prompts."
+    ] = None
+    temperature: Annotated[float, "0: greedy."] = 0.0
+    compare: Annotated[bool, "Each concurrency also with plain decoding (draft tokens 0)."] = False
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For a server that needs one.")] = None
+    drafter: Annotated[str, "For a MODEL: as in `outrider serve`."] = "auto"
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None
+    plot: Annotated[Path | None, "Write a picture here (.svg)."] = None
+
+
+@common.taking(LoadTestOptions)
+def bench_server(asked: LoadTestOptions) -> None:
     """Load a server with streams and print throughput, time to first token and time a token.
 
     Inter-token times are measured per token: a chunk of m tokens that comes after g seconds counts as m times g/m.
@@ -54,25 +60,28 @@ def bench_server(
     """
     with needs("the load generator needs", "serve"):
         from ..bench.load import run
-    levels = numbers(concurrency, int, "--concurrency")
-    if min(levels) < 1 or requests < 1 or max_tokens < 1:
+    levels = numbers(asked.concurrency, int, "--concurrency")
+    if min(levels) < 1 or asked.requests < 1 or asked.max_tokens < 1:
         raise OutriderError("--concurrency, --requests and --max-tokens must be at least 1")
-    texts = prompt_texts(prompts)
-    if json_file is not None:
-        check_file("--json", json_file)
-    if plot is not None:
-        check_file("--plot", plot, ".svg")
+    texts = prompt_texts(asked.prompts)
+    if asked.json_file is not None:
+        check_file("--json", asked.json_file)
+    if asked.plot is not None:
+        check_file("--plot", asked.plot, ".svg")
     rows: list[Summary] = []
-    with server(target, drafter, max(levels)) as url:
+    with server(asked.target, asked.drafter, max(levels)) as url:
         for level in levels:
-            for drafts in ("auto", 0) if compare else ("auto",):
-                rows.append(asyncio.run(run(url, texts, level, requests, max_tokens, temperature, drafts, api_key)))
+            for drafts in ("auto", 0) if asked.compare else ("auto",):
+                measured = run(
+                    url, texts, level, asked.requests, asked.max_tokens, asked.temperature, drafts, asked.api_key
+                )
+                rows.append(asyncio.run(measured))
                 note(f"{level} at once, draft tokens {drafts}: {rows[-1]['tokens_per_s']:.1f} tokens/s")
     out.print(table(rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
-        draw(rows, plot)
+    if asked.json_file is not None:
+        asked.json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if asked.plot is not None:
+        draw(rows, asked.plot)
     failed = sum(r["errors"] for r in rows)
     if failed:
         err.print(f"{failed} requests failed", style="red")
@@ -132,13 +141,10 @@ def table(rows: list[Summary]) -> Table:
     short = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.1f}"  # noqa: E731
     two = lambda d: f"{short(1e3 * d['p50'])}/{short(1e3 * d['p95'])}"  # noqa: E731
     for r in rows:
-        shown.add_row(
-            str(r["concurrency"]), str(r["draft_tokens"]), short(r["tokens_per_s"]),
-            short(r["stream_tokens_per_s"]),
-            two(r["ttft_s"]),
-            two(r["token_s"]), two(r["wait_s"]), f"{r['tokens_per_cycle']:.2f}" if r["tokens_per_cycle"] else "–",
-            str(r["errors"]),
-        )  # fmt: skip
+        cycle = f"{r['tokens_per_cycle']:.2f}" if r["tokens_per_cycle"] else "–"
+        speed = (short(r["tokens_per_s"]), short(r["stream_tokens_per_s"]))
+        times = (two(r["ttft_s"]), two(r["token_s"]), two(r["wait_s"]))
+        shown.add_row(str(r["concurrency"]), str(r["draft_tokens"]), *speed, *times, cycle, str(r["errors"]))
     return shown
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from ..config import LoadSettings, parse_draft_tokens
 from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams
@@ -38,45 +36,45 @@ COMMANDS = {
 HELP = " · ".join(f"{name} {about}".rstrip() for name, about in COMMANDS.items())
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    model: common.Model = "smollm2"
+    system: Annotated[str | None, "A system message."] = None
+    image: common.ImageFiles = None
+    max_tokens: common.MaxTokens = 512
+    temperature: Annotated[float | None, "0: greedy. Default: the model's own (generation_config.json), else 0.7."] = (
+        None
+    )
+    top_p: Annotated[float | None, "Nucleus sampling, in (0, 1]; 1: off. Default: the model's own, else off."] = None
+    top_k: Annotated[int | None, "Sample from the K likeliest tokens; 0: off. Default: the model's own, else off."] = (
+        None
+    )
+    seed: common.Seed = 0
+    show_draft: Annotated[bool, "Colour the tokens: drafted and right, corrected, bonus."] = False
+    adapter: common.Adapters = None
+
+
 @common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
-def chat(
-    model: common.Model = "smollm2",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    image: common.ImageFiles = None,
-    max_tokens: common.MaxTokens = 512,
-    temperature: Annotated[
-        float | None, typer.Option(help="0: greedy. Default: the model's own (generation_config.json), else 0.7.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Nucleus sampling, in (0, 1]; 1: off. Default: the model's own, else off.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample from the K likeliest tokens; 0: off. Default: the model's own, else off.")
-    ] = None,
-    seed: common.Seed = 0,
-    show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
-    adapter: common.Adapters = None,
-    *,
-    load: LoadSettings,
-) -> None:
+@common.taking(ChatOptions)
+def chat(asked: ChatOptions, load: LoadSettings) -> None:
     """Chat. Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D or /quit ends.
 
     Arrow keys edit the line and bring earlier ones back; Tab completes commands (/help lists them). A paste is one
     message, and so is what stands between three quotes. From a pipe every line is a message.
     """
-    asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    given = {name: value for name, value in asked.items() if value is not None}
+    named = ("temperature", "top_p", "top_k")
+    given = {name: getattr(asked, name) for name in named if getattr(asked, name) is not None}
     # refused before the model is loaded
-    common.sampling(**{"max_tokens": max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": seed, **given})
-    load = common.with_adapters(load, adapter)
-    llm = common.load_llm(model, load)
+    common.sampling(**{"max_tokens": asked.max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": asked.seed, **given})
+    load = common.with_adapters(load, asked.adapter)
+    llm = common.load_llm(asked.model, load)
     llm.adapter = next(iter(load.adapters), None)
-    params = llm.sampling(max_tokens=max_tokens, seed=seed, **given)
+    params = llm.sampling(max_tokens=asked.max_tokens, seed=asked.seed, **given)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
-        raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
+        raise OutriderError(f"{asked.model} has no chat template: use 'outrider generate --raw'")
     note(HELP)
-    talk = Conversation(llm, params, system, show_draft)
-    for path in image or ():
+    talk = Conversation(llm, params, asked.system, asked.show_draft)
+    for path in asked.image or ():
         talk.attach(path)
     talk.run()
 

@@ -10,16 +10,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_type_hints
 
 import typer
 import typer.main
 from rich.console import Console
 
-from ..config import ALIASES, OPTIONS, LoadSettings, Option, user_file
+from ..config import ALIASES, OPTIONS, LoadSettings, Option, options, user_file
 from ..prompts import read_prompts
 from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams
 from .quick import quick_start
@@ -51,13 +51,11 @@ def model_names(incomplete: str) -> list[str]:
 
 
 Model = Annotated[str, typer.Argument(help=NAMES, autocompletion=model_names)]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0: always the likeliest token (greedy); 1: as the model has it.")]
-TopP = Annotated[
-    float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")
-]
-TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
+MaxTokens = Annotated[int, "Most tokens to generate."]
+Temperature = Annotated[float, "0: always the likeliest token (greedy); 1: as the model has it."]
+TopP = Annotated[float, "Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off."]
+TopK = Annotated[int, "Draw only from this many likeliest tokens; 0: off."]
+Seed = Annotated[int, "Random seed."]
 Adapters = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=PATH", help="A LoRA adapter: PEFT folder, .gguf file or id (repeatable)."),
@@ -108,29 +106,49 @@ PLAIN = bool, int, float, int | None, float | None, Path | None
 
 def loading(*names: str) -> Callable[[Command], Command]:
     """Gives a command these load options; what they say reaches it as its parameter `load`, a `LoadSettings`."""
-    return offering("load", {name: OPTIONS[name] for name in names}, LoadSettings.of)
+    return offering("load", {name: typed(name, OPTIONS[name]) for name in names}, LoadSettings.of)
+
+
+def serving(settings: type) -> Callable[[Command], Command]:
+    """Gives a command the options of server settings, as a function that makes them."""
+    typed_options = {name: typed(name, option) for name, option in options(settings).items()}
+    return offering("server", typed_options, lambda given: functools.partial(settings, **given))
+
+
+def taking(settings: type) -> Callable[[Command], Command]:
+    """Gives a command the fields of a dataclass as arguments and options; they reach it as its parameter `asked`. An
+    annotation carries the help of its option, or what typer needs to know of it."""
+    hints = get_type_hints(settings, include_extras=True)
+    parameters = {}
+    for field in fields(settings):
+        kind, about = get_args(hints[field.name])
+        default = Parameter.empty if field.default is MISSING else field.default
+        about = typer.Option(help=about) if isinstance(about, str) else about
+        parameters[field.name] = Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, about],  # type: ignore[valid-type]
+        )
+    return offering("asked", parameters, lambda given: settings(**given))
 
 
 def offering(
-    parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]
+    parameter: str, offered: Mapping[str, Parameter], make: Callable[[dict[str, object]], object]
 ) -> Callable[[Command], Command]:
-    """Gives a command options that settings describe; what is made of them reaches it as that parameter."""
+    """Gives a command more options; what is made of them reaches it as that parameter."""
 
     def around(command: Command) -> Command:
         @functools.wraps(command)
         def run(**given: object) -> None:
             try:
-                made = make({name: given.pop(name) for name in options})
+                made = make({name: given.pop(name, one.default) for name, one in offered.items()})
             except OutriderError as error:
-                raise OutriderError(as_options(str(error), options)) from None
+                raise OutriderError(as_options(str(error), offered)) from None
             command(**{parameter: made, **given})
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
-        ours = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=typed(name, option))
-            for name, option in options.items()
-        ]
-        run.__signature__ = inspect.Signature([*own, *ours])  # type: ignore[attr-defined]  # what typer reads
+        run.__signature__ = inspect.Signature([*own, *offered.values()])  # type: ignore[attr-defined]  # what typer reads
         run.__annotations__ = {}
         return run
 
@@ -143,10 +161,11 @@ def as_options(message: str, names: Iterable[str]) -> str:
     return re.sub(rf"(?<![\w'-])({fields})(?![\w'-])", lambda found: "--" + found[0].replace("_", "-"), message)
 
 
-def typed(name: str, option: Option) -> object:
-    kind = option.kind if option.kind in PLAIN else str | None if option.default is None else str
+def typed(name: str, option: Option) -> Parameter:
+    kind: object = option.kind if option.kind in PLAIN else str | None if option.default is None else str
     names = spellings(name) if option.default is not True else [f"--{name}/--no-{name}"]
-    return Annotated[kind, typer.Option(*names, help=option.help)]
+    about = Annotated[kind, typer.Option(*names, help=option.help)]  # type: ignore[valid-type]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=about)
 
 
 def spellings(name: str) -> list[str]:

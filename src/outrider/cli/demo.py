@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -28,22 +28,22 @@ PROMPTS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    model: common.Model = "smollm2"
+    max_tokens: common.MaxTokens = 128
+    peer: Annotated[bool, "Time llama.cpp on the same file too, where llama-cpp-python is installed."] = True
+
+
 @common.loading("drafter", "draft_tokens", "threads")
-def demo(
-    model: common.Model = "smollm2",
-    max_tokens: common.MaxTokens = 128,
-    peer: Annotated[
-        bool, typer.Option(help="Time llama.cpp on the same file too, where llama-cpp-python is installed.")
-    ] = True,
-    *,
-    load: LoadSettings,
-) -> None:
+@common.taking(DemoOptions)
+def demo(asked: DemoOptions, load: LoadSettings) -> None:
     """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
-    params = common.sampling(max_tokens=max_tokens)
-    llm = common.load_llm(model, load)
-    llama_cpp = _llama_cpp(llm, model, load.threads) if peer else None
+    params = common.sampling(max_tokens=asked.max_tokens)
+    llm = common.load_llm(asked.model, load)
+    llama_cpp = _llama_cpp(llm, asked.model, load.threads) if asked.peer else None
     llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
-    table = Table(title=f"{model}, tokens per second, greedy, at most {max_tokens} tokens")
+    table = Table(title=f"{asked.model}, tokens per second, greedy, at most {asked.max_tokens} tokens")
     columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
     for name in columns + (["llama.cpp"] if llama_cpp is not None else []):
         table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
@@ -68,7 +68,7 @@ def demo(
             f"{f.tokens_per_cycle:.2f}",
             "yes" if plain.token_ids == fast.token_ids else Text("NO", "bold red"),
         ]
-        table.add_row(*row, *([f"{llama_cpp(prompt, max_tokens):.1f}"] if llama_cpp is not None else []))
+        table.add_row(*row, *([f"{llama_cpp(prompt, asked.max_tokens):.1f}"] if llama_cpp is not None else []))
     if fast_s:
         table.add_section()
         table.add_row("all", f"{tokens / plain_s:.1f}", f"{tokens / fast_s:.1f}", f"{plain_s / fast_s:.2f}x")

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from ..types import OutriderError
+from . import common
 from .common import err, needs, note
 
 
-def deploy(
+@dataclass(frozen=True, kw_only=True)
+class DeployOptions:
     what: Annotated[
         str, typer.Argument(metavar="MODEL|FILE.yaml", help="A model as in `outrider serve`, or a configuration file.")
-    ],
-    replicas: Annotated[
-        str | None, typer.Option(help="Engines: a number, or bounds for autoscaling such as 2..8.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (8000).")] = None,
+    ]
+    replicas: Annotated[str | None, "Engines: a number, or bounds for autoscaling such as 2..8."] = None
+    name: Annotated[str | None, "The model name clients use. Default: MODEL (a folder's last part)."] = None
+    host: Annotated[str | None, "Address to listen on (127.0.0.1)."] = None
+    port: Annotated[int | None, "Port to listen on (8000)."] = None
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any other field of the file: --set max_concurrent=16 (repeatable)."),
-    ] = None,
+    ] = None
     address: Annotated[
-        str,
-        typer.Option(
-            help="Ray: auto (RAY_ADDRESS, else one that runs here, else a new one) | local | HOST:PORT | ray://…."
-        ),
-    ] = "auto",
-    check: Annotated[bool, typer.Option("--check", help="Only check the configuration and print it.")] = False,
-) -> None:
+        str, "Ray: auto (RAY_ADDRESS, else one that runs here, else a new one) | local | HOST:PORT | ray://…."
+    ] = "auto"
+    check: Annotated[bool, typer.Option("--check", help="Only check the configuration and print it.")] = False
+
+
+@common.taking(DeployOptions)
+def deploy(asked: DeployOptions) -> None:
     """Deploy MODEL as several replicas with one address: same API as `outrider serve`.
 
     Without a Ray cluster, one is started on this machine and ends with the command. On a running cluster the command
@@ -45,17 +44,17 @@ def deploy(
 
     with needs("deploying needs", "ray"):
         from ..cluster.config import ClusterConfig
-    args: dict[str, object] = {"config" if what.endswith((".yaml", ".yml")) else "model": what}
-    for word in set_ or ():
+    args: dict[str, object] = {"config" if asked.what.endswith((".yaml", ".yml")) else "model": asked.what}
+    for word in asked.set_ or ():
         field, equals, value = word.partition("=")
         if not equals:
             raise OutriderError(f"--set needs FIELD=VALUE, got {word!r}")
         args[field] = value
-    given = {"replicas": replicas, "name": name, "host": host, "port": port}
+    given = {"replicas": asked.replicas, "name": asked.name, "host": asked.host, "port": asked.port}
     config = ClusterConfig.from_args(args | {field: value for field, value in given.items() if value is not None})
-    if check:
+    if asked.check:
         print(yaml.safe_dump({"model": config.model, **config.fields()}, sort_keys=False), end="")
         return
     with needs("deploying needs", "ray"):
         from ..cluster import run
-    run.up(config, address, note, err.print)
+    run.up(config, asked.address, note, err.print)

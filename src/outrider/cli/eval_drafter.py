@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,53 +16,51 @@ from . import common
 from .common import out
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    model: common.Model
+    drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")]
+    prompts: Annotated[Path, "JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'."]
+    limit: Annotated[int | None, "Use only so many prompts, spread over the file."] = None
+    max_tokens: common.MaxTokens = 128
+    temperature: Annotated[float, "0: greedy; else with the engine's coupled noise."] = 0.0
+    raw: Annotated[bool, "No chat template."] = False
+    full_head: Annotated[bool, "Score the whole vocabulary even if the drafter has a clustered head."] = False
+    slots: Annotated[int | None, "Prompts answered at a time. Default: 8, on a GPU 256."] = None
+    as_json: common.AsJson = False
+
+
 @common.loading("device", "dtype")
-def eval_drafter(
-    model: common.Model,
-    drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
-    prompts: Annotated[
-        Path, typer.Option(help="JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'.")
-    ],
-    limit: Annotated[int | None, typer.Option(help="Use only so many prompts, spread over the file.")] = None,
-    max_tokens: common.MaxTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0: greedy; else with the engine's coupled noise.")] = 0.0,
-    raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
-    full_head: Annotated[
-        bool, typer.Option(help="Score the whole vocabulary even if the drafter has a clustered head.")
-    ] = False,
-    slots: Annotated[int | None, typer.Option(help="Prompts answered at a time. Default: 8, on a GPU 256.")] = None,
-    as_json: common.AsJson = False,
-    *,
-    load: LoadSettings,
-) -> None:
+@common.taking(EvalOptions)
+def eval_drafter(asked: EvalOptions, load: LoadSettings) -> None:
     """Acceptance by position and by category, tokens per cycle for K = 1..16, and the K that should be fastest."""
     import torch
 
     from ..ops import place
     from ..train.tools import evaluate_drafter
 
-    common.sampling(max_tokens=max_tokens, temperature=temperature)  # refused before anything is loaded
-    if slots is not None and slots < 1:
-        raise OutriderError(f"--slots must be at least 1, got {slots}")
+    common.sampling(max_tokens=asked.max_tokens, temperature=asked.temperature)  # refused before anything is loaded
+    if asked.slots is not None and asked.slots < 1:
+        raise OutriderError(f"--slots must be at least 1, got {asked.slots}")
     where = str(place(load.device))
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     result = evaluate_drafter(
-        model,
-        drafter,
-        prompts,
-        limit=limit,
-        max_new=max_tokens,
-        temperature=temperature,
-        chat=not raw,
-        full_head=full_head,
-        slots=slots,
+        asked.model,
+        asked.drafter,
+        asked.prompts,
+        limit=asked.limit,
+        max_new=asked.max_tokens,
+        temperature=asked.temperature,
+        chat=not asked.raw,
+        full_head=asked.full_head,
+        slots=asked.slots,
         device=where,
         dtype=getattr(torch, kind),
-        say=common.teller(as_json),
+        say=common.teller(asked.as_json),
     )
-    if as_json:
+    if asked.as_json:
         out.print_json(data=result)
         return
     table = Table("K", "tokens per cycle", "accepted up to position K", box=SIMPLE_HEAD)

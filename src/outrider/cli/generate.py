@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,98 +20,77 @@ if TYPE_CHECKING:
     from ..llm import LLM, Completion
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    model: common.Model
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.")] = None
+    prompts: Annotated[Path | None, "A .jsonl file (field prompt or turns): one JSON object a line comes out."] = None
+    image: common.ImageFiles = None
+    raw: Annotated[bool, "No chat template: continue the text as it is."] = False
+    max_tokens: common.MaxTokens = 256
+    temperature: common.Temperature = 0.0
+    top_p: common.TopP = 1.0
+    top_k: common.TopK = 0
+    min_p: Annotated[float, "Drop tokens less likely than this share of the likeliest; 0: off."] = 0.0
+    repetition_penalty: Annotated[float, "Over 1: tokens of prompt and answer so far are less likely; 1: off."] = 1.0
+    presence_penalty: Annotated[float, "OpenAI's, -2..2: taken off tokens that the answer already has."] = 0.0
+    frequency_penalty: Annotated[float, "OpenAI's, -2..2: the same, times how often."] = 0.0
+    stop: Annotated[list[str] | None, "Stop at this text (may be repeated)."] = None
+    logprobs: Annotated[int | None, "Report the chosen token's and the N likeliest tokens' logprobs (--json)."] = None
+    n: Annotated[int, "How many answers (answer i has seed + i)."] = 1
+    seed: common.Seed = 0
+    compare: Annotated[bool, "Run plain decoding too; print the speed-up and whether the texts are identical."] = False
+    show_draft: Annotated[bool, "Colour the tokens: drafted and right, corrected, bonus."] = False
+    as_json: common.AsJson = False
+    adapter: common.Adapters = None
+
+
 @common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
-def generate(
-    model: common.Model,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="A .jsonl file (field prompt or turns): one JSON object a line comes out.")
-    ] = None,
-    image: common.ImageFiles = None,
-    raw: Annotated[bool, typer.Option(help="No chat template: continue the text as it is.")] = False,
-    max_tokens: common.MaxTokens = 256,
-    temperature: common.Temperature = 0.0,
-    top_p: common.TopP = 1.0,
-    top_k: common.TopK = 0,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0: off.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Over 1: tokens of prompt and answer so far are less likely; 1: off.")
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="OpenAI's, -2..2: taken off tokens that the answer already has.")
-    ] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="OpenAI's, -2..2: the same, times how often.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text (may be repeated).")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Report the chosen token's and the N likeliest tokens' logprobs (--json).")
-    ] = None,
-    n: Annotated[int, typer.Option(help="How many answers (answer i has seed + i).")] = 1,
-    seed: common.Seed = 0,
-    compare: Annotated[
-        bool, typer.Option(help="Run plain decoding too; print the speed-up and whether the texts are identical.")
-    ] = False,
-    show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
-    as_json: common.AsJson = False,
-    adapter: common.Adapters = None,
-    *,
-    load: LoadSettings,
-) -> None:
+@common.taking(GenerateOptions)
+def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     """Generate text. Speculation is on by default and never changes the answer.
 
     Example: outrider generate smollm2 "Why is the sky blue?" --compare
     """
-    params = common.sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        min_p=min_p,
-        n=n,
-        logprobs=logprobs,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=tuple(stop or ()),
-    )
-    if (prompt is None) == (prompts is None):
+    sampled = {f.name: getattr(asked, f.name) for f in fields(SamplingParams) if f.name in vars(asked)}
+    params = common.sampling(**{**sampled, "stop": tuple(asked.stop or ())})
+    prompt = asked.prompt
+    if (prompt is None) == (asked.prompts is None):
         raise OutriderError("give either a prompt or --prompts FILE.jsonl")
-    if image and prompts is not None:
+    if asked.image and asked.prompts is not None:
         raise OutriderError("--image is for a single prompt: leave it out beside --prompts")
-    rows = as_json or prompts is not None
-    if show_draft and rows:
+    rows = asked.as_json or asked.prompts is not None
+    if asked.show_draft and rows:
         raise OutriderError("--show-draft colours text, and JSON is asked for: leave out one of them")
-    if logprobs is not None and not rows:
+    if asked.logprobs is not None and not rows:
         raise OutriderError("--logprobs are part of the JSON object: add --json")
-    if n > 1 and prompts is not None:
+    if asked.n > 1 and asked.prompts is not None:
         raise OutriderError("--n is for a single prompt: leave it out beside --prompts")
-    if n > 1 and params.temperature < GREEDY_EPS:
-        common.note(f"at temperature 0 all {n} answers are the same: --temperature 1 draws them")
+    if asked.n > 1 and params.temperature < GREEDY_EPS:
+        common.note(f"at temperature 0 all {asked.n} answers are the same: --temperature 1 draws them")
     if prompt == "-":
         prompt = common.standard_input()
     if prompt is not None and not prompt.strip():
         raise OutriderError("the prompt is empty")
-    listed = read_prompts(prompts) if prompts is not None else []
-    load = common.with_adapters(load, adapter)
+    listed = read_prompts(asked.prompts) if asked.prompts is not None else []
+    load = common.with_adapters(load, asked.adapter)
     if len(load.adapters) > 1:
         raise OutriderError("generate uses one adapter: leave out the others (serve and chat take several)")
-    llm = common.load_llm(model, load, as_json)
+    llm = common.load_llm(asked.model, load, asked.as_json)
     llm.adapter = next(iter(load.adapters), None)
-    if prompts is not None:
+    if asked.prompts is not None:
         for one in listed:
             kept = {k: v for k, v in one.row.items() if k not in ("prompt", "text", "turns")}
-            print(json.dumps({**kept, **_one_row(llm, one, params, raw, compare)}), flush=True)
+            print(json.dumps({**kept, **_one_row(llm, one, params, asked.raw, asked.compare)}), flush=True)
         return
     assert prompt is not None
-    ids = llm.encode_chat(prompt, raw, image or ())
-    if as_json:
-        answers = [_answer(llm, ids, replace(params, n=1, seed=seed + i), compare) for i in range(n)]
-        print(json.dumps(answers[0] if n == 1 else answers, ensure_ascii=False))
+    ids = llm.encode_chat(prompt, asked.raw, asked.image or ())
+    if asked.as_json:
+        answers = [_answer(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare) for i in range(asked.n)]
+        print(json.dumps(answers[0] if asked.n == 1 else answers, ensure_ascii=False))
         return
-    for i in range(n):
-        _print_one(llm, ids, replace(params, n=1, seed=seed + i), compare, show_draft)
+    for i in range(asked.n):
+        _print_one(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare, asked.show_draft)
 
 
 def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, show_draft: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,36 +60,25 @@ def show_cpu(asked: bool) -> None:
     raise typer.Exit
 
 
-@common.loading("kv_dtype", "vision")
-def inspect(
-    model: common.Model,
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    model: common.Model
     drafter: Annotated[
-        str | None,
-        typer.Option(
-            help="Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL) fit, and what does a step cost?"
-        ),
-    ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of context for which FLOP a byte is reckoned.")] = 1024,
+        str | None, "Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL) fit, and what does a step cost?"
+    ] = None
+    context: Annotated[int, "Tokens of context for which FLOP a byte is reckoned."] = 1024
     bits: Annotated[
-        float | None,
-        typer.Option(
-            help="Reckon with so many bits for every weight, embeddings too. Default: as the checkpoint stores it."
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Does it fit this card, and with how much context? rtx4090, h200, …")
-    ] = None,
+        float | None, "Reckon with so many bits for every weight, embeddings too. Default: as the checkpoint stores it."
+    ] = None
+    gpu: Annotated[str | None, "Does it fit this card, and with how much context? rtx4090, h200, …"] = None
     quality: Annotated[
         bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")
-    ] = False,
+    ] = False
     quantize: Annotated[
         str | None,
-        typer.Option(
-            help="Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also "
-            "fp8."
-        ),
-    ] = None,
-    as_json: common.AsJson = False,
+        "Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8.",
+    ] = None
+    as_json: common.AsJson = False
     _: Annotated[
         bool,
         typer.Option(
@@ -98,10 +87,12 @@ def inspect(
             is_eager=True,
             callback=show_cpu,
         ),
-    ] = False,
-    *,
-    load: LoadSettings,
-) -> None:
+    ] = False
+
+
+@common.loading("kv_dtype", "vision")
+@common.taking(InspectOptions)
+def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are
     needed.
 
@@ -115,32 +106,33 @@ def inspect(
     from ..weights.vision import vision_config
 
     kv_dtype = load.engine.kv_dtype
-    if context < 1:
-        raise OutriderError(f"--context must be at least 1, got {context}")
-    if bits is not None and not 0 < bits <= 64:
-        raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
-    if quantize is not None and quantize not in (known := ("int8", "int4") if gpu is None else ("int8", "int4", "fp8")):
-        raise OutriderError(
-            f"--quantize takes {', '.join(known[:-1])} or {known[-1]}{' without --gpu' if gpu is None else ''}, got "
-            f"{quantize!r}"
-        )
-    if bits is not None and gpu is not None and quantize is not None:
+    if asked.context < 1:
+        raise OutriderError(f"--context must be at least 1, got {asked.context}")
+    if asked.bits is not None and not 0 < asked.bits <= 64:
+        raise OutriderError(f"--bits must be in (0, 64], got {asked.bits:g}")
+    known = ("int8", "int4") if asked.gpu is None else ("int8", "int4", "fp8")
+    if asked.quantize is not None and asked.quantize not in known:
+        where = " without --gpu" if asked.gpu is None else ""
+        raise OutriderError(f"--quantize takes {', '.join(known[:-1])} or {known[-1]}{where}, got {asked.quantize!r}")
+    if asked.bits is not None and asked.gpu is not None and asked.quantize is not None:
         raise OutriderError("--bits and --quantize both say what the card holds: leave one of them out")
-    files, config, kept = read(model, quantize if gpu is not None else None)
+    files, config, kept = read(asked.model, asked.quantize if asked.gpu is not None else None)
     size, total = per_weight(config, kept), kept.total
-    small = drafter[6:] if drafter is not None and drafter.startswith("draft:") else None
-    named = drafter_files(drafter) if drafter is not None and small is None else None
+    small = asked.drafter[6:] if asked.drafter is not None and asked.drafter.startswith("draft:") else None
+    named = drafter_files(asked.drafter) if asked.drafter is not None and small is None else None
     block = named if named is not None and is_block(named.config) else None
-    helper, helper_size = read_drafter(drafter) if drafter is not None and small is block is None else (None, 2.0)
-    if bits is not None:
-        size = helper_size = bits / 8
+    helper, helper_size = (
+        read_drafter(asked.drafter) if asked.drafter is not None and small is block is None else (None, 2.0)
+    )
+    if asked.bits is not None:
+        size = helper_size = asked.bits / 8
         total = model_size(config).total * size
-    if gpu is not None and kv_dtype == "int8":
+    if asked.gpu is not None and kv_dtype == "int8":
         raise OutriderError("--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
     # int8: each row of a head has a factor
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
-    data = {"model": model, **report(config, helper, size, helper_size, context, total, kv_item)}
-    data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
+    data = {"model": asked.model, **report(config, helper, size, helper_size, asked.context, total, kv_item)}
+    data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if asked.bits is None else {}
     data["rounded_activations"] = rounded_activations(files.config)
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
@@ -148,17 +140,19 @@ def inspect(
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
     beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
     if small is not None:
-        data["drafter"], beside = draft_model(files, small, data["bytes_per_token"], bits)
+        data["drafter"], beside = draft_model(files, small, data["bytes_per_token"], asked.bits)
     if block is not None:
-        data["drafter"], beside = block_drafter(block, config, data["bytes_per_token"], bits, kv_item)
-    if gpu is not None:
+        data["drafter"], beside = block_drafter(block, config, data["bytes_per_token"], asked.bits, kv_item)
+    if asked.gpu is not None:
         seen = beside + data["vision_bytes"]
-        data["gpu"] = on_card(gpu, config, total if bits is not None else kept.gpu, seen, kv_item)
+        data["gpu"] = on_card(asked.gpu, config, total if asked.bits is not None else kept.gpu, seen, kv_item)
     if data["drafter"] is not None:
-        data["drafter"] = {"name": drafter, **data["drafter"]}
-    if quality or (quantize is not None and gpu is None):
-        data["rounding"] = rounding(model, quantize, kv_dtype, gpu is not None and quantize is not None)
-    if as_json:
+        data["drafter"] = {"name": asked.drafter, **data["drafter"]}
+    if asked.quality or (asked.quantize is not None and asked.gpu is None):
+        data["rounding"] = rounding(
+            asked.model, asked.quantize, kv_dtype, asked.gpu is not None and asked.quantize is not None
+        )
+    if asked.as_json:
         print(json.dumps(data))
     else:
         show(data)

@@ -14,7 +14,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,21 +33,21 @@ URL = "http://127.0.0.1:8000"
 SERVING = re.compile(r"serving .* at (https?://\S+) \(page")
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "prefix_store", "prefix_store_size")
-def launch(
-    agent: Annotated[str, typer.Argument(help=f"{', '.join(AGENTS)}.")],
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    agent: Annotated[str, typer.Argument(help=f"{', '.join(AGENTS)}.")]
     model: Annotated[
         str | None, typer.Argument(help="As for serve. Default: the model of the server that runs at --url.")
-    ] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="For the agent.")] = None,
-    url: Annotated[
-        str | None, typer.Option(help=f"A server that runs already. Default: {URL}, if MODEL is served there.")
-    ] = None,
-    api_key: Annotated[str, typer.Option(envvar="OUTRIDER_API_KEY", help="Of that server.")] = "none",
-    show: Annotated[bool, typer.Option("--print", help="Print what would be run, and run nothing.")] = False,
-    *,
-    load: LoadSettings,
-) -> None:
+    ] = None
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="For the agent.")] = None
+    url: Annotated[str | None, f"A server that runs already. Default: {URL}, if MODEL is served there."] = None
+    api_key: Annotated[str, typer.Option(envvar="OUTRIDER_API_KEY", help="Of that server.")] = "none"
+    show: Annotated[bool, typer.Option("--print", help="Print what would be run, and run nothing.")] = False
+
+
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "prefix_store", "prefix_store_size")
+@common.taking(LaunchOptions)
+def launch(asked: LaunchOptions, load: LoadSettings) -> None:
     """Start a coding agent on MODEL: the server if none runs, with K/V of prompts on disk, then the agent with its
     settings.
 
@@ -55,26 +56,30 @@ def launch(
 
     Example: outrider launch claude Qwen/Qwen2.5-Coder-1.5B-Instruct
     """
-    if agent not in AGENTS:
-        raise OutriderError(f"unknown agent {agent!r}; known: {', '.join(AGENTS)}")
-    chosen, given = AGENTS[agent], arguments or []
+    if asked.agent not in AGENTS:
+        raise OutriderError(f"unknown agent {asked.agent!r}; known: {', '.join(AGENTS)}")
+    chosen, model, given = AGENTS[asked.agent], asked.model, asked.arguments or []
     if model is not None and model.startswith("-"):  # `launch claude -- --resume`
         given, model = [model, *given], None
     program = shutil.which(chosen.program)
-    if program is None and not show:
+    if program is None and not asked.show:
         raise OutriderError(f"{chosen.program} is not on the PATH: {chosen.install}")
-    found = find(url, model, api_key)
+    found = find(asked.url, model, asked.api_key)
     if found is None and model is None:
-        raise OutriderError(f"no server at {url or URL}: name a MODEL to start one, or give its address with --url")
-    recorded = cache_path("launch", f"{agent}.json")
+        raise OutriderError(
+            f"no server at {asked.url or URL}: name a MODEL to start one, or give its address with --url"
+        )
+    recorded = cache_path("launch", f"{asked.agent}.json")
     command = [] if found is not None else server_command(str(model), load, recorded)
-    if show:
+    if asked.show:
         if command:
             out.print(shlex.join(command))
-        at = found or Endpoint("http://127.0.0.1:PORT", public_name(str(model)), load.engine.max_context or 0, api_key)
+        at = found or Endpoint(
+            "http://127.0.0.1:PORT", public_name(str(model)), load.engine.max_context or 0, asked.api_key
+        )
         show_agent(chosen, at, given)
         return
-    with nothing(found) if found is not None else serving(command, str(model), api_key) as at:
+    with nullcontext(found) if found is not None else serving(command, str(model), asked.api_key) as at:
         threading.Thread(target=warm, args=(at, recorded), daemon=True).start()
         raise typer.Exit(run_agent(str(program), chosen, at, given))
 
@@ -111,19 +116,8 @@ def server_command(model: str, load: LoadSettings, recorded: Path) -> list[str]:
     folder = given.pop("prefix_store", None) or str(cache_path("prefixes"))
     options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     store = [] if folder == "off" else ["--prefix-store", str(folder)]
-    command = [
-        sys.executable,
-        "-m",
-        "outrider",
-        "serve",
-        model,
-        "--port",
-        "0",
-        *store,
-        "--record-prompt",
-        str(recorded),
-    ]
-    return [*command, *options]
+    command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *store]
+    return [*command, "--record-prompt", str(recorded), *options]
 
 
 def show_agent(agent: Agent, at: Endpoint, given: list[str]) -> None:
@@ -131,12 +125,6 @@ def show_agent(agent: Agent, at: Endpoint, given: list[str]) -> None:
     for name, value in variables.items():
         out.print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
     out.print(shlex.join([agent.program, *arguments, *given]))
-
-
-@contextmanager
-def nothing(found: Endpoint) -> Iterator[Endpoint]:
-    """A server that ran before goes on."""
-    yield found
 
 
 @contextmanager

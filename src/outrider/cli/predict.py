@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -30,157 +30,142 @@ from .inspect import per_weight, read, read_drafter
 WITHIN = 0.15
 
 
-def predict(
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
     model: Annotated[
         str,
         typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id. With --check: all if left out."),
-    ] = "",
+    ] = ""
     gpu: Annotated[
         str, typer.Option("--gpu", "--machine", help="One of the table (--gpu list), or here: measure this machine.")
-    ] = "h200",
+    ] = "h200"
     accept: Annotated[
         str | None,
-        typer.Option(
-            help="Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), by position. Default: the "
-            "drafter's card, or 0.72."
-        ),
-    ] = None,
+        "Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), by position. Default: the "
+        "drafter's card, or 0.72.",
+    ] = None
     drafter: Annotated[
-        str,
-        typer.Option(help="auto | none (n-gram: drafting takes no time; needs --accept) | a drafter's folder or id."),
-    ] = "auto",
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens before the one being decoded.")] = 1024,
-    bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
-    tree: Annotated[
-        int | None, typer.Option(help="Also drafts that branch: trees of at most so many tokens, 2..16.")
-    ] = None,
+        str, "auto | none (n-gram: drafting takes no time; needs --accept) | a drafter's folder or id."
+    ] = "auto"
+    batch: Annotated[int, "Sequences at once."] = 1
+    context: Annotated[int, "Tokens before the one being decoded."] = 1024
+    bits: Annotated[float | None, "Bits a weight. Default: as the checkpoint stores it."] = None
+    tree: Annotated[int | None, "Also drafts that branch: trees of at most so many tokens, 2..16."] = None
     second: Annotated[
-        float | None,
-        typer.Option(
-            help="--tree: how often a second guess is right where the best is wrong. Default: the card's, or 0.35."
-        ),
-    ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Over so many GPUs; also shows 1, 2, 4 and 8, replicas, and many users.")
-    ] = 1,
+        float | None, "--tree: how often a second guess is right where the best is wrong. Default: the card's, or 0.35."
+    ] = None
+    tensor_parallel: Annotated[int, "Over so many GPUs; also shows 1, 2, 4 and 8, replicas, and many users."] = 1
     link: Annotated[
-        str | None,
-        typer.Option(
-            help="nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU."
-        ),
-    ] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="GB/s: instead of the table's.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Dense TFLOP/s: instead of the table's.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the roofline here (.svg).")] = None,
+        str | None, "nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU."
+    ] = None
+    bandwidth: Annotated[float | None, "GB/s: instead of the table's."] = None
+    rate: Annotated[float | None, "Dense TFLOP/s: instead of the table's."] = None
+    plot: Annotated[Path | None, "Write the roofline here (.svg)."] = None
     check: Annotated[
         Path | None,
-        typer.Option(
-            help="Compare with measured runs (JSONL); exit code 1 where one of a single sequence at up to 4k is off "
-            "by over 15 %."
-        ),
-    ] = None,
-    as_json: common.AsJson = False,
-) -> None:
+        "Compare with measured runs (JSONL); exit code 1 where one of a single sequence at up to 4k is off "
+        "by over 15 %.",
+    ] = None
+    as_json: common.AsJson = False
+
+
+@common.taking(PredictOptions)
+def predict(asked: PredictOptions) -> None:
     """Predict speed from config.json alone: memory needed, ms per token, best K, speed-up, and why it would not pay.
 
     Example: outrider predict google/gemma-4-31B-it --gpu h200 --accept 0.72
     """
-    if plot is not None:
-        common.check_file("--plot", plot, ".svg")
-    if gpu == "list":
+    if asked.plot is not None:
+        common.check_file("--plot", asked.plot, ".svg")
+    if asked.gpu == "list":
         _list_machines()
         return
-    if tensor_parallel < 1:
-        raise OutriderError(f"--tensor-parallel must be at least 1, got {tensor_parallel}")
-    by = several.link(link, gpu)
-    if batch < 1 or context < 1 or (bits is not None and bits <= 0):
+    if asked.tensor_parallel < 1:
+        raise OutriderError(f"--tensor-parallel must be at least 1, got {asked.tensor_parallel}")
+    by = several.link(asked.link, asked.gpu)
+    if asked.batch < 1 or asked.context < 1 or (asked.bits is not None and asked.bits <= 0):
         raise OutriderError("--batch and --context must be at least 1, --bits positive")
-    for option, given in (("--bandwidth", bandwidth), ("--rate", rate)):
+    for option, given in (("--bandwidth", asked.bandwidth), ("--rate", asked.rate)):
         if given is not None and not given > 0:
             raise OutriderError(f"{option} must be more than 0, got {given:g}")
-    on = _here(model, bits) if gpu == "here" else model_of.machine(gpu)
-    on = replace(on, bandwidth=bandwidth or on.bandwidth, rate=rate or on.rate)
-    if check is not None:
-        rows = [row for row in model_of.read_measured(check) if model in ("", row["model"])]
+    on = _here(asked.model, asked.bits) if asked.gpu == "here" else model_of.machine(asked.gpu)
+    on = replace(on, bandwidth=asked.bandwidth or on.bandwidth, rate=asked.rate or on.rate)
+    if asked.check is not None:
+        rows = [row for row in model_of.read_measured(asked.check) if asked.model in ("", row["model"])]
         if not rows:
-            raise OutriderError(f"{check} has no measured run of {model}")
-        setups = {
-            name: _setup(name, drafter, on, batch, context, bits) for name in sorted({row["model"] for row in rows})
-        }
-        _check([model_of.check(setups[row["model"]], row) for row in rows], as_json)
+            raise OutriderError(f"{asked.check} has no measured run of {asked.model}")
+        setups = {name: _setup(replace(asked, model=name), on) for name in sorted({row["model"] for row in rows})}
+        _check([model_of.check(setups[row["model"]], row) for row in rows], asked.as_json)
         return
-    if not model:
+    if not asked.model:
         raise OutriderError("predict what? name a model: outrider predict google/gemma-4-31B-it")
-    setup = _setup(model, drafter, on, batch, context, bits)
-    if tensor_parallel > 1:
-        setup = replace(setup, several=several.Several(tensor_parallel, by))
-    known = _card(model, drafter) if setup.drafter is not None else None
-    accepted = _accepted(accept, setup, known)
+    setup = _setup(asked, on)
+    if asked.tensor_parallel > 1:
+        setup = replace(setup, several=several.Several(asked.tensor_parallel, by))
+    known = _card(_drafter(asked)) if setup.drafter is not None else None
+    accepted = _accepted(asked.accept, setup, known)
     data = model_of.predict(setup, accepted)
     points: list[trees.TreePoint] = []
-    if tree is None and second is not None:
+    if asked.tree is None and asked.second is not None:
         raise OutriderError("--second says how often a tree's second guess is right: add --tree N")
-    if tree is not None and setup.drafter is None and accept is None:
-        raise OutriderError(
-            "--tree: no drafter is known for this model: name one with --drafter, or what it is worth with --accept"
-        )
-    if tree is not None:
-        second = (
-            second
-            if second is not None
-            else known.second
-            if known is not None and known.second is not None
-            else trees.SECOND
-        )
-        points = trees.tree_points(setup, accepted, tree, second)
-    if plot is not None:
+    card = known.second if known is not None else None
+    second = next(s for s in (asked.second, card, trees.SECOND) if s is not None)
+    if asked.tree is not None:
+        if setup.drafter is None and asked.accept is None:
+            raise OutriderError(
+                "--tree: no drafter is known for this model: name one with --drafter, or what it is worth with --accept"
+            )
+        points = trees.tree_points(setup, accepted, asked.tree, second)
+    if asked.plot is not None:
         roof, knee, marks = model_of.roofline(setup)
-        title, across = f"{model} on {on.label}, batch {batch}", "floating-point operations per byte moved"
+        title, across = f"{asked.model} on {on.label}, batch {asked.batch}", "floating-point operations per byte moved"
         sides = ("memory-bound", knee, "compute-bound")
         text = svg.lines(title, across, "TFLOP/s", [("what the machine can do", roof)], marks=marks, divide=sides)
-        plot.write_text(text, encoding="utf-8")
-    more = _several(setup, accepted, by) if tensor_parallel > 1 else {}
-    files = read(model)[0]
+        asked.plot.write_text(text, encoding="utf-8")
+    more = _several(setup, accepted, by) if asked.tensor_parallel > 1 else {}
+    files = read(asked.model)[0]
     vision = translate(VisionConfig.from_hf, files) if files.gguf is None else None
     images = image_costs(vision, setup) if vision is not None else []
-    if as_json:
+    if asked.as_json:
         branched = {"second": second, "trees": [vars(p) for p in points]} if points else {}
-        print(json.dumps({"model": model, **data, **branched, **more, "images": images}))
+        print(json.dumps({"model": asked.model, **data, **branched, **more, "images": images}))
         return
-    _show(model, data)
+    _show(asked.model, data)
     for cost in images:
         out.print(
             f"image   {cost['tokens']} tokens: tower {cost['tower_tflop']:.2f} TFLOP, about {cost['tower_ms']:.1f} ms; "
             f"in the prompt {cost['prompt_tflop']:.2f} TFLOP, about {cost['prompt_ms']:.1f} ms"
         )
     if points:
-        _show_trees(points, second or 0.0)
-    if tensor_parallel > 1:
-        _show_several(more, tensor_parallel, by)
+        _show_trees(points, second)
+    if asked.tensor_parallel > 1:
+        _show_several(more, asked.tensor_parallel, by)
 
 
-def _setup(
-    model: str, drafter: str, on: model_of.Hardware, batch: int, context: int, bits: float | None
-) -> model_of.Setup:
-    from ..weights import hub
-
-    _, config, kept = read(model)
-    where = hub.auto_drafter(model)[0] if drafter == "auto" else None if drafter == "none" else drafter
-    if drafter == "auto" and where is not None and where not in BUILTIN_CONFIGS and not Path(where).exists():
+def _setup(asked: PredictOptions, on: model_of.Hardware) -> model_of.Setup:
+    _, config, kept = read(asked.model)
+    where = _drafter(asked)
+    if asked.drafter == "auto" and where is not None and where not in BUILTIN_CONFIGS and not Path(where).exists():
         where = None  # nothing is fetched for a prediction
     helper = read_drafter(where)[0] if where is not None else None
-    if bits is not None:
-        return model_of.Setup(config, helper, on, batch, context, bits / 8)
-    return model_of.Setup(config, helper, on, batch, context, per_weight(config, kept), stored=kept.total)
+    if asked.bits is not None:
+        return model_of.Setup(config, helper, on, asked.batch, asked.context, asked.bits / 8)
+    size = per_weight(config, kept)
+    return model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored=kept.total)
 
 
-def _card(model: str, drafter: str) -> acceptance_profile.AcceptanceProfile | None:
+def _drafter(asked: PredictOptions) -> str | None:
+    from ..weights import hub
+
+    named = None if asked.drafter == "none" else asked.drafter
+    return hub.auto_drafter(asked.model)[0] if asked.drafter == "auto" else named
+
+
+def _card(where: str | None) -> acceptance_profile.AcceptanceProfile | None:
     """What the drafter's own folder says of its acceptance."""
     from ..weights import hub
     from ..weights.files import fingerprint
 
-    where = hub.auto_drafter(model)[0] if drafter == "auto" else drafter
     if where is None or not Path(where).exists():
         return None
     files = hub.resolve(where, "drafter")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
 import typer
 from rich.text import Text
 
-from ..config import LoadSettings, options
+from ..config import LoadSettings
 from ..server.settings import ServerSettings, read_keys
 from ..types import OutriderError
 from . import common
@@ -34,7 +33,30 @@ Models = Annotated[
 ]
 
 
-@common.offering("server", options(ServerSettings), lambda given: partial(ServerSettings, **given))  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    models: Models
+    name: Annotated[str | None, "The model name clients use. Default: MODEL (a folder's last part)."] = None
+    memory: Annotated[float | None, "GiB for weights and K/V of several models. Default: 80 % of what is free."] = None
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")
+    ] = None
+    otel_endpoint: Annotated[
+        str | None,
+        typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Spans of requests go to this OTLP/HTTP collector."),
+    ] = None
+    max_concurrent: Annotated[
+        int | None,
+        typer.Option(
+            "--max-concurrent", "--max-num-seqs", help="Sequences that decode at once. Default: 254 on a GPU, else 8."
+        ),
+    ] = None
+    allowed_origin: Annotated[list[str] | None, "A page of this origin may call, too (repeatable; * is any)."] = None
+    trusted_host: Annotated[list[str] | None, "A host name we may be called by on loopback (behind a proxy)."] = None
+    adapter: common.Adapters = None
+
+
+@common.serving(ServerSettings)
 @common.loading(
     *common.DRAFTING,
     *common.MACHINE,
@@ -46,38 +68,8 @@ Models = Annotated[
     "load_format",
     "max_adapters",
 )
-def serve(
-    models: Models,
-    name: Annotated[
-        str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")
-    ] = None,
-    memory: Annotated[
-        float | None, typer.Option(help="GiB for weights and K/V of several models. Default: 80 % of what is free.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")
-    ] = None,
-    otel_endpoint: Annotated[
-        str | None,
-        typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Spans of requests go to this OTLP/HTTP collector."),
-    ] = None,
-    max_concurrent: Annotated[
-        int | None,
-        typer.Option(
-            "--max-concurrent", "--max-num-seqs", help="Sequences that decode at once. Default: 254 on a GPU, else 8."
-        ),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None, typer.Option(help="A page of this origin may call, too (repeatable; * is any).")
-    ] = None,
-    trusted_host: Annotated[
-        list[str] | None, typer.Option(help="A host name we may be called by on loopback (behind a proxy).")
-    ] = None,
-    adapter: common.Adapters = None,
-    *,
-    server: Callable[..., ServerSettings],
-    load: LoadSettings,
-) -> None:
+@common.taking(ServeOptions)
+def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: LoadSettings) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
 
     Where a request says nothing of sampling, the model's generation_config.json does (temperature, top-p, top-k,
@@ -98,31 +90,34 @@ def serve(
         from ..server.turn_queue import SPARE
     from ..ops import place
 
-    listed, load = catalogue.read(models), common.with_adapters(load, adapter)
+    listed, load = catalogue.read(asked.models), common.with_adapters(load, asked.adapter)
     if len(listed) > 1:
-        several(listed, name, load, memory)
-    elif memory is not None:
+        several(listed, asked.name, load, asked.memory)
+    elif asked.memory is not None:
         raise OutriderError(
             "--memory is shared by several models: for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
         )
     settings = server(
-        model_name=name or listed[0].name, api_key=api_key, otel_endpoint=otel_endpoint,
-        max_concurrent=8 if max_concurrent is None else max_concurrent,
-        allowed_origins=tuple(allowed_origin or ()), trusted_hosts=tuple(trusted_host or ()),
-    )  # fmt: skip
+        model_name=asked.name or listed[0].name,
+        api_key=asked.api_key,
+        otel_endpoint=asked.otel_endpoint,
+        max_concurrent=8 if asked.max_concurrent is None else asked.max_concurrent,
+        allowed_origins=tuple(asked.allowed_origin or ()),
+        trusted_hosts=tuple(asked.trusted_host or ()),
+    )
     settings = replace(settings, api_keys=read_keys(settings.api_key, settings.api_key_file))
     common.follow_if_told(load)
     # before the model is loaded: a port in use should not cost a minute
     listener = listen(settings.host, settings.port)
-    if max_concurrent is not None:
-        load = replace(load, engine=replace(load.engine, max_batch=max_concurrent + SPARE))
+    if asked.max_concurrent is not None:
+        load = replace(load, engine=replace(load.engine, max_batch=asked.max_concurrent + SPARE))
     served: ServedModel | ModelPool
     if len(listed) == 1:
         llm = common.load_llm(listed[0].model, load)
         settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
         served = ServedModel.of(llm, err.print)
     else:
-        limit = None if memory is None else int(memory * 2**30)
+        limit = None if asked.memory is None else int(asked.memory * 2**30)
         cuda = place(load.device).type == "cuda"
         served = catalogue.model_pool(
             listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda
