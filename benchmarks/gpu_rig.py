@@ -22,7 +22,6 @@ from torch import Tensor
 from outrider.cache.store import CacheSpec, KVStore, SeqCache, last_rows
 from outrider.engine.capture import Graph, GraphPool
 from outrider.engine.decode import Inputs, Key, Output, State, decode_step
-from outrider.engine.tree import Tree
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
@@ -32,11 +31,11 @@ from outrider.models.drafter import MTPNet
 from outrider.models.inspect import kv_bytes
 from outrider.ops.backend import Backend
 from outrider.ops.formats import DeviceWeight
-from outrider.ops.trees import FixedTree
+from outrider.ops.trees import TreeRows
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import dummy_block
 from outrider.spec.mtp import MTPDrafter
-from outrider.types import Draft, OutriderError, Verdict
+from outrider.types import Draft, DraftTree, OutriderError, Verdict
 from outrider.weights.load import as_tensors, dummy_weights
 
 SIZES = {s: f"google/gemma-4-{s}-it" for s in ("31B", "12B", "26B-A4B", "E4B", "E2B")}
@@ -281,7 +280,7 @@ class Rig:
     @torch.inference_mode()
     def graph(
         self, seqs: list[SeqCache], k: int, context: int, bound: int, *, advance: bool = False,
-        propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, assumed: Synthetic | None = None,
+        propose: Callable[[Tensor, Tensor], Draft | TreeRows] | None = None, assumed: Synthetic | None = None,
         eager: bool = False,
         nodes: int = 0,
         part: Literal["cycle", "draft"] = "cycle", model: TextModel | None = None,
@@ -394,10 +393,12 @@ def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens
 def tree_run(
     rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], tokens: Tensor, logits: Tensor
 ) -> Equality:
-    """The same with a tree a cycle, always of one shape (engine.tree.Tree.of). The path to its last deepest node knows
+    """The same with a tree a cycle, always of one shape (types.DraftTree). The path to its last deepest node knows
     the answer and is wrong about every fourth time; all others are. Compared are the rows on the accepted paths."""
     (batch, steps), device, vocab = tokens.shape, rig.device, rig.config.vocab_size
-    tree, nodes = Tree.of([parents] * batch, device), len(parents)
+    nodes = len(parents)
+    blank = torch.zeros((batch, nodes), dtype=torch.int64, device=device)
+    tree = TreeRows.of([DraftTree((), parents)] * batch, blank)
     k, depth = tree.deepest, tree.depth[1 : nodes + 1]
     leaf = int((tree.depth[: nodes + 1] == k).nonzero()[-1])
     known = torch.isin(torch.arange(1, nodes + 1, device=device), tree.ancestors[leaf])
@@ -405,13 +406,13 @@ def tree_run(
     each = torch.arange(batch, device=device)[:, None]
     other = 1 + torch.arange(nodes, device=device)
 
-    def propose(last: Tensor, length: Tensor) -> FixedTree:
+    def propose(last: Tensor, length: Tensor) -> TreeRows:
         at = (length[:, None] - context + depth - 1).clamp(
             max=steps + k
         )  # a node of depth 1 guesses what the newest token's row chooses
         right = padded.gather(1, at)
         wrong = ~known | ((at * 2654435761 + each * 40503) % 4 == 0)
-        return FixedTree(
+        return TreeRows(
             torch.where(wrong, (right + other) % vocab, right), tree.depth, tree.ancestors, tree.parent_rows
         )
 

@@ -24,10 +24,9 @@ from gpu_common import RESULTS, attempt, finish, say, verdict
 from gpu_rig import Rig, plain_run, tree_run
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
-from outrider.engine.tree import Tree
-from outrider.ops.trees import FixedTree
+from outrider.ops.trees import TreeRows
 from outrider.spec.controller import Controller
-from outrider.types import Draft
+from outrider.types import Draft, DraftTree
 
 # draft tokens (None: auto), tokens of a tree (0: chains)
 WAYS: dict[str, tuple[int | None, int | None]] = {"plain": (0, 0), "chains": (None, 0), "trees": (None, 16)}
@@ -109,14 +108,17 @@ def bits(size: str, layers: int) -> None:
 def cycles(size: str) -> None:
     """Median milliseconds of one graph; drafted: with the drafter's part, otherwise the drafts are at hand."""
     with Rig.of(size, None, slots=2, context=2048, compiled=True) as rig:
-        seqs, tree = rig.open(1, 1024, 128), Tree.of([SHAPE[:15]], rig.device)
+        seqs, tree = (
+            rig.open(1, 1024, 128),
+            TreeRows.of([DraftTree((), SHAPE[:15])], torch.zeros((1, 15), dtype=torch.int64, device=rig.device)),
+        )
         some = torch.arange(1, 17, device=rig.device)[None]
 
         def chain(last: torch.Tensor, length: torch.Tensor) -> Draft:
             return Draft(some, torch.full_like(length, 16))
 
-        def planted(last: torch.Tensor, length: torch.Tensor) -> FixedTree:
-            return FixedTree(some[:, :15], tree.depth, tree.ancestors, tree.parent_rows)
+        def planted(last: torch.Tensor, length: torch.Tensor) -> TreeRows:
+            return TreeRows(some[:, :15], tree.depth, tree.ancestors, tree.parent_rows)
 
         def of(k: int, **how: Any) -> float:
             return rig.graph(seqs, k, 1024, 1280, **how).time(15)

@@ -130,10 +130,9 @@ class KVView(KVPages):
     row_start: Tensor  # int32 [B + 1]
     max_rows: int  # most rows of any one sequence (a host number: kernels choose tiles with it)
     max_context: int  # an upper bound of positions + 1, and of places + 1 (a host number)
-    # Rows of a tree: a sequence's first row is its newest token, at position `base`; row r is written at `places[r]` =
-    # base + its number among the sequence's rows, and where it sees a position base + d it reads what lies at base +
-    # `paths[r, d]`: the number of its ancestor of depth d (of itself at its own depth). None: rows stand in a line,
-    # each written at its position and read there.
+    # Rows of a DraftTree: a sequence's first row is its newest token, at position `base`; row r is written at
+    # `kv_slots[r]` = base + its number among the sequence's rows, and where it sees a position base + d it reads what
+    # lies at base + `ancestors[r, d]` (ops.trees.TreeRows). None: rows form a chain, each written at its position.
     kv_slots: Tensor | None = None  # int64 [R]
     ancestors: Tensor | None = None  # int32 [R, deepest + 1]
 
@@ -179,17 +178,46 @@ class DraftRound:
 
 
 @dataclass(frozen=True)
+class DraftTree:
+    """The draft of one sequence, which may branch. Its rows are the newest token (row 0) and the drafted ones: token j
+    (from 1) follows row parents[j - 1] < j. The main chain, each token the best guess behind the one before, comes
+    first."""
+
+    tokens: Sequence[int]  # empty where only the shape came back from a device
+    parents: Sequence[int]
+
+    @property
+    def ancestors(self) -> list[list[int]]:
+        """Of every row, the rows from row 0 to itself."""
+        paths = [[0]]
+        for row, parent in enumerate(self.parents, 1):
+            paths.append([*paths[parent], row])
+        return paths
+
+    @property
+    def chain(self) -> int:
+        """Tokens of the main chain."""
+        return next((j for j, parent in enumerate(self.parents) if parent != j), len(self.parents))
+
+    @property
+    def deepest(self) -> int:
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
+@dataclass(frozen=True)
 class Draft:
     """A guess: `tokens` [B, K]; the first `lengths[b]` count. `q` [B, K, V] is the distribution each token was drawn
-    from, or None when it was guessed with the shared noise or is a point mass. With `parents` it is a tree: the token j
-    (from 1) follows the token parents[b, j - 1] < j, where 0 is the newest token of the sequence; without, each follows
-    the one before."""
+    from, or None when it was guessed with the shared noise or is a point mass. Each token follows the one before, or as
+    its sequence's tree says."""
 
     tokens: Tensor  # int64 [B, K]
     lengths: Tensor  # int64 [B]
     q: Tensor | None = None
     confidence: Tensor | None = None  # [B, K] the drafter's own probability of each token
-    parents: Tensor | None = None  # int64 [B, K]
+    trees: Sequence[DraftTree] | None = None  # [B]
 
 
 # stop [B], drop [B], trust [16], float64: where a draft ends itself
@@ -236,9 +264,8 @@ class Verdict:
     accepted: Tensor  # int64 [B] how many drafted tokens were right
     tokens: Tensor  # int64 [B, K + 1] the emitted tokens: accepted drafts, then the target's own next token
     counts: Tensor  # int64 [B] = accepted + 1
-    rows: Tensor | None = (
-        None  # int64 [B, K + 1] of a tree: which of the sequence's rows chose each emitted token; None: 0, 1, 2, ...
-    )
+    # int64 [B, K + 1] of a tree: which of the sequence's rows chose each emitted token; None: 0, 1, 2, ...
+    rows: Tensor | None = None
 
 
 class Matcher(Protocol):

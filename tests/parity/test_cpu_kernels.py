@@ -20,7 +20,6 @@ from tests.unit.ops.test_cpu_packing import part
 from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 from torch import Tensor
 
-from outrider.engine.tree import Tree
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
@@ -32,8 +31,9 @@ from outrider.ops.cpu.packing import PackedWeight
 from outrider.ops.formats import BLOCKS
 from outrider.ops.noise import gumbel
 from outrider.ops.reference import ReferenceOps
+from outrider.ops.trees import TreeRows
 from outrider.train import design
-from outrider.types import AttnSpec, DraftNoise, KVView
+from outrider.types import AttnSpec, DraftNoise, DraftTree, KVView
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.load import dummy_weights, load_target
 
@@ -289,7 +289,7 @@ def test_attention_in_trees(ops: CpuOps, name: str, dtype: torch.dtype, page_siz
         prompt, kv = seeded(base, spec.qkv_rows, seed=base), build_kv(OneLayer(spec), 2, 160, page_size, dtype)  # type: ignore[arg-type]
         run_attention(ops, spec, kv, [(0, base), (0, 0)], prompt)
         parents = [[0, 1, 2, 0, 4, 5, 2, 0, 8, 3, 10, 6], [rng.randrange(j + 1) for j in range(14)]][base > 100]
-        tree = Tree.of([parents, []], torch.device("cpu"))
+        tree = TreeRows.of([DraftTree((), parents), DraftTree((), [])], torch.zeros(0))
         rows = seeded(len(parents) + 2, spec.qkv_rows, seed=7)
         view = kv.view([(base, len(parents) + 1), (0, 1)])
         view.kv_slots, view.ancestors, view.positions = (

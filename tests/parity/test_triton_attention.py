@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from tests import interpreter  # noqa: E402
 from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
 
-from outrider.engine.tree import Tree  # noqa: E402
+from outrider.ops.trees import TreeRows  # noqa: E402
 from outrider.ops.triton import TritonOps, prefill_attention, rope  # noqa: E402
 from outrider.ops.triton.attention import attend  # noqa: E402
 from outrider.ops.triton.attention_config import (  # noqa: E402
@@ -24,7 +24,7 @@ from outrider.ops.triton.attention_config import (  # noqa: E402
     split_count,
 )
 from outrider.ops.triton.gemm_config import MAX_SMEM  # noqa: E402
-from outrider.types import AttnSpec, KVView  # noqa: E402
+from outrider.types import AttnSpec, DraftTree, KVView  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +358,7 @@ def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None
         ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128),
     )
     tree, spec = (
-        Tree.of(parents, torch.device(DEVICE)),
+        TreeRows.of([DraftTree((), line) for line in parents], torch.zeros(0, device=DEVICE)),
         AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3),
     )
     kv = cache(spec, [(base, len(line) + 1) for base, line in zip(bases, parents)], 16)

@@ -17,11 +17,11 @@ pytest.importorskip("triton")
 from tests.engines import VARIANTS  # noqa: E402
 from tests.kv import build_kv  # noqa: E402
 
-from outrider.engine.tree import Tree  # noqa: E402
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
-from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise  # noqa: E402
+from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise, TreeRows  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
+from outrider.types import DraftTree  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 REF = ReferenceOps()
@@ -83,7 +83,8 @@ def test_combed_alike(ops: TritonOps) -> None:
 def test_walked_alike(ops: TritonOps) -> None:
     """Ragged trees; the same token twice behind one parent; a limit that ends a walk; a sequence without drafts."""
     parents = [[0, 1, 1, 0, 4, 5], [0, 0, 0], [], [0, 1, 2]]
-    tree, g = Tree.of(parents, DEVICE), torch.Generator().manual_seed(1)
+    tree = TreeRows.of([DraftTree((), p) for p in parents], torch.zeros(0, device=DEVICE))
+    g = torch.Generator().manual_seed(1)
     counts = torch.tensor([len(p) + 1 for p in parents])
     start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(DEVICE, torch.int32)
     seq = torch.repeat_interleave(torch.arange(len(parents)), counts).to(DEVICE)

@@ -4,6 +4,7 @@ row's logits on the CPU are those of plain decoding to the bit."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joinin
 from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.engine import Engine
-from outrider.engine.tree import Tree
-from outrider.ops.trees import FixedTree
+from outrider.ops.trees import TreeRows
 from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.spec.mtp import MTPDrafter
-from outrider.types import Draft
+from outrider.types import Draft, DraftTree
 
 MODELS = {name: tiny_model(name) for name in VARIANTS}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
@@ -62,7 +62,8 @@ class Wood(Drafter):
             rows.append(tokens)
             above.append(parents)
         lengths = torch.tensor([self.rng.randrange(nodes // 2, nodes + 1) for _ in rows])
-        return Draft(torch.tensor(rows), lengths, parents=torch.tensor(above) if batch.branches else None)
+        trees = list(map(DraftTree, rows, above)) if batch.branches else None
+        return Draft(torch.tensor(rows), lengths, trees=trees)
 
     def forget(self, request_id: str) -> None:
         pass
@@ -137,7 +138,8 @@ def test_a_tree_whose_tokens_do_not_follow_one_another_is_refused() -> None:
     class Broken(Wood):
         def propose(self, batch: DraftBatch, k: int) -> Draft:
             draft = super().propose(batch, k)
-            return Draft(draft.tokens, draft.lengths, parents=draft.tokens * 0 + 7)
+            wrong = [DraftTree(row, [7] * len(row)) for row in draft.tokens.tolist()]
+            return Draft(draft.tokens, draft.lengths, trees=wrong)
 
     engine = tiny_engine("llama", Broken(1), names=(), model=MODELS["llama"])
     assert run(engine, [tree_request("a", PROMPT, 4, 9)])["a"] == plain("llama", PROMPT, {})
@@ -172,7 +174,7 @@ class Planter(MTPDrafter):
         super().__init__(of.model, of.target)
         self.truth, self.rng = truth, random.Random(3)
 
-    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
+    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
         rows, above = [], []
         for at in batch.position.tolist():
             tokens, parents, tips = [], [], [0]  # where the true path has got to
@@ -189,9 +191,9 @@ class Planter(MTPDrafter):
                     tokens.append(self.rng.randrange(VOCAB))
             rows.append(tokens)
             above.append(parents)
-        tree = Tree.of(above, batch.last.device)
+        tree = TreeRows.of(list(map(DraftTree, rows, above)), torch.tensor(rows))
         paths = torch.cat((tree.ancestors, tree.ancestors[:, -1:].expand(-1, depth + 1 - tree.ancestors.shape[1])), 1)
-        return FixedTree(torch.tensor(rows), tree.depth, paths, tree.parent_rows)
+        return replace(tree, ancestors=paths)
 
 
 @pytest.mark.parametrize("variant", ["dense", "edge", "moe"])

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend
+from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch, accept
 from ..spec.drafter import Drafter
 from ..spec.protocols import Target
 from ..spec.rejection import randomness
 from ..types import Draft, KVPages, KVView, Verdict
-from .tree import Tree
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ class CycleInput:
     ops: Backend
     max_context: int  # host bound of length + K + 1
     masks: Callable[[Tensor], Tensor | None] | None = None  # drafts [B, K] -> grammar masks bool [R, V]
-    tree: Tree | None = (
-        None  # how the rows stand to one another, where drafts branch (coupled choosing only); None: in lines
-    )
+    tree: TreeRows | None = None  # where drafts branch (coupled choosing only); None: drafts are chains
 
     @property
     def positions(self) -> Tensor:
@@ -130,21 +128,27 @@ def cycle(
 
 def cut(draft: Draft, k: int) -> Draft:
     """No more than k tokens a sequence."""
-    q, sure, parents = (None if t is None else t[:, :k] for t in (draft.q, draft.confidence, draft.parents))
-    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), q, sure, parents)
+    q, sure = (None if t is None else t[:, :k] for t in (draft.q, draft.confidence))
+    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), q, sure, draft.trees)
 
 
 def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     """The target chooses at every row with noise that depends on (seed, position) alone; a draft is right while it is
-    equal."""
+    equal. In a tree (SpecInfer, Miao et al. 2023) a row sees its own ancestors alone, as in plain decoding; the walk
+    starts at row 0 and goes to the child that holds the choice, while there is one."""
     rows, sampling, tree = x.rows, x.sampling, x.tree
     position = x.positions + 1 if sampling.any_sampled else x.position  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None
     if tree is not None:
         ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1))  # [R]
-        lines = tree.lines(ids, rows.start, rows.seq) if sampling.looks_back else None
+        # [R, D]: the drafted tokens up to and including each row's own
+        lines = ids[rows.start[:-1][rows.seq][:, None] + tree.ancestors[:, 1:]] if sampling.looks_back else None
         z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, lines)
-        return tree.accept_path(sampling.choose(z, rows.seq, position, x.ops), ids, rows.start, rows.seq, x.ops)
+        chosen = sampling.choose(z, rows.seq, position, x.ops)
+        accepted, tokens, path = x.ops.accept_path(
+            chosen, ids, tree.parent_rows, rows.seq, rows.start, tree.deepest, draft.lengths
+        )
+        return Verdict(accepted, tokens, accepted + 1, path)
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
     chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]
     if not rows.k:

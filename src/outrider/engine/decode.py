@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore
-from ..ops.trees import FixedTree
+from ..ops.trees import TreeRows
 from ..spec.choose import OFF, SamplingBatch
 from ..spec.drafter import DraftBatch, Drafter
 from ..spec.protocols import Target
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle, verify_coupled
 from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
-from .tree import Tree
 
 # guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
 KNOWN = 2 * MAX_DRAFT + 1
@@ -148,7 +147,7 @@ def allowed(bits: Tensor, vocab: int) -> Tensor:
 
 def decode_step(
     model: Target, store: KVStore, drafter: Drafter | None, state: State, inputs: Inputs, key: Key, out: Output,
-    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None,
+    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | TreeRows] | None = None,
     advance: bool = True,
     history: SlotSamplingState | None = None, bits: Tensor | None = None,
 ) -> Callable[[], Tensor | None]:  # fmt: skip
@@ -161,7 +160,7 @@ def decode_step(
     each, each_start = torch.arange(b, device=device), torch.arange(b + 1, dtype=torch.int32, device=device)
     ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
 
-    def guess(last: Tensor, length: Tensor, pages: KVPages) -> Draft | FixedTree:
+    def guess(last: Tensor, length: Tensor, pages: KVPages) -> Draft | TreeRows:
         if propose is not None:
             return propose(last, length)
         if key.source == "drafted":
@@ -193,8 +192,8 @@ def decode_step(
         if bits is not None:
             x.masks = lambda drafts: allowed(bits[: b * (k + 1)], vocab)
         draft = guess(last, length, pages) if k else None
-        if isinstance(draft, FixedTree):
-            x.tree, draft = Tree(draft.depth, draft.ancestors, draft.parent_rows, limit), Draft(draft.tokens, limit)
+        if isinstance(draft, TreeRows):
+            x.tree, draft = draft, Draft(draft.tokens, limit)
         done = cycle(model, pages, draft, verify_coupled, drafter, x, override)
         if drafter is not None and drafter.kv_specs:
             drafter.extend(done.streams, done.kv, rows.flat(done.verdict.tokens))

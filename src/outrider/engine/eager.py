@@ -16,16 +16,17 @@ from torch import Tensor
 
 from ..config import Verify
 from ..ops.backend import DraftResult
+from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftBatch
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..spec.rejection import verify_block, verify_rejection
-from ..types import Draft, SamplingParams, Verdict
+from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
+from .grammar import unpacked
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
-from .tree import Tree, grammar_masks
 
 log = logging.getLogger("outrider")
 VERIFIERS: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
@@ -85,18 +86,20 @@ class EagerExecutor(Executor):
             draft = self.propose(scheduled, x, batch.trust)
             # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than
             # were drafted
-            if runner.device.type == "cpu" or draft.parents is not None or any(item.plan.nodes for item in scheduled):
+            if runner.device.type == "cpu" or draft.trees is not None or any(item.plan.nodes for item in scheduled):
                 ks = draft.lengths.tolist()
                 widths = tuple(ks)
                 x.rows = Rows.of(widths, runner.device)
                 draft = cut(draft, x.rows.k)
-        parents = [list(range(k)) for k in ks]  # of chains
-        if draft is not None and draft.parents is not None:
-            parents = [row[:k] for row, k in zip(draft.parents.tolist(), ks)]
-            x.tree = Tree.of(parents, runner.device)
+        parents: list[Sequence[int]] = [range(k) for k in ks]  # of chains
+        if draft is not None and draft.trees is not None:
+            trees = [DraftTree(tree.tokens[:k], tree.parents[:k]) for tree, k in zip(draft.trees, ks)]
+            x.tree, parents = TreeRows.of(trees, draft.tokens), [tree.parents for tree in trees]
         if any(s.answer.matcher for s in seqs):
             matchers = [s.answer.matcher for s in seqs]
-            x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), runner.vocab).to(runner.device)
+            x.masks = lambda drafts: grammar_masks(
+                matchers, list(map(DraftTree, drafts.tolist(), parents)), runner.vocab
+            ).to(runner.device)
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
         model = runner.model_for([s.adapter for s in seqs], [k + 1 for k in widths])
@@ -113,17 +116,16 @@ class EagerExecutor(Executor):
             None if sure is None or item.plan.drafter in (None, "ngram") else confidences(sure[i][: ks[i] + 1])
             for i, item in enumerate(scheduled)
         ]
-        trees: list[VerifiedTree | None] = [None] * len(scheduled)
+        verified: list[VerifiedTree | None] = [None] * len(scheduled)
         drafts: list[list[int] | None] = [None] * len(scheduled)
         if draft is not None and x.rows.k:
             drafts = [row[:k] for row, k in zip(draft.tokens.tolist(), ks)]
             if out.verdict.rows is not None:
-                paths = out.verdict.rows.tolist()
-                trees = [
+                verified = [
                     VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafts[i] or ())
-                    for i, path in enumerate(paths)
+                    for i, path in enumerate(out.verdict.rows.tolist())
                 ]
-        return [Emitted(*each) for each in zip(emitted, ks, top, confidence, trees, drafts, strict=True)]
+        return [Emitted(*each) for each in zip(emitted, ks, top, confidence, verified, drafts, strict=True)]
 
     def _logprobs(
         self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]
@@ -175,7 +177,7 @@ class EagerExecutor(Executor):
         lengths = torch.zeros(len(scheduled), dtype=torch.int64, device=device)
         q: Tensor | None = None
         confidence: Tensor | None = None
-        parents: Tensor | None = None
+        trees: list[DraftTree] | None = None
         for i, item in enumerate(scheduled):
             if item.plan.k and item.guess is not None:
                 tokens[i, : item.plan.k] = torch.tensor(item.guess[: item.plan.k], dtype=torch.int64, device=device)
@@ -192,10 +194,11 @@ class EagerExecutor(Executor):
             if draft.confidence is not None:
                 confidence = torch.zeros((len(scheduled), k), device=device)
                 confidence[at, :width] = draft.confidence
-            if draft.parents is not None:
-                parents = torch.arange(k, device=device).repeat(len(scheduled), 1)
-                parents[at, :width] = draft.parents
-        return Draft(tokens, lengths, q, confidence, parents)
+            if draft.trees is not None:
+                trees = [DraftTree(row, range(k)) for row in tokens.tolist()]
+                for i, tree in zip(rest, draft.trees):
+                    trees[i] = tree
+        return Draft(tokens, lengths, q, confidence, trees)
 
     @torch.inference_mode()
     def drafts(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
@@ -212,11 +215,8 @@ class EagerExecutor(Executor):
 
     def _checked(self, draft: Draft, scheduled: Sequence[ScheduledSeq]) -> Draft:
         size, k = len(scheduled), max(item.plan.k for item in scheduled)
-        if draft.parents is not None:
-            before = torch.arange(draft.parents.shape[1], device=draft.parents.device)
-            if draft.parents.shape != draft.tokens.shape or not bool(
-                ((draft.parents >= 0) & (draft.parents <= before)).all()
-            ):
+        if draft.trees is not None:
+            if not all(0 <= parent <= j for tree in draft.trees for j, parent in enumerate(tree.parents)):
                 raise ValueError("a tree whose tokens do not follow one another")
             k = min(draft.tokens.shape[1], max(item.plan.max_drafted for item in scheduled))
         if draft.tokens.shape != (size, k):
@@ -292,3 +292,19 @@ class EagerExecutor(Executor):
         ).tokens.tolist()
         for name in ids:
             drafter.forget(name)
+
+
+def grammar_masks(matchers: Sequence[Matcher | None], trees: Sequence[DraftTree], vocab: int) -> Tensor:
+    """bool [R, V]: what each row's grammar (None: anything) allows after the drafted tokens on its path."""
+    parts = []
+    for matcher, tree in zip(matchers, trees):
+        mask = torch.ones((len(tree.parents) + 1, vocab), dtype=torch.bool)
+        if matcher is not None:
+            paths = tree.ancestors
+            for leaf in set(range(len(paths))) - set(tree.parents):
+                masks = unpacked(matcher.bits([tree.tokens[row - 1] for row in paths[leaf][1:]]), vocab)
+                # none for rows behind a draft that left the grammar: they are never reached
+                for row, allowed in zip(paths[leaf], torch.from_numpy(masks)):
+                    mask[row] = allowed
+        parts.append(mask)
+    return torch.cat(parts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..types import AttnSpec, BlockAttn, BlockRows, DraftPlan, KVPages, KVView
 from .formats import DeviceWeight, Weight
-from .trees import FixedTree, Frontier, Nodes, Noise
+from .trees import Frontier, Nodes, Noise, TreeRows
 
 if TYPE_CHECKING:
     from .adapter_slots import SlotWeight
@@ -276,7 +276,7 @@ class Backend(Protocol):
         self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
     ) -> Frontier: ...
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes: ...
-    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree: ...
+    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows: ...
     def accept_path(
         self,
         chosen: Tensor,

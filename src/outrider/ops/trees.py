@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..types import AttnSpec, KVView
+from ..types import AttnSpec, DraftTree, KVView
 from .noise import gumbel
 
 WIDTH = 4  # nodes of a level that are scored further
@@ -79,15 +80,36 @@ class Frontier:
 
 
 @dataclass(frozen=True)
-class FixedTree:
-    """The nodes that stand in the tree, N of each sequence, the main chain first, parents before children. Rows of a
-    sequence: its newest token, then its nodes."""
+class TreeRows:
+    """The rows of B drafts (types.DraftTree) in a verify pass, sequence by sequence: each one's newest token, then its
+    drafted ones."""
 
-    tokens: Tensor  # int64 [B, N]
+    tokens: Tensor  # int64 [B, N] the drafted ones
     depth: Tensor  # int64 [R] 0: the newest token
     # int32 [R, depth + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
     ancestors: Tensor
     parent_rows: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
+
+    @staticmethod
+    def of(trees: Sequence[DraftTree], tokens: Tensor) -> TreeRows:
+        """tokens: those of the trees, as a grid."""
+        paths = [path for tree in trees for path in tree.ancestors]
+        wide = max(len(path) for path in paths)
+        parents: list[int] = []
+        for tree in trees:
+            first = len(parents)
+            parents += [-1, *(first + parent for parent in tree.parents)]
+        as_tensor = partial(torch.tensor, device=tokens.device)
+        return TreeRows(
+            tokens,
+            as_tensor([len(path) - 1 for path in paths]),
+            as_tensor([path + [path[-1]] * (wide - len(path)) for path in paths], dtype=torch.int32),
+            as_tensor(parents),
+        )
+
+    @property
+    def deepest(self) -> int:
+        return self.ancestors.shape[1] - 1
 
 
 class TreeOps:
@@ -141,7 +163,7 @@ class TreeOps:
         tokens, chance = ids.gather(2, best).to(torch.int64).flatten(1), (given[:, :, None] * sure).flatten(1)
         return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
 
-    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree:
+    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
         """The `count` likeliest nodes: a parent is never less likely than its child, and stands before it, so it is
         among them."""
         batch, found = nodes.tokens.shape
@@ -161,7 +183,7 @@ class TreeOps:
         ancestors = torch.stack(up, 2).gather(2, at).to(torch.int32)  # [B, N + 1, D + 1]
         first = torch.arange(batch, device=device)[:, None] * rows
         over = torch.where(torch.arange(rows, device=device) == 0, -1, parent_rows + first)
-        return FixedTree(nodes.tokens.gather(1, kept), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
+        return TreeRows(nodes.tokens.gather(1, kept), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
 
     def accept_path(
         self,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend, DraftResult
-from ..ops.trees import FixedTree
+from ..ops.trees import TreeRows
 from ..types import MAX_DRAFT, AttnSpec, Draft, DraftPlan, KVView
 from .acceptance_profile import AcceptanceProfile
 from .choose import SamplingBatch
@@ -117,7 +117,7 @@ class Drafter:
         """The most tokens that a tree of this depth can have in a captured step; 0: it builds none there."""
         return 0
 
-    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
+    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
         """A tree inside a captured step: of `nodes` tokens, `depth` deep."""
         raise NotImplementedError(f"{self.name} builds no trees in captured steps")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.trees import BRANCH, WIDTH, FixedTree, Frontier, max_nodes
+from ..ops.trees import BRANCH, WIDTH, Frontier, TreeRows, max_nodes
 from ..types import Draft, DraftNoise
 from .drafter import DraftBatch, Drafter, Score, draft_round
 from .protocols import DraftNet, Target
@@ -75,7 +75,7 @@ class MTPDrafter(Drafter):
         """The most tokens that a tree of this depth can have in a captured step."""
         return BRANCH * depth if self.model.has_runner_ups else max_nodes(depth)
 
-    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
+    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
         """A tree inside a captured step: of `nodes` tokens, `depth` deep. Where whole rounds leave rivals, a line with
         those beside it: they cost no step more; else nodes are scored step by step, several at once."""
         model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..types import MAX_DRAFT, NO_DRAFT
+from ..types import MAX_DRAFT, NO_DRAFT, DraftTree
 from .acceptance import CycleStats, PositionStats
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
@@ -42,32 +43,19 @@ class CostPart(NamedTuple):
 VERIFY = CostPart("verify")
 
 
-class VerifiedTree(NamedTuple):
-    """A tree that was verified. Its main chain, each token the best guess behind the one before, has the numbers 1 ..
-    chain."""
+@dataclass(frozen=True)
+class VerifiedTree(DraftTree):
+    """A tree that was verified."""
 
-    parents: list[int]  # the row that token j + 1 follows; 0: the newest token
-    path: list[int]  # the tokens that were accepted, in order
-    chain: int
-    steps: float = 0.0  # of the drafter: how often it ran, a further row in a step counted as a part of one
-    tokens: Sequence[int] = ()  # what was drafted; nothing where a step brings back only how the tree branched
+    path: Sequence[int]  # the rows that were accepted, in order
+    steps: float  # of the drafter: how often it ran, a further row in a step counted as a part of one
 
     @staticmethod
-    def of(parents: list[int], path: list[int], steps: float | None = None, tokens: Sequence[int] = ()) -> VerifiedTree:
-        chain, most = 0, len(parents)
-        while chain < most and parents[chain] == chain:
-            chain += 1
-        made = VerifiedTree(parents, path, chain, 0.0 if steps is None else steps, tokens)
-        return made if steps is not None else made._replace(steps=float(made.deepest))
-
-    @property
-    def deepest(self) -> int:
-        if self.chain == len(self.parents):
-            return self.chain
-        depth = [0]
-        for parent in self.parents:
-            depth.append(depth[parent] + 1)
-        return max(depth)
+    def of(
+        parents: Sequence[int], path: Sequence[int], steps: float | None = None, tokens: Sequence[int] = ()
+    ) -> VerifiedTree:
+        """Without `steps`: one for each level."""
+        return VerifiedTree(tokens, parents, path, DraftTree(tokens, parents).deepest if steps is None else steps)
 
     def judged(self) -> list[tuple[int, bool]]:
         """Of the tokens off the main chain, those behind accepted ones: index and whether it was right."""

@@ -10,8 +10,8 @@ price of a row decides, and a line is the tree that one gets when rows are dear.
 The nodes of the main chain (the best guess behind the best guess ...) come first: where the target agrees with it, and
 most often it does, everything lies as if no branch had been there.
 
-`grow` looks at the scores and makes trees of any shape. `build_fixed_tree` is for captured steps, which cannot: it
-always scores the same number of nodes a level and keeps the same number of tokens, the likeliest, and every choice
+`build_tree` looks at the scores and makes trees of any shape. `build_fixed_tree` is for captured steps, which cannot:
+it always scores the same number of nodes a level and keeps the same number of tokens, the likeliest, and every choice
 between them is an op on the device (ops.trees).
 """
 
@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.trees import WIDTH, FixedTree, Frontier, Nodes, Noise
-from ..types import Draft, KVView
+from ..ops.trees import WIDTH, Frontier, Nodes, Noise, TreeRows
+from ..types import Draft, DraftTree, KVView
 from .acceptance import BINS
 from .drafter import DraftBatch
 
-BRANCH = 3  # tokens behind each node that `grow` scores: a fourth brings nothing on a CPU
+BRANCH = 3  # tokens behind each node that `build_tree` scores: a fourth brings nothing on a CPU
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,20 @@ def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
         tokens = torch.tensor([token for *_, token in chosen], device=device)
         rows = torch.tensor([row for _, _, _, row, _ in chosen], device=device)
     picked = [select(nodes, plan.max_drafted, plan.prices) for nodes, plan in zip(trees, plans)]
-    width = max(1, max(len(p) for p in picked))
-    grid = torch.zeros((size, width), dtype=torch.int64)
-    parents, confidence = torch.zeros((size, width), dtype=torch.int64), torch.zeros((size, width))
-    for b, which in enumerate(picked):
-        number = {node: j + 1 for j, node in enumerate(which)} | {-1: 0}
-        for j, i in enumerate(which):
-            node = trees[b][i]
-            grid[b, j], parents[b, j], confidence[b, j] = node.token, number[node.parent], node.confidence
-    lengths = torch.tensor([len(p) for p in picked])
-    return Draft(grid.to(device), lengths.to(device), None, confidence.to(device), parents.to(device))
+    made, confidence = list[DraftTree](), list[list[float]]()
+    for nodes, which in zip(trees, picked):
+        number = {-1: 0, **{node: j for j, node in enumerate(which, 1)}}
+        made.append(DraftTree([nodes[i].token for i in which], [number[nodes[i].parent] for i in which]))
+        confidence.append([nodes[i].confidence for i in which])
+    width = max(1, max(len(which) for which in picked))
+    padded = lambda rows: torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)  # noqa: E731
+    lengths = torch.tensor([len(which) for which in picked], device=device)
+    return Draft(padded([tree.tokens for tree in made]), lengths, None, padded(confidence).float(), made)
 
 
 def build_fixed_tree(
     batch: DraftBatch, depth: int, nodes: int, score: Callable[[int, Frontier], tuple[Tensor | None, Tensor]]
-) -> FixedTree:
+) -> TreeRows:
     """A tree of `nodes` tokens for every sequence, at most `depth` deep. Nothing here waits for the device."""
     sampling, ops = batch.sampling, batch.ops
     filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.any_filter else None

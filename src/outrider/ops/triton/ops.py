@@ -15,7 +15,7 @@ from ..adapter_slots import SlotWeight
 from ..backend import Capabilities, M, Norms
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
-from ..trees import FixedTree, Frontier, Nodes, Noise
+from ..trees import Frontier, Nodes, Noise, TreeRows
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
 from .gemm import LATE_TRIGGER_BYTES, GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
@@ -181,7 +181,7 @@ class TritonOps(ReferenceOps):
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
         return trees.chain_with_runner_ups(scores, ids, self.pdl)
 
-    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree:
+    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
         return trees.build_fixed_tree(nodes, count, depth, self.pdl)
 
     def accept_path(

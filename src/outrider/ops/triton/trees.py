@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from ...types import AttnSpec, KVView
-from ..trees import BRANCH, WIDTH, FixedTree, Frontier, Nodes, Noise
+from ..trees import BRANCH, WIDTH, Frontier, Nodes, Noise, TreeRows
 from .choose import gumbel
 from .common import pdl_start
 
@@ -222,10 +222,10 @@ def plant_kernel(
     tl.store(to_above + first, first * 0 - 1)
 
 
-def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> FixedTree:
+def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> TreeRows:
     (batch, found), device = nodes.tokens.shape, nodes.tokens.device
     rows = batch * (count + 1)
-    made = FixedTree(
+    made = TreeRows(
         torch.empty((batch, count), dtype=torch.int64, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty((rows, depth + 1), dtype=torch.int32, device=device),
