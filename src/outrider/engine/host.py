@@ -41,9 +41,13 @@ class HostExecutor(Executor):
         self._probes: dict[int, SamplingBatch] = {}
 
     def plan(self, batch: StepBatch) -> Plan | None:
-        fits = all([item.seq.temperature_only and item.plan.drafter in self.drafters for item in batch.decode])
-        known = all([item.seq.adapter is None or self.cycle.takes(item.seq.adapter) for item in batch.decode])
-        return Plan(batch) if fits and known else None
+        for item in batch.decode:
+            seq = item.seq
+            if not seq.temperature_only or item.plan.drafter not in self.drafters:
+                return None
+            if seq.adapter is not None and not self.cycle.takes(seq.adapter):
+                return None
+        return Plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:
         batch, runner = plan.batch, self.runner
@@ -60,12 +64,13 @@ class HostExecutor(Executor):
                 ahead = self.eager.drafts(batch, sampling)
             requests = []
             for i, x in enumerate(batch.decode):
-                each, guess, drafted = x.plan, x.guess if x.plan.k else None, ahead.get(i)
-                if drafted is not None:
-                    each = each._replace(k=min(each.k, drafted.length))
-                    guess = drafted.tokens[: each.k] if each.k else None
-                top = x.seq.request.params.logprobs
-                requests.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, each, guess, top, x.seq.adapter))
+                seq, each, guess = x.seq, x.plan, x.guess
+                if i in ahead:
+                    each = each._replace(k=min(each.k, ahead[i].length))
+                    guess = ahead[i].tokens[: each.k]
+                guess = guess if each.k else None
+                top = seq.request.params.logprobs
+                requests.append(CycleRequest(x.slot, seq.tokens[-1], x.start, each, guess, top, seq.adapter))
             made = self.cycle.run(requests, sampling, batch.trust)
             for i, drafted in ahead.items():
                 if drafted.confidence:
@@ -107,14 +112,15 @@ class HostExecutor(Executor):
             return dict.fromkeys(which, DraftResult([], [], 0))
 
     def read(self, pending: PendingStep) -> list[Emitted]:
-        scheduled, out = pending.batch.decode, []
+        scheduled, out, width, context = pending.batch.decode, [], 0, 0
         for item, (k, tokens, confidence, tree, rows, drafts) in zip(scheduled, pending.payload or ()):  # type: ignore[call-overload]
-            top = logprobs(rows, tokens, item.seq.request.params.logprobs or 0) if rows is not None else None
+            seq = item.seq
+            top = logprobs(rows, tokens, seq.request.params.logprobs or 0) if rows is not None else None
             verified = VerifiedTree.of(*tree) if tree is not None else None
             out.append(Emitted(tokens, k, top, confidence, verified, drafts))
-        if scheduled:
-            pending.width = sum(each.drafted for each in out) / len(scheduled)
-            pending.context = sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
+            width, context = width + k, context + len(seq.tokens)
+        if out:
+            pending.width, pending.context = width / len(out), context // len(out)
         return out
 
     def can_probe(self, part: CostPart) -> bool:

@@ -27,6 +27,7 @@ class SharedEngine:
         self._turns = threading.Condition()
         self._stepping = False  # one of the callers makes a step
         self._joining = 0  # callers who wait to bring requests
+        self._waiting = 0  # callers who wait for another's step
         self._boxes: dict[str, Box] = {}  # by request: where its caller looks
         self._left: deque[str] = deque()  # requests whose callers are gone
 
@@ -69,7 +70,10 @@ class SharedEngine:
 
     def _wait_or_step(self, box: Box) -> None:
         with self._turns:
-            self._turns.wait_for(lambda: box or not (self._stepping or self._joining))
+            self._waiting += 1
+            while not box and (self._stepping or self._joining):
+                self._turns.wait()
+            self._waiting -= 1
             if box:
                 return  # somebody else's step has brought it
             self._stepping = True
@@ -97,7 +101,8 @@ class SharedEngine:
         finally:
             with self._turns:
                 self._stepping = False
-                self._turns.notify_all()
+                if self._waiting or self._joining:
+                    self._turns.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         boxes, self._boxes = self._boxes, {}

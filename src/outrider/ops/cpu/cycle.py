@@ -23,7 +23,8 @@ from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
 from .lowrank import PassAdapters
 
-ASKED = Struct("=qqdddiiiiiiii")  # CycleRequest in cycle.h
+ASKED = Struct("=qqdddiiiiiiii")  # Asked in cycle.h
+STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # of it, what is brought back: steps; k and accepted
 
 
 class CpuCycle:
@@ -77,7 +78,9 @@ class CpuCycle:
         self.room = 0
         self.told = (c_float * 0)()  # logprobs by row
         self.sampling: TemperatureSampling | None = None
+        self.shape = (0, -1)  # what `seqs` and `likely` hold
         self.stack, self.adapters = model.stack, PassAdapters(model.stack.changes, ())
+        self.step, self.team = ops.lib.or_decode_step, ops.team
 
     def takes(self, adapter: Adapter) -> bool:
         return self.stack.changes(adapter) is not None
@@ -106,22 +109,25 @@ class CpuCycle:
         """`sampling`: the batch's temperature, sampled and seed (spec.choose.SamplingBatch). `trust`: acceptance by
         confidence, where drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
-        adapters = self.adapters = self.adapters.of_next([one.adapter for one in asked])
-        c.call.adapters = adapters.c
+        used = [one.adapter for one in asked]
+        if used != self.adapters.adapters:
+            self.adapters = PassAdapters(self.stack.changes, used)
+            c.call.adapters = self.adapters.c
         for i, (slot, last, length, plan, guess, likely, _) in enumerate(asked):
             _, k, stop, drop, nodes, prices = plan
             top = -1 if likely is None else likely
-            most_likely = max(most_likely, top)
+            if top > most_likely:
+                most_likely = top
             ASKED.pack_into(
                 self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes,
-                prices is not None, adapters.of[i], top
+                prices is not None, self.adapters.of[i], top
             )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
             if prices is not None and prices is not self.priced[i]:  # a plan holds for several cycles
                 self.priced[i] = prices
                 self.prices[i * (MAX_DRAFT + 1) : (i + 1) * (MAX_DRAFT + 1)] = list(prices)
-            rows += max(k, nodes)
+            rows += k if k > nodes else nodes
         if rows > self.room:
             self._grow(rows)
         if sampling is not self.sampling:
@@ -134,30 +140,30 @@ class CpuCycle:
             if trust is not None:
                 self.trust[:] = list(trust)
             c.trust = self.at_trust if trust is not None else None
-        c.seqs, c.likely, width = len(asked), most_likely, 1 + 2 * most_likely
+        if self.shape != (len(asked), most_likely):
+            self.shape = c.seqs, c.likely = len(asked), most_likely
+        width = 1 + 2 * most_likely
         if rows * width > len(self.told):
             self.told = (c_float * (self.room * width))()
             c.logprobs = ctypes.addressof(self.told)
-        if self.ops.lib.or_decode_step(self.ops.team, self.ref):
+        if self.step(self.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
         for i, (_, _, _, plan, guess, likely, _) in enumerate(asked):
-            most, nodes = plan.k, plan.nodes
-            _, _, _, _, steps, _, k, _, right, _, _, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
-            sure, tree, at = None, None, i * MAX_DRAFT
-            if nodes:
-                own = slice(at, at + k)
+            k, right = VERIFIED.unpack_from(self.asked, i * ASKED.size)
+            sure, tree, told, at = None, None, None, i * MAX_DRAFT
+            if plan.nodes:
+                own, (steps,) = slice(at, at + k), STEPS.unpack_from(self.asked, i * ASKED.size)
                 sure = self.confidence[own]
                 tree = (self.parents[own], self.path[at : at + right], steps, self.guesses[own])
-            elif guess is None and most:
-                sure = self.confidence[at : at + min(most, k + 1)]  # with the token that ended the draft, if it
+            elif guess is None and plan.k:
+                sure = self.confidence[at : at + min(plan.k, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted
                     sure.pop()
-            told = None
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
                 told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            drafted = self.guesses[at : at + k]
-            out.append(CycleResult(k, self.chosen[row : row + right + 1], sure, tree, told, drafted))
+            tokens, drafts = self.chosen[row : row + right + 1], self.guesses[at : at + k]
+            out.append(CycleResult(k, tokens, sure, tree, told, drafts))
             row += k + 1
         return out

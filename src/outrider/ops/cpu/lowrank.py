@@ -85,10 +85,6 @@ class PassAdapters:
             self.table = (c_void_p * len(used))(*[ctypes.addressof(found) for found in self.tables])
             self.c = CAdapters(ctypes.addressof(self.table), None, len(used))
 
-    def of_next(self, adapters: list[Adapter | None]) -> PassAdapters:
-        """These, where the next pass has the same."""
-        return self if adapters == self.adapters else PassAdapters(self.changes, adapters)
-
     def by_row(self, counts: Sequence[int]) -> CAdapters:
         """For a pass in which sequence i has `counts[i]` rows."""
         rows = [which for which, count in zip(self.of, counts, strict=True) for _ in range(count)]
