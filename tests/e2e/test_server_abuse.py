@@ -212,7 +212,7 @@ def test_a_full_server_refuses_before_it_tokenises(monkeypatch: pytest.MonkeyPat
         with s.http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as stream:
             pieces = stream.iter_raw()
             next(pieces)
-            monkeypatch.setattr(type(s.model.prepare), "chat", lambda *_: pytest.fail("prepared"))
+            monkeypatch.setattr(type(s.model.prepare), "job", lambda *_: pytest.fail("prepared"))
             answer = post(s)
             assert (
                 answer.status_code == 429

@@ -27,9 +27,10 @@ from ..server.errors import ApiError
 from ..server.limits import SECURITY_HEADERS, RequestGuard
 from ..server.names import route_of
 from ..server.ollama import OllamaWire
+from ..server.openai import OpenAIWire
 from ..server.responses import ResponsesWire
 from ..server.settings import ServerSettings
-from ..server.wire import OpenAIWire, Wire
+from ..server.wire import Wire
 from .prefix import prefix_keys
 from .totals import Snapshot, Totals
 

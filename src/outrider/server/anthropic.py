@@ -7,14 +7,15 @@ Documents are refused, and so are tools that Anthropic's servers would run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from .answer import Answer, AnswerChoice, Delta
 from .errors import ApiError, bad
 from .prepare import Preparer
 from .schema import ChatRequest, Lenient, Strict
-from .wire import AnswerText, Json, answer_texts, arguments_of, sse
+from .wire import Json, arguments_of, sse
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -104,8 +105,6 @@ def parse(raw: bytes) -> ChatRequest:
         "metadata": body.metadata,
         "service_tier": body.service_tier,
     }
-    if body.stream:
-        out["stream_options"] = {"continuous_usage_stats": True}  # the first event tells how long the prompt is
     if body.messages[-1].role == "assistant":
         out["continue_final_message"] = True  # a prefill: the answer goes on from it
     for tool in body.tools or []:
@@ -189,56 +188,42 @@ class AnthropicWire:
     def __init__(self) -> None:
         self._open: str | None = None  # the kind of the block that is open
         self._index = -1
-        self._ended: Json = {"stop_reason": "end_turn", "stop_sequence": None}
-        self._began = False
 
-    def whole(self, answer: Json) -> Json:
-        one = answer_texts(answer)[0]
+    def whole(self, answer: Answer) -> Json:
+        one = answer.choices[0]
         blocks: list[Json] = []
-        if one.thoughts:
-            blocks.append({"type": "thinking", "thinking": one.thoughts, "signature": ""})
-        if one.text:
-            blocks.append({"type": "text", "text": one.text})
+        if one.reasoning:
+            blocks.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
+        if one.content:
+            blocks.append({"type": "text", "text": one.content})
         blocks += [
             {"type": "tool_use", "id": c.id, "name": c.name, "input": arguments_of(c.arguments)} for c in one.calls
         ]
-        return {**self._message(answer), "content": blocks, **_ended(one), "usage": _usage(answer)}
+        return {**_message(answer), "content": blocks, **_ended(one), "usage": _usage(answer)}
 
-    def chunk(self, chunk: Json) -> str:
+    def opening(self, answer: Answer) -> str:
+        ended = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**_message(answer), "content": [], **ended, "usage": _usage(answer)})
+
+    def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         out = ""
-        if not self._began:
-            self._began = True
-            start = {
-                **self._message(chunk),
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": _usage(chunk),
-            }
-            out += self._event("message_start", message=start)
-        for one in answer_texts(chunk):
-            if one.thoughts:
+        for part in delta.parts:
+            if part.kind == "reasoning":
                 out += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                out += self._delta({"type": "thinking_delta", "thinking": one.thoughts})
-            if one.text:
+                out += self._grow({"type": "thinking_delta", "thinking": part.text})
+            elif part.kind == "content":
                 out += self._block("text", {"type": "text", "text": ""})
-                out += self._delta({"type": "text_delta", "text": one.text})
-            for call in one.calls:
-                if call.id:
-                    out += self._block(
-                        f"call {call.which}", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                    )
-                if call.arguments:
-                    out += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-            if one.finish:
-                self._ended = _ended(one)
-        if not chunk["choices"] and chunk.get("usage"):
-            out += self._stop()
-            out += self._event("message_delta", delta=self._ended, usage=_usage(chunk))
+                out += self._grow({"type": "text_delta", "text": part.text})
+            elif part.kind == "call":
+                call: Json = {"type": "tool_use", "id": choice.calls[part.index].id, "name": part.text, "input": {}}
+                out += self._block(f"call {part.index}", call)
+            else:
+                out += self._grow({"type": "input_json_delta", "partial_json": part.text})
         return out
 
-    def done(self) -> str:
-        return self._event("message_stop")
+    def closing(self, answer: Answer) -> str:
+        ended = _event("message_delta", delta=_ended(answer.choices[0]), usage=_usage(answer))
+        return self._stop() + ended + _event("message_stop")
 
     def error(self, error: ApiError) -> str:
         return sse(self.refusal(error), "error")
@@ -246,43 +231,42 @@ class AnthropicWire:
     def refusal(self, error: ApiError) -> Json:
         return error.body_for("/v1/messages")
 
-    def _message(self, answer: Json) -> Json:
-        id = str(answer["id"]).replace("chatcmpl-", "msg_")
-        return {"id": id, "type": "message", "role": "assistant", "model": answer["model"]}
-
-    def _event(self, type_: str, **fields: object) -> str:
-        return sse({"type": type_, **fields}, type_)
-
     def _block(self, kind: str, begin: Json) -> str:
         if kind == self._open:
             return ""
         out = self._stop()
         self._open, self._index = kind, self._index + 1
-        return out + self._event("content_block_start", index=self._index, content_block=begin)
+        return out + _event("content_block_start", index=self._index, content_block=begin)
 
-    def _delta(self, delta: Json) -> str:
-        return self._event("content_block_delta", index=self._index, delta=delta)
+    def _grow(self, delta: Json) -> str:
+        return _event("content_block_delta", index=self._index, delta=delta)
 
     def _stop(self) -> str:
         if self._open is None:
             return ""
         self._open = None
-        return self._event("content_block_stop", index=self._index)
+        return _event("content_block_stop", index=self._index)
 
 
-def _ended(one: AnswerText) -> Json:
+def _event(type_: str, **fields: object) -> str:
+    return sse({"type": type_, **fields}, type_)
+
+
+def _message(answer: Answer) -> Json:
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
+
+
+def _ended(one: AnswerChoice) -> Json:
     sequence = one.stopped_by if isinstance(one.stopped_by, str) else None
     reason = REASONS.get(one.finish or "", "end_turn") if sequence is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage(answer: Json) -> Json:
+def _usage(answer: Answer) -> Json:
     """What was in the cache is not among the input tokens there."""
-    usage = cast(Json, answer["usage"])
-    cached = cast(int, cast(Json, usage["prompt_tokens_details"])["cached_tokens"])
     return {
-        "input_tokens": cast(int, usage["prompt_tokens"]) - cached,
-        "output_tokens": usage["completion_tokens"],
-        "cache_read_input_tokens": cached,
+        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "output_tokens": answer.new_tokens,
+        "cache_read_input_tokens": answer.cached_tokens,
         "cache_creation_input_tokens": 0,
     }

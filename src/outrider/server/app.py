@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -24,8 +23,9 @@ from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
 from .adapters import adapter_named
+from .answer import Answer
 from .batches import Batches
-from .call import Call, EventStream, Feeder, timed_out, unless_gone, whole
+from .call import Call, EventStream, timed_out, unless_gone, whole
 from .errors import ApiError, read, shutting_down
 from .fair import FairExecutor, FairGate
 from .files import FileStore
@@ -36,15 +36,14 @@ from .metrics import ServerMetrics
 from .model_info import ServedModel
 from .model_pool import ModelPool, PoolSlot
 from .names import route_of
-from .prepare import Job, Preparer
+from .prepare import Preparer
 from .recorder import PromptRecorder
 from .response_store import ResponseStore
 from .routes import add_routes
 from .runner import EngineError, where
-from .schema import ChatRequest, Common, CompletionRequest, Named
+from .schema import Named, Parse
 from .scoring import score
 from .settings import ServerSettings
-from .stream import Writer
 from .tracing import Tracing
 from .wire import Json, Wire
 
@@ -52,7 +51,6 @@ log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many so large are read at once, one of each client
 CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
-Body = TypeVar("Body", bound=Common)
 
 
 class Server:
@@ -72,9 +70,8 @@ class Server:
         self.responses = ResponseStore()
         self.files = FileStore()
         self.batches = Batches(self, self.files)
-        self.fingerprint = f"outrider-{__version__}"
 
-    async def answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
+    async def answer(self, request: Request, parse: Parse, wire: Wire) -> Response:
         """The answer to a body that `parse` turns into a request of ours; whole or as a stream."""
         try:
             return await self._answer(request, parse, wire)
@@ -123,7 +120,7 @@ class Server:
         stack.callback(self.pool.release, slot)
         return model
 
-    async def _answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
+    async def _answer(self, request: Request, parse: Parse, wire: Wire) -> Response:
         began = time.monotonic()
         if self.admission.closing:
             raise shutting_down()
@@ -151,7 +148,7 @@ class Server:
         except BaseException:
             stack.close()
             raise
-        return EventStream(call, wire.media_type) if call.streams else await whole(request, call)
+        return EventStream(call, wire.media_type) if call.answer.job.body.stream else await whole(request, call)
 
     async def room(self, request: Request) -> ExitStack:
         """A large body is read when it is its client's turn; until then it stays with its client. Close it when the
@@ -164,14 +161,7 @@ class Server:
         return room
 
     async def _begin(
-        self,
-        request: Request,
-        raw: bytes,
-        parse: Callable[[bytes], Body],
-        wire: Wire,
-        stack: ExitStack,
-        room: ExitStack,
-        began: float,
+        self, request: Request, raw: bytes, parse: Parse, wire: Wire, stack: ExitStack, room: ExitStack, began: float
     ) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by
         `stack`."""
@@ -189,7 +179,8 @@ class Server:
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
-        job = await self.executor.run(client, lambda: prepare(body, request, model.prepare), long)
+        stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
+        job = await self.executor.run(client, lambda: model.prepare.job(body, stats), long)
         room.close()
         if self.recorder is not None:
             await self.executor.run(client, partial(self.recorder.take, request.state.path, raw), long)
@@ -205,30 +196,15 @@ class Server:
             for r in job.requests:
                 log.info("prompt %s: %r", r.id, model.backend.tokenizer.decode(r.prompt))
 
-        feeder = Feeder(model.runner, model.turns, client, job)
-        named = model.name if adapter is None else f"{model.name}:{adapter}"
-        writer = Writer(job, model.backend.tokenizer, named, isinstance(body, ChatRequest), self.fingerprint)
+        answer = Answer(job, model.backend.tokenizer, model.name if adapter is None else f"{model.name}:{adapter}")
         route, deadline = route_of(request.state.path), began + self.settings.timeout
-        call = Call(
-            job,
-            feeder,
-            writer,
-            wire,
-            stack,
-            deadline,
-            self.settings.timeout,
-            route,
-            self.metrics,
-            lambda: self.admission.closing,
-        )
-        stack.callback(feeder.close)
+        call = Call(self, model, client, answer, wire, stack, route, deadline)
         if self.tracing is not None:
             arrived = time.time() - (time.monotonic() - began)
             stack.callback(
-                self.tracing.ended, dict(request.headers), request.state.request_id, route, writer, model.name, arrived
+                self.tracing.ended, dict(request.headers), request.state.request_id, route, answer, model.name, arrived
             )
-        if job.prompt_logprobs is not None:
-            await score(model, job, writer, client)
+        await score(model, answer, client)
         if not model.turns.would_wait(client):
             try:
                 await call.begin()  # so that a refusal by the engine is a status, not an event in a stream
@@ -245,14 +221,6 @@ class Server:
         self.executor.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-
-
-def prepare(body: Common, request: Request, preparer: Preparer) -> Job:
-    stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
-    if isinstance(body, ChatRequest):
-        return preparer.chat(body, stats)
-    assert isinstance(body, CompletionRequest)
-    return preparer.completion(body, stats)
 
 
 def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> FastAPI:

@@ -23,16 +23,16 @@ from typing import BinaryIO
 
 from pydantic import ValidationError
 
-from .. import __version__
 from ..engine.engine import Event
 from ..types import OutriderError
+from .answer import Answer, Job
 from .errors import ApiError, bad, from_validation
 from .model_info import ServedModel
-from .prepare import Job, Preparer
+from .openai import OpenAIWire
+from .prepare import Preparer
 from .runner import MAX_FAILURES
 from .schema import ChatRequest, CompletionRequest
 from .settings import ServerSettings
-from .stream import Writer
 
 ROUTES = {"/v1/chat/completions": True, "/v1/completions": False}  # url -> is it chat
 Json = dict[str, object]
@@ -211,9 +211,9 @@ def claim(line: BatchLine, names: set[str]) -> tuple[str, bool, Json]:
 class BatchCall:
     """One line under way."""
 
-    def __init__(self, line: BatchLine, custom_id: str, job: Job, writer: Writer) -> None:
-        self.line, self.custom_id, self.writer = line, custom_id, writer
-        self.open = {r.id for r in job.requests}
+    def __init__(self, line: BatchLine, custom_id: str, answer: Answer) -> None:
+        self.line, self.custom_id, self.answer = line, custom_id, answer
+        self.open = {r.id for r in answer.job.requests}
 
     def take(self, event: Event) -> Json | None:
         """The line's result, when this event completes it."""
@@ -226,11 +226,10 @@ class BatchCall:
                 else ApiError(500, "The engine failed on this request.")
             )
             return self.refused(error)
-        if self.writer.choice(event.id).finish is None:
-            self.writer.choice(event.id).take(event)
-        if any(c.finish is None for c in self.writer.choices):
+        self.answer.take(event)
+        if not self.answer.finished:
             return None
-        return result_row(self.line, self.custom_id, 200, self.writer.whole())
+        return result_row(self.line, self.custom_id, 200, OpenAIWire().whole(self.answer))
 
     def refused(self, error: ApiError) -> Json:
         return result_row(self.line, self.custom_id, error.status, error.body())
@@ -277,8 +276,7 @@ class BatchRunner:
             job = self._job(custom_id, chat, body)
         except ApiError as e:
             return [result_row(line, custom_id, e.status, e.body())]
-        writer = Writer(job, self._backend.tokenizer, self._settings.model_name, chat, f"outrider-{__version__}")
-        call = BatchCall(line, custom_id, job, writer)
+        call = BatchCall(line, custom_id, Answer(job, self._backend.tokenizer, self._settings.model_name))
         for request in job.requests:
             try:
                 self._backend.engine.submit(request)
@@ -300,12 +298,7 @@ class BatchRunner:
                 )
                 raise ApiError(404, message, "model", "model_not_found")
             self._prepare.answers(request)
-            made = (
-                self._prepare.chat(request, False)
-                if isinstance(request, ChatRequest)
-                else self._prepare.completion(request, False)
-            )
-            return self._prepare.compiled(made)
+            return self._prepare.compiled(self._prepare.job(request))
         except ValidationError as e:
             raise from_validation(e) from None
 

@@ -25,9 +25,10 @@ from ..types import OutriderError
 from .batch import ROUTES, BadLine, BatchLine, bad_row, claim, read_lines, result_row, salt_of, seeded
 from .errors import ApiError, bad, read
 from .files import FileStore, StoredFile
+from .openai import OpenAIWire
 from .runner import where
 from .schema import ChatRequest, CompletionRequest, Strict
-from .wire import Json, OpenAIWire
+from .wire import Json
 
 if TYPE_CHECKING:
     from .app import Server

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
@@ -21,13 +21,14 @@ from starlette.types import Receive, Scope, Send
 from ..engine.engine import Event
 from ..engine.step import Request as EngineRequest
 from ..types import OutriderError
-from .errors import ApiError
-from .metrics import ServerMetrics
-from .prepare import Job
-from .runner import EngineError, Runner
-from .stream import Writer, single_tokens
-from .turn_queue import TurnQueue
+from .answer import Answer, single_tokens
+from .errors import ApiError, shutting_down
+from .loaded_model import LoadedModel
+from .runner import EngineError
 from .wire import Wire, encoded
+
+if TYPE_CHECKING:
+    from .app import Server
 
 log = logging.getLogger("outrider.server")
 KEEP_ALIVE_S = 15.0
@@ -36,110 +37,98 @@ FEW_SCORED = 64  # tokens with their log-probabilities: so many are written on t
 T = TypeVar("T")
 
 
-class Feeder:
-    """Hands a job's sequences to the engine, each in its turn: the first is waited for, the others follow while it
-    runs."""
-
-    def __init__(self, runner: Runner, turns: TurnQueue, client: str, job: Job) -> None:
-        self._runner, self._turns, self._client, self._job = runner, turns, client, job
-        self._holding: set[str] = set()
-        self._others: asyncio.Task[None] | None = None
-        self.stream = runner.stream(r.id for r in job.requests)
-
-    async def first(self) -> None:
-        await self._feed(self._job.requests[0])
-        if len(self._job.requests) > 1:
-            self._others = asyncio.ensure_future(self._rest())
-
-    async def _rest(self) -> None:
-        for request in self._job.requests[1:]:
-            try:
-                await self._feed(request)
-            except (OutriderError, EngineError) as e:
-                self.stream.put(request.id, e)
-                return
-
-    async def _feed(self, request: EngineRequest) -> None:
-        await self._turns.acquire(self._client, self._job.priority)
-        self._holding.add(request.id)
-        await self._runner.submit([request], self.stream)
-
-    def progress(self) -> tuple[int, int] | None:
-        """Tokens of the job's prompts that are read, of how many, as last published; None: none is being read."""
-        known = [p for r in self._job.requests if (p := self._runner.progress.get(r.id)) is not None]
-        if not any(p.prompt_left for p in known):
-            return None
-        return sum(p.prompt_done for p in known), sum(len(p.request.prompt) for p in known)
-
-    def finished(self, id: str) -> None:
-        if id in self._holding:
-            self._holding.remove(id)
-            self._turns.release(self._client)
-
-    def close(self) -> None:
-        if self._others is not None:
-            self._others.cancel()
-        self.stream.close()
-        for id in list(self._holding):
-            self.finished(id)
-
-
 class Call:
-    """`taken`: what was taken on the way to here (model, places) and is given back at the end."""
+    """Hands its sequences to the engine, each in its turn: the first is waited for, the others follow while it runs.
+    `taken`: what was taken on the way to here (model, places) and is given back at the end."""
 
     def __init__(
         self,
-        job: Job,
-        feeder: Feeder,
-        writer: Writer,
+        server: Server,
+        model: LoadedModel,
+        client: str,
+        answer: Answer,
         wire: Wire,
         taken: ExitStack,
-        deadline: float,
-        timeout: float,
         route: str,
-        metrics: ServerMetrics,
-        closing: Callable[[], bool],
+        deadline: float,
     ) -> None:
-        self._job, self._feeder, self._writer, self._wire, self._taken = job, feeder, writer, wire, taken
-        self._begun = False
-        self.deadline, self._timeout, self._route = deadline, timeout, route
-        self._metrics, self._closing = metrics, closing
-        self._began = time.monotonic()
-        self._closed = self._answering = False
+        self._server, self._model, self._client = server, model, client
+        self.answer, self._wire, self._taken, self._route = answer, wire, taken, route
+        self._job, self._timeout = answer.job, server.settings.timeout
+        self._began, self.deadline = time.monotonic(), deadline
+        self._stream = model.runner.stream(r.id for r in self._job.requests)
+        self._holding: set[str] = set()  # requests that have a place in the engine
+        self._others: asyncio.Task[None] | None = None
+        self._begun = self._closed = self._answering = False
         self._read: tuple[int, int] | None = None  # how far the prompt was when it was last asked for
         self.extended: Callable[[float], None] = lambda deadline: None
+        taken.callback(self._end)
 
-    @property
-    def streams(self) -> bool:
-        return self._job.stream
+    # ---- to the engine
 
     async def begin(self) -> None:
         """Wait for our turn and hand the job to the engine, once."""
         if not self._begun:
-            await self._feeder.first()
+            await self._submit(self._job.requests[0])
+            if len(self._job.requests) > 1:
+                self._others = asyncio.ensure_future(self._submit_others())
             self._begun = True
-            self._metrics.queued.observe(time.monotonic() - self._began)
+            self._server.metrics.queued.observe(time.monotonic() - self._began)
+
+    async def _submit_others(self) -> None:
+        for request in self._job.requests[1:]:
+            try:
+                await self._submit(request)
+            except (OutriderError, EngineError) as e:
+                self._stream.put(request.id, e)
+                return
+
+    async def _submit(self, request: EngineRequest) -> None:
+        await self._model.turns.acquire(self._client, self._job.body.priority or 0)
+        self._holding.add(request.id)
+        await self._model.runner.submit([request], self._stream)
+
+    def _release(self, id: str) -> None:
+        if id in self._holding:
+            self._holding.remove(id)
+            self._model.turns.release(self._client)
+
+    def _end(self) -> None:
+        if self._others is not None:
+            self._others.cancel()
+        self._stream.close()
+        for id in list(self._holding):
+            self._release(id)
+
+    def _progress(self) -> tuple[int, int] | None:
+        """Tokens of the job's prompts that are read, of how many, as last published; None: none is being read."""
+        known = [p for r in self._job.requests if (p := self._model.runner.progress.get(r.id)) is not None]
+        if not any(p.prompt_left for p in known):
+            return None
+        return sum(p.prompt_done for p in known), sum(len(p.request.prompt) for p in known)
+
+    # ---- from the engine
 
     async def whole(self) -> bytes:
         """The body of the answer. Many log-probabilities are written off the event loop."""
         try:
             async for event in self._events():
-                if event is not None and self._writer.choice(event.id).finish is None:
-                    self._writer.choice(event.id).take(event)
+                if event is not None:
+                    self.answer.take(event)
 
             def render() -> bytes:
-                return encoded(self._wire.whole(self._writer.whole()))
+                return encoded(self._wire.whole(self.answer))
 
-            return await asyncio.to_thread(render) if self._writer.scored_tokens > FEW_SCORED else render()
+            return await asyncio.to_thread(render) if self.answer.scored_tokens > FEW_SCORED else render()
         finally:
             self.close()
 
     async def chunks(self) -> AsyncIterator[str]:
         """Errors after the first byte can only be told inside the stream."""
-        wire = self._wire
+        wire, answer = self._wire, self.answer
         try:
-            for chunk in self._writer.opening():
-                yield wire.chunk(chunk)
+            if opening := wire.opening(answer):
+                yield opening
             try:
                 async for event in paced(self._events()) if self._job.options.stream_smoothing else self._events():
                     if event is None:
@@ -148,12 +137,11 @@ class Call:
                             ": prompt {} of {} tokens\n\n".format(*self._read or ()) if told else ""
                         ) + wire.still_working
                         continue
-                    text = "".join(map(wire.chunk, self._writer.chunks(event)))
-                    if text:
+                    if (new := answer.take(event)) is not None and (text := wire.delta(answer, *new)):
                         yield text  # one cycle, one write
-                end = "".join(map(wire.chunk, self._writer.closing())) + wire.done()
+                end = wire.closing(answer)
             except ApiError as e:
-                self._metrics.requests.labels(self._route, str(e.status)).inc()
+                self._server.metrics.requests.labels(self._route, str(e.status)).inc()
                 end = wire.error(e)
             self.close()  # before its end is written: who has read it may ask again at once, and finds a place
             yield end
@@ -167,20 +155,20 @@ class Call:
             while not (await asyncio.wait([waiting], timeout=min(self._left(), KEEP_ALIVE_S)))[0]:
                 yield None
             waiting.result()
-            stream = self._feeder.stream
-            while stream.open and any(c.finish is None for c in self._writer.choices):
+            stream = self._stream
+            while stream.open and not self.answer.finished:
                 event = await stream.next(min(self._left(), KEEP_ALIVE_S if self._answering else TELL_S))
                 if event is not None and not self._answering:
                     self._answering, self._read = True, None
                     self._extend()
                 if event is not None and event.finish_reason is not None:
-                    self._feeder.finished(event.id)
+                    self._release(event.id)
                 yield event
         except OutriderError as e:  # the engine found out on the way that this request can't be done
             raise ApiError(400, str(e), code="request_failed") from e
         except EngineError as e:
-            if self._closing():
-                raise ApiError(503, "The server is shutting down.", retry_after=5, code="shutting_down") from e
+            if self._server.admission.closing:
+                raise shutting_down() from e
             raise ApiError(500, f"{e}.", code="engine_error") from e
         finally:
             waiting.cancel()
@@ -192,7 +180,7 @@ class Call:
     def _left(self) -> float:
         """Seconds to the deadline. It moves on while the prompt is being read: time limits are for waiting and for the
         answer."""
-        if not self._answering and (read := self._feeder.progress()) is not None and read != self._read:
+        if not self._answering and (read := self._progress()) is not None and read != self._read:
             self._read = read
             self._extend()
         left = self.deadline - time.monotonic()
@@ -205,21 +193,20 @@ class Call:
         if self._closed:
             return
         self._closed = True
-        if self._feeder.stream.open:
-            self._metrics.aborted.inc()
-        self._feeder.close()
+        metrics, choices = self._server.metrics, self.answer.choices
+        if self._stream.open:
+            metrics.aborted.inc()
         self._taken.close()
-        choices = self._writer.choices
         for choice in choices:
             if choice.stats is not None:
-                self._metrics.finished(choice.stats)
-        self._metrics.end_to_end.observe(time.monotonic() - self._began)
+                metrics.finished(choice.stats)
+        metrics.end_to_end.observe(time.monotonic() - self._began)
         log.info(
             "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s",
             self._route,
             len(choices),
-            self._job.prompt_tokens,
-            sum(c.new_tokens for c in choices),
+            self.answer.prompt_tokens,
+            sum(len(c.ids) for c in choices),
             time.monotonic() - self._began,
             ",".join(c.finish or "abort" for c in choices),
         )

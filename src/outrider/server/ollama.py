@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import cast
 
 from pydantic import JsonValue
 
+from .answer import Answer, AnswerChoice, Delta, ToolCall
 from .defaults import OLLAMA
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
-from .wire import Json, answer_texts, arguments_of
+from .wire import Json, arguments_of
 
 VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
 SMALL = 1024  # bytes; a body without a prompt is no larger
@@ -92,12 +93,6 @@ class LoadBody(OllamaRequest):
         return not (self.prompt or self.messages or self.images or self.suffix)
 
 
-def loaded(model: str, chat: bool) -> Json:
-    """The answer to such a call. (`keep_alive: 0` asks for the model to go; here it goes when its place is needed.)"""
-    wire = OllamaWire(chat)
-    return {**wire.head({"model": model}), **wire.told("", "", []), "done": True, "done_reason": "load"}
-
-
 def untagged(name: str | None) -> str | None:
     """Ollama's clients write smollm2:latest for smollm2."""
     return None if name is None else name.removesuffix(":latest")
@@ -152,9 +147,6 @@ def _common(body: OllamaRequest) -> Json:
     for name, value in (body.options or {}).items():
         if name in OPTIONS and value is not None:
             out[OPTIONS[name]] = -1 if name == "num_predict" and isinstance(value, int) and value <= 0 else value
-    out["outrider"] = {"stats": True}  # the end tells durations
-    if out["stream"]:
-        out["stream_options"] = {"include_usage": True}
     if body.logprobs:
         out["logprobs"], out["top_logprobs"] = True, body.top_logprobs
     if body.format == "json":
@@ -174,78 +166,67 @@ class OllamaWire:
 
     def __init__(self, chat: bool = True) -> None:
         self._chat = chat
-        self._reason: str | None = "stop"
-        self._calls: dict[int, tuple[str, str]] = {}  # name and arguments so far
         self._began = time.monotonic()
-        self._stats: Json = {}
         self._logprobs: list[Json] = []  # of tokens whose line is still to come
 
-    def whole(self, answer: Json) -> Json:
-        one = answer_texts(answer)[0]
-        self._reason, self._stats = one.finish, cast(Json, answer.get("outrider") or {})
-        self._logprobs = one.logprobs
-        told = self.told(one.text, one.thoughts, [_call(call.name, call.arguments) for call in one.calls])
-        return {**self.head(answer), **told, **self._end(answer)}
+    def whole(self, answer: Answer) -> Json:
+        one = answer.choices[0]
+        self._logprobs = answer.entries(one.logprobs)
+        return {**self._line(answer.model, one.content, one.reasoning, one.calls), **self._end(answer)}
 
-    def chunk(self, chunk: Json) -> str:
-        out = ""
-        for one in answer_texts(chunk):
-            for call in one.calls:
-                name, arguments = self._calls.get(call.which, ("", ""))
-                self._calls[call.which] = (name + call.name, arguments + call.arguments)
-            self._logprobs += one.logprobs
-            calls = [_call(*known) for known in self._calls.values()] if one.finish else []
-            if one.text or one.thoughts or calls:
-                out += _line({**self.head(chunk), **self.told(one.text, one.thoughts, calls), "done": False})
-            if one.finish:
-                self._reason, self._stats = one.finish, cast(Json, chunk.get("outrider") or {})
-        if not chunk["choices"] and chunk.get("usage"):
-            out += _line({**self.head(chunk), **self.told("", "", []), **self._end(chunk)})
-        return out
-
-    def done(self) -> str:
+    def opening(self, answer: Answer) -> str:
         return ""
 
+    def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
+        self._logprobs += answer.entries(delta.logprobs)
+        lines = []
+        for part in delta.parts:
+            if part.kind == "content":
+                lines.append(self._line(answer.model, part.text))
+            elif part.kind == "reasoning":
+                lines.append(self._line(answer.model, "", part.text))
+        if choice.finish and choice.calls:
+            lines.append(self._line(answer.model, "", "", choice.calls))
+        return "".join(_dumped({**line, "done": False}) for line in lines)
+
+    def closing(self, answer: Answer) -> str:
+        return _dumped({**self._line(answer.model), **self._end(answer)})
+
     def error(self, error: ApiError) -> str:
-        return _line(self.refusal(error))
+        return _dumped(self.refusal(error))
 
     def refusal(self, error: ApiError) -> Json:
         return error.body_for("/api/")
 
-    def head(self, answer: Json) -> Json:
-        return {"model": answer["model"], "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+    def loaded(self, model: str) -> Json:
+        """The answer to a call that asks nothing. (`keep_alive: 0` asks for the model to go; here it goes when its
+        place is needed.)"""
+        return {**self._line(model), "done": True, "done_reason": "load"}
 
-    def told(self, text: str, thought: str, calls: list[Json]) -> Json:
-        more: Json = {**({"thinking": thought} if thought else {}), **({"tool_calls": calls} if calls else {})}
+    def _line(self, model: str, text: str = "", thought: str = "", calls: Sequence[ToolCall] = ()) -> Json:
+        told = [{"function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls]
+        more: Json = {**({"thinking": thought} if thought else {}), **({"tool_calls": told} if told else {})}
         logprobs, self._logprobs = self._logprobs, []
-        beside: Json = {"logprobs": logprobs} if logprobs else {}
-        if self._chat:
-            return {"message": {"role": "assistant", "content": text, **more}, **beside}
-        return {"response": text, **more, **beside}
+        head = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        said = {"message": {"role": "assistant", "content": text, **more}} if self._chat else {"response": text, **more}
+        return {**head, **said, **({"logprobs": logprobs} if logprobs else {})}
 
-    def _end(self, answer: Json) -> Json:
-        usage = cast(Json, answer["usage"])
-        reason = "length" if self._reason == "length" else "stop"
+    def _end(self, answer: Answer) -> Json:
+        """Durations are in nanoseconds. What is neither reading the prompt nor writing the answer is waiting: for the
+        model to be loaded, or for a turn."""
+        one, total = answer.choices[0], int(1e9 * (time.monotonic() - self._began))
+        prompt, new = (0, 0) if one.stats is None else (int(1e9 * one.stats.prefill_s), int(1e9 * one.stats.decode_s))
         return {
             "done": True,
-            "done_reason": reason,
-            "prompt_eval_count": usage["prompt_tokens"],
-            "eval_count": usage["completion_tokens"],
-            **self._durations(),
+            "done_reason": "length" if one.finish == "length" else "stop",
+            "prompt_eval_count": answer.prompt_tokens,
+            "eval_count": answer.new_tokens,
+            "total_duration": total,
+            "load_duration": max(0, total - prompt - new),
+            "prompt_eval_duration": prompt,
+            "eval_duration": new,
         }
 
-    def _durations(self) -> Json:
-        """Nanoseconds. What is neither reading the prompt nor writing the answer is waiting: for the model to be
-        loaded, or for a turn."""
-        total = int(1e9 * (time.monotonic() - self._began))
-        prompt, new = (int(1e6 * cast(float, self._stats.get(name) or 0.0)) for name in ("prefill_ms", "decode_ms"))
-        waited = max(0, total - prompt - new)
-        return {"total_duration": total, "load_duration": waited, "prompt_eval_duration": prompt, "eval_duration": new}
 
-
-def _call(name: str, arguments: str) -> Json:
-    return {"function": {"name": name, "arguments": arguments_of(arguments)}}
-
-
-def _line(data: Json) -> str:
+def _dumped(data: Json) -> str:
     return json.dumps(data, ensure_ascii=False) + "\n"

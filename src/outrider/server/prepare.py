@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import cast
@@ -22,27 +22,18 @@ from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG
 from ..types import OutriderError, SamplingParams
+from .answer import Job
 from .dialect import Dialect, spell_out_tools
 from .errors import bad, check_size
 from .grammar_source import GrammarSource, build
 from .image_fetch import ImageFetcher
 from .infill import Infill
-from .job import Job as Job
 from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
 from .overflow import ContextOverflow
 from .reasoning import Thoughts
 from .sampling import RequestSampling
-from .schema import (
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    Message,
-    NamedTool,
-    OutriderOptions,
-    PredictedOutput,
-    StreamOptions,
-)
+from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions, PredictedOutput
 from .settings import ServerSettings
 from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
@@ -60,25 +51,21 @@ class Preparer:
         self.infill = Infill.of(self.tokenizer)
         self._sampling = RequestSampling(backend, self._encode, gemma_tools=self.dialect.tools == "gemma4")
 
-    # ---- the two kinds of call
+    def job(self, body: ChatRequest | CompletionRequest, stats: bool = False) -> Job:
+        """stats: drafting statistics are asked for by a header."""
+        return self._chat(body, stats) if isinstance(body, ChatRequest) else self._completion(body, stats)
 
-    def chat(self, body: ChatRequest, stats: bool) -> Job:
+    def _chat(self, body: ChatRequest, stats: bool) -> Job:
         use_tools = bool(body.tools) and body.tool_choice != "none"
         forced = use_tools and body.tool_choice not in (None, "auto")
-        format_ = self._format(body)
+        grammar = format_ = self._format(body)
         prompt = self._prompt(body, use_tools)
         ids = self.fitting(prompt.ids, "messages", self.kept(body.truncate_prompt_tokens))
-        grammar = (
-            self._tool_grammar(body, format_ if not forced else None)
-            if forced or (use_tools and format_ is not None)
-            else format_
-        )
+        if forced or (use_tools and format_ is not None):
+            grammar = self._tool_grammar(body, format_ if not forced else None)
         if grammar is not None and (body.min_tokens or body.ignore_eos):
             field = "min_tokens" if body.min_tokens else "ignore_eos"
             raise bad(f"{field} can't be combined with {grammar.field}.", field)
-        params = self._sampling.params(
-            body, body.limit, (body.top_logprobs or 0) if body.logprobs else None, self._own_ends(body)
-        )
         tail = prompt.written[-64:]
 
         def parser() -> Parser:
@@ -87,49 +74,47 @@ class Preparer:
                 return thoughts if format_ is None else PlainText()
             return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
-        job = self._job(
-            body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False or body.functions is not None
-        )
-        hint = self._hint(body.prediction)
-        if hint:
-            job = replace(job, requests=[replace(r, hint=hint) for r in job.requests])
-        last = body.messages[-1]
-        echoes = (last.text,) * len(job.requests) if body.echo and last.role == "assistant" else ()
-        return replace(
-            job,
-            grammar=grammar,
-            functions=body.functions is not None,
-            prompt_logprobs=body.prompt_logprobs,
-            echoes=echoes,
-        )
+        params = self._sampling.params(body, body.alternatives, self._hand_over if body.tools else ())
+        n, last = body.n or 1, body.messages[-1]
+        requests = self._requests(body, [ids], params, n, self._hint(body.prediction))
+        echoes = (last.text,) * n if body.echo and last.role == "assistant" else ()
+        return Job(body, requests, parser, params.seed, _options(body, stats), n, echoes, grammar)
 
-    def completion(self, body: CompletionRequest, stats: bool) -> Job:
+    def _completion(self, body: CompletionRequest, stats: bool) -> Job:
         prompts = body.prompts
         kept = self.kept(body.truncate_prompt_tokens)
         made = [self._filled_in(p, body.suffix) if body.suffix else self.prompt_ids(p, "prompt", kept) for p in prompts]
         encoded = [self.fitting(ids, "prompt", kept) for ids in made]
-        limit = body.limit if body.max_tokens is not None else 16  # OpenAI's default
-        best_of = max(body.best_of or 1, body.n or 1)
-        keep = body.n or 1
-        asked = 0 if body.logprobs is None and best_of > keep else body.logprobs  # to know which are the best
-        params = self._sampling.params(body, limit, asked, self._own_ends(body))
-        job = self._job(body, encoded, params, PlainText, stats, many=best_of)
-        scored = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
-        job = replace(
-            job,
-            grammar=self._format(body),
-            best=(keep, best_of),
-            hide_logprobs=body.logprobs is None,
-            prompt_logprobs=scored,
-            max_zero=limit == 0,
-            echo_logprobs=bool(body.echo) and body.logprobs is not None,
-        )
-        if not body.echo:
-            return job
+        n = max(body.best_of or 1, body.n or 1)
+        asked = 0 if body.logprobs is None and n > (body.n or 1) else body.logprobs  # to know which are the best
+        ends = self.infill.ends if body.suffix and self.infill is not None else ()
+        params = self._sampling.params(body, asked, ends)
+        requests = self._requests(body, encoded, params, n)
         texts = [
             p if isinstance(p, str) and kept is None else self.tokenizer.decode(ids) for p, ids in zip(prompts, encoded)
         ]
-        return replace(job, echoes=tuple(t for t in texts for _ in range(best_of)))
+        echoes = tuple(t for t in texts for _ in range(n)) if body.echo else ()
+        return Job(body, requests, PlainText, params.seed, _options(body, stats), n, echoes, self._format(body))
+
+    def _requests(
+        self, body: Common, prompts: list[list[int]], params: SamplingParams, n: int, hint: tuple[int, ...] = ()
+    ) -> list[Request]:
+        """`n` for each prompt."""
+        asked = (body.outrider or OutriderOptions()).draft_tokens
+        k, group = None if asked == "auto" else asked, uuid.uuid4().hex
+        return [
+            Request(
+                f"{group}-{p * n + i}",
+                ids,
+                replace(fitting, seed=(params.seed + i) & (2**63 - 1)),
+                draft_tokens=k,
+                drafter=k != 0,
+                images=getattr(ids, "images", ()),
+                hint=hint,
+            )
+            for p, (ids, fitting) in enumerate((ids, self._sampling.fit(params, ids)) for ids in prompts)
+            for i in range(n)
+        ]
 
     # ---- before any work
 
@@ -371,56 +356,6 @@ class Preparer:
     def sampling(self, protocol: Mapping[str, float]) -> dict[str, float]:
         return self._sampling.defaults(protocol)
 
-    def _own_ends(self, body: Common) -> tuple[int, ...]:
-        """Tokens that end an answer of this kind besides the model's end tokens."""
-        if isinstance(body, ChatRequest):
-            return self._hand_over if body.tools else ()
-        return (
-            self.infill.ends if isinstance(body, CompletionRequest) and body.suffix and self.infill is not None else ()
-        )
-
-    def _job(
-        self,
-        body: Common,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        parser: Callable[[], Parser],
-        stats: bool,
-        one_call: bool = False,
-        many: int | None = None,
-    ) -> Job:
-        n = many or body.n or 1
-        options = body.outrider or OutriderOptions()
-        options = options.model_copy(update={"stats": options.stats or stats})
-        k = None if options.draft_tokens == "auto" else options.draft_tokens
-        group = uuid.uuid4().hex
-        requests = [
-            Request(
-                f"{group}-{p * n + i}",
-                ids,
-                replace(fitting, seed=(params.seed + i) & (2**63 - 1)),
-                draft_tokens=k,
-                drafter=k != 0,
-                images=getattr(ids, "images", ()),
-            )
-            for p, (ids, fitting) in enumerate((ids, self._sampling.fit(params, ids)) for ids in prompts)
-            for i in range(n)
-        ]
-        streamed = body.stream_options or StreamOptions()
-        return Job(
-            requests,
-            parser,
-            options,
-            params.seed,
-            bool(body.stream),
-            bool(streamed.include_usage or streamed.continuous_usage_stats),
-            one_call,
-            continuous_usage=bool(streamed.continuous_usage_stats),
-            priority=body.priority or 0,
-            return_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        )
-
     # ---- grammars
 
     def _format(self, body: Common) -> GrammarSource | None:
@@ -470,6 +405,11 @@ class Preparer:
         if len(ids) != 1:
             raise OutriderError(f"the tokenizer has no token {text}")
         return ids[0]
+
+
+def _options(body: Common, stats: bool) -> OutriderOptions:
+    options = body.outrider or OutriderOptions()
+    return options.model_copy(update={"stats": options.stats or stats})
 
 
 def _dumps(value: object, field: str) -> str:

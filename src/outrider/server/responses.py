@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
 
 from pydantic import Field, TypeAdapter, model_validator
 
+from .answer import Answer, AnswerChoice, Delta, ToolCall
 from .errors import ApiError, bad
 from .prepare import Preparer
 from .response_store import ResponseStore
 from .schema import INERT, ChatRequest, Lenient, Strict
-from .wire import Json, answer_texts, sse
+from .wire import Json, sse
 
 BODY = TypeAdapter(dict[str, object])
 # beside those of schema.py
@@ -141,8 +142,6 @@ def parse(raw: bytes, earlier: Callable[[str], list[Json]]) -> Parsed:
     }
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
-    if body.stream:
-        out["stream_options"] = {"include_usage": True}
     form = body.text.format if body.text is not None else None
     if form is not None and form.type != "text":
         schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
@@ -294,7 +293,6 @@ class ResponsesWire:
         self._messages: list[Json] = []
         self._input: list[Json] = []
         self._number = 0
-        self._response: Json = {}
         self._items: list[Json] = []  # finished ones, then the open one
         self._open: str | None = None
         self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
@@ -304,45 +302,41 @@ class ResponsesWire:
         self._asked, self._messages, self._input = parsed.asked, parsed.messages, parsed.items
         return parsed.request
 
-    def whole(self, answer: Json) -> Json:
-        one = answer_texts(answer)[0]
-        items = [_reasoning(one.thoughts)] if one.thoughts else []
-        if one.text:
-            items.append(_message(one.text, one.logprobs))
-        items += [self._function(call.id, call.name, call.arguments) for call in one.calls]
-        return self._kept(self._whole(answer, items, one.finish))
+    def whole(self, answer: Answer) -> Json:
+        one = answer.choices[0]
+        items = [_reasoning(one.reasoning)] if one.reasoning else []
+        if one.content:
+            items.append(_message(one.content, answer.entries(one.logprobs)))
+        items += [self._function(call) for call in one.calls]
+        return self._kept(self._whole(answer, items))
 
-    def chunk(self, chunk: Json) -> str:
+    def opening(self, answer: Answer) -> str:
+        response = {**self._head(answer), "status": "in_progress", "output": [], "usage": None}
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         out = ""
-        if not self._response:
-            self._response = {**self._head(chunk), "status": "in_progress", "output": [], "usage": None}
-            out += self._event("response.created", response=self._response) + self._event(
-                "response.in_progress", response=self._response
-            )
-        for one in answer_texts(chunk):
-            self._logprobs += one.logprobs
-            if one.thoughts:
+        self._logprobs += answer.entries(delta.logprobs)
+        for part in delta.parts:
+            if part.kind == "reasoning":
                 out += self._begin("reasoning", _reasoning(""))
-                out += self._grow("response.reasoning_text.delta", one.thoughts)
-            if one.text:
+                out += self._grow("response.reasoning_text.delta", part.text)
+            elif part.kind == "content":
                 out += self._begin("message", _message(""))
-                out += self._grow("response.output_text.delta", one.text)
-            for call in one.calls:
-                if call.id:
-                    out += self._begin(f"call {call.which}", self._function(call.id, call.name, ""))
-                if call.arguments:
-                    out += self._grow("response.function_call_arguments.delta", call.arguments)
-            if one.finish:
-                self._response["finish"] = one.finish
-        if not chunk["choices"] and chunk.get("usage"):
-            out += self._finish()
-            whole = self._whole(chunk, self._items, self._response.get("finish"))
-            kind = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-            out += self._event(kind, response=self._kept({**whole, "id": self._response["id"]}))
+                out += self._grow("response.output_text.delta", part.text)
+            elif part.kind == "call":
+                call = replace(choice.calls[part.index], arguments="")
+                out += self._begin(f"call {part.index}", self._function(call))
+            else:
+                out += self._grow("response.function_call_arguments.delta", part.text)
         return out
 
-    def done(self) -> str:
-        return ""
+    def closing(self, answer: Answer) -> str:
+        out, whole = self._finish(), self._whole(answer, self._items)
+        kind = "response.completed" if whole["status"] == "completed" else "response.incomplete"
+        return out + self._event(kind, response=self._kept(whole))
 
     def error(self, error: ApiError) -> str:
         return self._event("error", code=error.code, message=error.message, param=error.param)
@@ -360,42 +354,40 @@ class ResponsesWire:
             self._store.put(self._client, messages, self._input, response)
         return response
 
-    def _whole(self, answer: Json, items: list[Json], finish: object) -> Json:
-        usage = cast(Json, answer["usage"])
-        cut = finish == "length"
+    def _whole(self, answer: Answer, items: list[Json]) -> Json:
+        cut = answer.choices[0].finish == "length"
         return {
             **self._head(answer),
             "status": "incomplete" if cut else "completed",
             "output": items,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cache_write_tokens": 0, **cast(Json, usage["prompt_tokens_details"])},
-                "output_tokens": usage["completion_tokens"],
+                "input_tokens": answer.prompt_tokens,
+                "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": answer.cached_tokens},
+                "output_tokens": answer.new_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
+                "total_tokens": answer.prompt_tokens + answer.new_tokens,
             },
         }
 
-    def _head(self, answer: Json) -> Json:
-        id = str(answer["id"]).replace("chatcmpl-", "resp_")
-        answer_texts: Json = {
+    def _head(self, answer: Answer) -> Json:
+        return {
+            "id": f"resp_{answer.id}",
             "object": "response",
-            "created_at": answer["created"],
-            "model": answer["model"],
+            "created_at": answer.created,
+            "model": answer.model,
             "error": None,
+            "incomplete_details": None,
+            **self._asked,
         }
-        return {"id": id, **answer_texts, "incomplete_details": None, **self._asked}
 
-    def _function(self, call: str, name: str, arguments: str) -> Json:
-        named = own_name(cast(list[Json], self._asked.get("tools") or []), name)
-        id = f"fc_{secrets.token_hex(12)}"
+    def _function(self, call: ToolCall) -> Json:
         return {
             "type": "function_call",
-            "id": id,
-            "call_id": call,
-            **named,
-            "arguments": arguments,
+            "id": f"fc_{secrets.token_hex(12)}",
+            "call_id": call.id,
+            **own_name(cast(list[Json], self._asked.get("tools") or []), call.name),
+            "arguments": call.arguments,
             "status": "completed",
         }
 

@@ -18,8 +18,9 @@ from ..engine.text import LONG
 from . import adapters, anthropic, batches, embeddings, files, model_info, ollama, responses, text_routes
 from .call import timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
-from .schema import ChatRequest, Common, CompletionRequest
-from .wire import Json, OpenAIWire, Wire
+from .openai import OpenAIWire
+from .schema import ChatRequest, CompletionRequest, Parse
+from .wire import Json, Wire
 
 if TYPE_CHECKING:
     from .app import Server
@@ -44,27 +45,25 @@ def add_routes(app: FastAPI, server: Server) -> None:
             handle
         )
 
-    def speak(
-        path: str, shape: type[BaseModel], protocol: Callable[[Request], tuple[Callable[[bytes], Common], Wire]]
-    ) -> None:
+    def speak(path: str, shape: type[BaseModel], protocol: Callable[[Request], tuple[Parse, Wire]]) -> None:
         """protocol: how a body is read, and how its answer is written."""
         post(path, shape, lambda request: server.answer(request, *protocol(request)))
 
-    def respond(request: Request) -> tuple[Callable[[bytes], Common], Wire]:
+    def respond(request: Request) -> tuple[Parse, Wire]:
         wire = responses.ResponsesWire(server.responses, request.state.client)
         return wire.parse, wire
 
     def count_input(request: Request) -> Awaitable[Response]:
         return server.look(request, responses.counter(server.responses, request.state.client))
 
-    def speak_ollama(path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], chat: bool) -> None:
+    def speak_ollama(path: str, shape: type[BaseModel], parse: Parse, chat: bool) -> None:
         async def load(request: Request, name: str | None) -> Response:
             if server.admission.closing:
                 raise shutting_down()
             slot = server.resolve(request, ollama.untagged(name))
             with ExitStack() as stack:
                 model = await unless_gone(request, server.acquire(slot, request.state.client, stack))
-                return JSONResponse(ollama.loaded(model.name, chat))
+                return JSONResponse(ollama.OllamaWire(chat).loaded(model.name))
 
         async def answer(request: Request) -> Response:
             if 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL:

@@ -11,7 +11,7 @@ from ..engine.grammar import AllowedTokens
 from ..types import OutriderError, SamplingParams
 from .defaults import UNCHANGED
 from .errors import bad
-from .schema import ChatRequest, Common
+from .schema import ChatRequest, Common, CompletionRequest
 
 if TYPE_CHECKING:
     from .model_info import ServedModel
@@ -22,9 +22,12 @@ class RequestSampling:
         """encode: text -> ids, with `bos`. gemma_tools: tool calls are written with control tokens."""
         self._backend, self._encode, self._gemma_tools = backend, encode, gemma_tools
 
-    def params(self, body: Common, limit: int | None, logprobs: int | None, ends: tuple[int, ...]) -> SamplingParams:
+    def params(
+        self, body: ChatRequest | CompletionRequest, logprobs: int | None, ends: tuple[int, ...]
+    ) -> SamplingParams:
         """The sampling parameters of a request; `fit` makes them fit behind a prompt. ends: tokens that end the answer
         besides the model's own."""
+        limit = body.limit
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         asked = {
             "repetition_penalty": body.repetition_penalty or body.repeat_penalty,

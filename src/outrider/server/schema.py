@@ -6,7 +6,7 @@ The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Annotated, Literal, Self
 
@@ -340,6 +340,12 @@ class Common(Strict):
         return self
 
     @property
+    def usage(self) -> Literal["final", "continuous"] | None:
+        """Where in a stream it is told: in a chunk of its own at the end, or in every chunk as well."""
+        options = self.stream_options or StreamOptions()
+        return "continuous" if options.continuous_usage_stats else "final" if options.include_usage else None
+
+    @property
     def stops(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(s for s in given if s)
@@ -428,6 +434,11 @@ class ChatRequest(Common):
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return None if asked == -1 else asked
 
+    @property
+    def alternatives(self) -> int | None:
+        """Likeliest tokens that are told with each token; None: no log-probabilities are told."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionRequest(Common):
     # a long list is looked at when there is room
@@ -456,8 +467,15 @@ class CompletionRequest(Common):
 
     @property
     def limit(self) -> int | None:
-        return None if self.max_tokens == -1 else self.max_tokens
+        return None if self.max_tokens == -1 else 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[object]]:
         return split_prompts(self.prompt, "prompt")
+
+
+Parse = Callable[[bytes], ChatRequest | CompletionRequest]  # a body, as a protocol has it

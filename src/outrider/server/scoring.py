@@ -14,12 +14,11 @@ from ..engine.engine import Engine
 from ..engine.scoring import Scorer, ScoringJob
 from ..ops.lowrank import Adapter
 from ..types import OutriderError
+from .answer import Answer
 from .errors import ApiError
 from .loaded_model import LoadedModel
-from .prepare import Job
 from .runner import EngineError, EngineLike, where
 from .settings import without_paths
-from .stream import Writer
 
 log = logging.getLogger("outrider.server")
 
@@ -56,11 +55,11 @@ def adapter_of(model: LoadedModel, name: str | None) -> Adapter | None:
         raise ApiError(404, f"{without_paths(str(e))}.", "model", "model_not_found") from None
 
 
-async def score(model: LoadedModel, job: Job, writer: Writer, client: str) -> None:
-    """What the model thinks of the prompts."""
-    assert job.prompt_logprobs is not None
-    for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
-        scorer = Scorer(prompt, job.prompt_logprobs)
+async def score(model: LoadedModel, answer: Answer, client: str) -> None:
+    """What the model thinks of the prompts, where that is asked for."""
+    job = answer.job
+    for prompt in job.prompts if job.prompt_logprobs is not None else ():
+        scorer = Scorer(prompt, job.prompt_logprobs or 0)
         scorer.adapter = adapter_of(model, job.requests[0].adapter)
-        await run_scoring(model, scorer, client, job.priority)
-        writer.scores[id(prompt)] = scorer.entries
+        await run_scoring(model, scorer, client, job.body.priority or 0)
+        answer.scores[id(prompt)] = scorer.entries

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..types import OutriderError, RequestStats
-from .stream import Writer
+from .answer import Answer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -44,21 +44,20 @@ class Tracing:
         return cls(provider)
 
     def ended(
-        self, headers: Mapping[str, str], request_id: str, route: str, writer: Writer, model: str, began: float
+        self, headers: Mapping[str, str], request_id: str, route: str, answer: Answer, model: str, began: float
     ) -> None:
         """A call is over, however it ended. began: when it arrived, by time.time(). A caller's `traceparent` becomes
         the parent."""
-        end, choices = time.time(), writer.choices
+        end, choices = time.time(), answer.choices
         stats = [c.stats for c in choices if c.stats is not None]
-        usage = writer.usage()
         attributes: dict[str, str | int | float | list[str]] = {
             "gen_ai.operation.name": route,
             "gen_ai.request.model": model,
             "gen_ai.provider.name": "outrider",
             "outrider.request_id": request_id,
             "gen_ai.response.finish_reasons": [c.finish or "abort" for c in choices],
-            "gen_ai.usage.input_tokens": int(str(usage["prompt_tokens"])),
-            "gen_ai.usage.output_tokens": int(str(usage["completion_tokens"])),
+            "gen_ai.usage.input_tokens": answer.prompt_tokens,
+            "gen_ai.usage.output_tokens": answer.new_tokens,
         }
         if stats:
             attributes |= _measured(stats, end - began)

@@ -1,17 +1,17 @@
-"""How an answer goes over the wire. Inside the server every answer has OpenAI's shape; a `Wire` translates it into the
-protocol that was asked in: whole answers, chunks of a stream, errors.
-
-A `Wire` is made anew for each call and may remember what it has written.
-"""
+"""How an answer goes over the wire: a `Wire` writes it in the protocol that was asked in, whole or as a stream, and
+errors. It is made anew for each call and may remember what it has written."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .answer import Answer, AnswerChoice, Delta
 
 Json = dict[str, object]
 
@@ -48,72 +48,13 @@ def arguments_of(text: str) -> object:
         return {}
 
 
-class AnswerToolCall(NamedTuple):
-    """A function call; in a chunk, what is new of it."""
-
-    which: int  # of its calls
-    id: str  # empty where only arguments are new
-    name: str
-    arguments: str
-
-
-class AnswerText(NamedTuple):
-    """What one choice of an answer says; of a chunk, what is new."""
-
-    thoughts: str
-    text: str
-    calls: list[AnswerToolCall]
-    logprobs: list[Json]
-    finish: str | None
-    stopped_by: str | int | None  # the stop string or the stop token that ended it
-
-
-def answer_texts(answer: Json) -> list[AnswerText]:
-    """Choice by choice, of an answer in OpenAI's shape or a chunk of one."""
-    out = []
-    for choice in cast(list[dict[str, Any]], answer["choices"]):
-        told = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
-        calls = [
-            AnswerToolCall(
-                call.get("index", i),
-                call.get("id") or "",
-                call["function"].get("name", ""),
-                call["function"].get("arguments", ""),
-            )
-            for i, call in enumerate(told.get("tool_calls") or ())
-        ]
-        logprobs = (choice.get("logprobs") or {}).get("content") or []
-        thoughts, text = told.get("reasoning_content") or "", told.get("content") or ""
-        out.append(AnswerText(thoughts, text, calls, logprobs, choice["finish_reason"], choice.get("stop_reason")))
-    return out
-
-
 class Wire(Protocol):
     media_type: str
     still_working: str  # written when nothing came for a while
 
-    def whole(self, answer: Json) -> Json: ...
-    def chunk(self, chunk: Json) -> str: ...
-    def done(self) -> str: ...
+    def whole(self, answer: Answer) -> Json: ...
+    def opening(self, answer: Answer) -> str: ...
+    def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str: ...
+    def closing(self, answer: Answer) -> str: ...
     def error(self, error: ApiError) -> str: ...
     def refusal(self, error: ApiError) -> Json: ...
-
-
-class OpenAIWire:
-    media_type = "text/event-stream"
-    still_working = ": still working\n\n"
-
-    def whole(self, answer: Json) -> Json:
-        return answer
-
-    def chunk(self, chunk: Json) -> str:
-        return sse(chunk)
-
-    def done(self) -> str:
-        return "data: [DONE]\n\n"
-
-    def error(self, error: ApiError) -> str:
-        return sse(error.body())
-
-    def refusal(self, error: ApiError) -> Json:
-        return error.body()

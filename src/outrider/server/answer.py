@@ -1,0 +1,240 @@
+"""An answer on its way, in no protocol's shape: a `Job` says what was asked, an `Answer` has a `AnswerChoice` for each of its
+sequences, and a choice turns the engine's events into what is new (`Delta`). Renderers (`Wire`) write all of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..engine.engine import Event
+from ..engine.grammar import CompiledGrammar
+from ..engine.step import Request
+from ..engine.text import Detokenizer, Tokenizer
+from ..types import RequestStats
+from .grammar_source import GrammarSource
+from .output import OutputPart, Parser, join
+from .schema import ChatRequest, CompletionRequest, OutriderOptions
+from .wire import Json
+
+Table = dict[int, float] | None  # {token id: logprob}; None for a token that nothing stands before
+LEAST = -9999.0  # JSON has no -inf
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call: its engine requests (choice i is requests[i]) and how to read their answers."""
+
+    body: ChatRequest | CompletionRequest
+    requests: list[Request]
+    parser: Callable[[], Parser]
+    seed: int
+    options: OutriderOptions
+    candidates: int = 1  # answers that are computed for each prompt; the likeliest `n` are kept
+    echoes: tuple[str, ...] = ()  # text of the prompt that is told with the answer, per request
+    grammar: GrammarSource | None = None  # what the answers must match, to be compiled before the job can run
+
+    @property
+    def max_zero(self) -> bool:
+        """max_tokens: 0 of /v1/completions: nothing is wanted but the prompt."""
+        return isinstance(self.body, CompletionRequest) and self.body.limit == 0
+
+    @property
+    def one_call(self) -> bool:
+        body = self.body
+        return isinstance(body, ChatRequest) and (body.parallel_tool_calls is False or body.functions is not None)
+
+    @property
+    def echo_logprobs(self) -> bool:
+        """The prompt's own tokens are told with the answer's."""
+        body = self.body
+        return isinstance(body, CompletionRequest) and bool(body.echo) and body.logprobs is not None
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Score the prompt, with so many alternatives."""
+        echoed = self.body.alternatives if self.echo_logprobs else None
+        return echoed if self.body.prompt_logprobs is None else self.body.prompt_logprobs
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Each once, however many answers it has."""
+        return list({id(r.prompt): r.prompt for r in self.requests}.values())
+
+    def under(self, grammar: CompiledGrammar) -> Job:
+        requests = [replace(r, params=replace(r.params, grammar=grammar)) for r in self.requests]
+        return replace(self, requests=requests, grammar=None)
+
+
+def single_tokens(event: Event) -> list[Event]:
+    """The event as one for each of its tokens; the last one ends the answer if it did."""
+    if len(event.tokens) < 2:
+        return [event]
+    tables = event.logprobs if event.logprobs is not None else [None] * len(event.tokens)
+    whole = replace(event, finish_reason=None, stats=None, error=None)
+    parts = [
+        replace(whole, tokens=[t], kinds=[k], texts=[x], logprobs=None if p is None else [p])
+        for t, k, x, p in zip(event.tokens, event.kinds, event.texts, tables)
+    ]
+    parts[1:] = [replace(part, tree=None, drafts=None) for part in parts[1:]]
+    parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, stats=event.stats, error=event.error)
+    return parts
+
+
+@dataclass
+class ToolCall:
+    name: str
+    arguments: str = ""  # JSON text
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
+@dataclass
+class Delta:
+    """What one event adds to a choice."""
+
+    parts: list[OutputPart] = field(default_factory=list)
+    logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
+    tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
+    draft: Json = field(default_factory=dict)  # {"tree": ...} where it branched, {"draft": ...} where it did not
+    ids: list[int] = field(default_factory=list)
+
+
+class AnswerChoice:
+    """Takes events, remembers the whole, gives out what is new."""
+
+    def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
+        request = job.requests[index]
+        self.index, self.prompt = index, request.prompt
+        self._tokenizer, self._parser, self._one_call = tokenizer, job.parser(), job.one_call
+        self._pieces = Detokenizer(tokenizer, request.prompt) if job.options.token_kinds else None
+        self.echoed = job.echoes[index] if job.echoes else ""
+        self.content, self.reasoning = self.echoed, ""
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[tuple[int, dict[int, float]]] = []
+        self.tokens: list[list[str]] = []  # [text, kind]
+        self.ids: list[int] = []
+        self.finish: str | None = None
+        self.stopped_by: str | int | None = None  # the stop string or the stop token that ended it
+        self._stop_ids = frozenset(request.params.stop_token_ids) - frozenset(tokenizer.eos_ids)
+        self.stats: RequestStats | None = None
+
+    def take(self, event: Event) -> Delta:
+        """Where only one call is wanted the answer ends at the token that begins the second one."""
+        delta = Delta()
+        for part in single_tokens(event) if self._one_call else [event]:
+            if self.finish is None:
+                self._take(part, delta)
+        delta.parts = join(delta.parts)
+        for p in delta.parts:
+            if p.kind == "content":
+                self.content += p.text
+            elif p.kind == "reasoning":
+                self.reasoning += p.text
+            elif p.kind == "call":
+                self.calls.append(ToolCall(p.text))
+            else:
+                self.calls[p.index].arguments += p.text
+        self.logprobs += delta.logprobs
+        self.tokens += delta.tokens
+        self.ids += delta.ids
+        return delta
+
+    def _take(self, event: Event, delta: Delta) -> None:
+        parts = self._parser.feed("".join(event.texts))
+        delta.ids += event.tokens
+        if event.finish_reason is not None:
+            complete = event.finish_reason == "stop"
+            parts += self._parser.finish(complete)
+            self.stats = event.stats
+            self.finish = "tool_calls" if complete and self._parser.calls else event.finish_reason
+            last = event.tokens[-1] if event.tokens and event.tokens[-1] in self._stop_ids else None
+            self.stopped_by = (event.stopped_by or last) if self.finish == "stop" else None
+        kept = [p for p in parts if p.index == 0 or p.kind not in ("call", "args")] if self._one_call else parts
+        if len(kept) < len(parts) and self.finish is None:
+            self.finish = "tool_calls"  # the second call began: enough
+        delta.parts += kept
+        delta.logprobs += zip(event.tokens, event.logprobs or ())
+        if self._pieces is None:
+            return
+        for token, kind in zip(event.tokens, event.kinds):
+            delta.tokens.append(["" if token in self._tokenizer.eos_ids else self._pieces.push([token]), kind])
+        tree = event.tree
+        if tree is not None and tree.chain < len(tree.parents):  # a tree may be a chain after all
+            delta.draft = {"tree": {"tokens": self._texts(tree.tokens), "parents": tree.parents, "path": tree.path}}
+        elif event.drafts:
+            delta.draft = {"draft": self._texts(event.drafts)}
+
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(table[t] for t, table in self.logprobs) / max(1, len(self.logprobs))
+
+
+class Answer:
+    """All choices of one call."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, model: str) -> None:
+        self.job, self.tokenizer, self.model = job, tokenizer, model
+        self.id, self.created = secrets.token_hex(12), int(time.time())
+        self.choices = [AnswerChoice(i, job, tokenizer) for i in range(len(job.requests))]
+        self._by_id = {r.id: c for r, c in zip(job.requests, self.choices)}
+        self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: what the model thought of its tokens
+
+    def take(self, event: Event) -> tuple[AnswerChoice, Delta] | None:
+        """The choice that an event is of, and what is new of it; None: it had ended."""
+        choice = self._by_id[event.id]
+        return (choice, choice.take(event)) if choice.finish is None else None
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finish is not None for c in self.choices)
+
+    @property
+    def kept(self) -> list[AnswerChoice]:
+        """Of each prompt's answers the likeliest, by the mean of their tokens' log-probabilities."""
+        keep, of = self.job.body.n or 1, self.job.candidates
+        if keep == of:
+            return self.choices
+        groups = [self.choices[i : i + of] for i in range(0, len(self.choices), of)]
+        return [c for group in groups for c in sorted(group, key=lambda c: -c.mean_logprob)[:keep]]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.job.prompts))
+
+    @property
+    def new_tokens(self) -> int:
+        return 0 if self.job.max_zero else sum(len(c.ids) for c in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return min((c.stats.cached_tokens for c in self.choices if c.stats is not None), default=0)
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that are told with their log-probabilities."""
+        return sum(len(c.logprobs) for c in self.choices) + sum(map(len, self.scores.values()))
+
+    # ---- log-probabilities as OpenAI's, Ollama's and the Responses API have them in common
+
+    def entries(self, scored: Sequence[tuple[int, Table]]) -> list[Json]:
+        wanted = self.job.body.alternatives
+        if wanted is None:
+            return []
+        return [
+            {**self.token(t, table[t]), "top_logprobs": self.top(table, wanted)}
+            for t, table in scored
+            if table is not None
+        ]
+
+    def top(self, table: dict[int, float], wanted: int) -> list[Json]:
+        return [self.token(t, v) for t, v in sorted(table.items(), key=lambda item: -item[1])[:wanted]]
+
+    def token(self, token: int, logprob: float) -> Json:
+        raw = self.tokenizer.token_bytes(token)
+        as_id = self.job.body.return_tokens_as_token_ids
+        text = f"token_id:{token}" if as_id else raw.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(raw)}
