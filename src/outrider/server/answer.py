@@ -1,4 +1,4 @@
-"""An answer on its way, in no protocol's shape: a `Job` says what was asked, an `Answer` has a `AnswerChoice` for each of its
+"""An answer on its way, in no protocol's shape: a `Job` says what was asked, an `Answer` has a choice for each of its
 sequences, and a choice turns the engine's events into what is new (`Delta`). Renderers (`Wire`) write all of it."""
 
 from __future__ import annotations
