@@ -103,13 +103,9 @@ class ModelConfig:
     @staticmethod
     def from_hf(raw: Foreign) -> ModelConfig:
         kind, body = _field(raw, "model_type", str), dict(text_part(raw) or raw)
-        for key in (
-            "eos_token_id",
-            "bos_token_id",
-            "tie_word_embeddings",
-        ):  # the outer config's word counts: the head is the outer model's
-            if raw.get(key) is not None:
-                body[key] = raw[key]
+        # the outer config's word counts: the head is the outer model's
+        outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
+        body |= {key: raw[key] for key in outer if raw.get(key) is not None}
         if "num_hidden_layers" in body and _field(body, "num_hidden_layers", int) < 1:
             raise OutriderError(
                 f"config.json: 'num_hidden_layers' should be at least 1, got {body['num_hidden_layers']}"
@@ -146,9 +142,7 @@ class DrafterConfig:
     taps: tuple[int, ...] = ()  # target layers whose hidden states are fed beside the last one
     target_hash: str | None = None  # what it was trained for (own drafters)
     style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/drafter.py
-    weight_bits: int | None = (
-        None  # 4: trained so that its layers' matrices may be held in 4 bits (blocks of 32, scale and minimum)
-    )
+    weight_bits: int | None = None  # 4: trained so that its layers may be held in 4 bits (blocks of 32)
 
     @property
     def gemma(self) -> bool:
@@ -184,8 +178,7 @@ class DrafterConfig:
             raise OutriderError(
                 f"config.json: {vocab} tokens do not divide into num_centroids = {clusters} clusters of one size"
             )
-        reads = raw.get("reads")
-        draft_tokens = raw.get("num_assistant_tokens")
+        reads, draft_tokens, bits = (raw.get(key) for key in ("reads", "num_assistant_tokens", "weight_bits"))
         return DrafterConfig(
             model_type=kind,
             backbone_hidden=_field(raw, "backbone_hidden_size", int),
@@ -203,7 +196,7 @@ class DrafterConfig:
             taps=tuple(int(t) for t in raw.get("taps", ())),
             target_hash=raw.get("target_hash"),
             style=style,
-            weight_bits=int(raw["weight_bits"]) if raw.get("weight_bits") is not None else None,
+            weight_bits=int(bits) if bits is not None else None,
         )
 
 
@@ -244,41 +237,31 @@ def _activation(name: object) -> Literal["silu", "gelu_tanh"]:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, (list, tuple)):
-        return tuple(int(v) for v in value)
-    if not isinstance(value, (int, float, str)):
-        raise OutriderError(f"config.json: a token id should be a number, got {str(value)[:40]}")
-    return (int(value),)
+    found = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    if wrong := [v for v in found if not isinstance(v, int | float | str)]:
+        raise OutriderError(f"config.json: a token id should be a number, got {str(wrong[0])[:40]}")
+    return tuple(int(v) for v in found)
 
 
 def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
     """One rope dict of a config: transformers 5 `rope_parameters` or the older `rope_scaling`."""
     params = params or {}
-    theta = float(params.get("rope_theta", theta))
+    rope = RopeSpec(float(params.get("rope_theta", theta)), head_dim, head_dim // 2)
     kind = params.get("rope_type", params.get("type", "default")) or "default"
     if kind == "default":
-        return RopeSpec(theta, head_dim, head_dim // 2)
-    if kind == "linear":
-        return RopeSpec(theta, head_dim, head_dim // 2, "linear", float(params["factor"]))
-    if kind == "llama3":
-        return RopeSpec(
-            theta,
-            head_dim,
-            head_dim // 2,
-            "llama3",
-            float(params["factor"]),
-            float(params["low_freq_factor"]),
-            float(params["high_freq_factor"]),
-            int(params["original_max_position_embeddings"]),
-        )
+        return rope
     if kind == "proportional":
-        rotated = int(float(params.get("partial_rotary_factor", 1.0)) * head_dim // 2)
-        return RopeSpec(theta, head_dim, rotated)
-    raise OutriderError(
-        f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional"
-    )
+        return replace(rope, rotated=int(float(params.get("partial_rotary_factor", 1.0)) * head_dim // 2))
+    if kind not in ("linear", "llama3"):
+        raise OutriderError(
+            f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional"
+        )
+    rope = replace(rope, scaling="linear" if kind == "linear" else "llama3", factor=float(params["factor"]))
+    if kind == "linear":
+        return rope
+    low, high = float(params["low_freq_factor"]), float(params["high_freq_factor"])
+    original = int(params["original_max_position_embeddings"])
+    return replace(rope, low_freq_factor=low, high_freq_factor=high, original_context=original)
 
 
 def _layers(
@@ -289,102 +272,129 @@ def _layers(
     inter, layers = _field(raw, "intermediate_size", int), []
     for i in range(_field(raw, "num_hidden_layers", int)):
         sliding = kinds[i] == "sliding_attention"
-        layers.append(
-            LayerSpec(replace(spec, kv_layer=i, window=window if sliding else None), local if sliding else full, inter)
-        )
+        attn = replace(spec, kv_layer=i, window=window if sliding else None)
+        layers.append(LayerSpec(attn, local if sliding else full, inter))
     return tuple(layers)
+
+
+def _every(period: int, count: int) -> list[str]:
+    """Sliding layers, and a full one at the end of each period."""
+    return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(count)]
 
 
 def _llama(kind: str, raw: Foreign) -> ModelConfig:
     hidden, heads = _field(raw, "hidden_size", int), _field(raw, "num_attention_heads", int)
-    count = _field(raw, "num_hidden_layers", int)
+    count, qwen = _field(raw, "num_hidden_layers", int), kind in ("qwen2", "qwen3")
     head_dim = int(raw.get("head_dim") or hidden // heads)
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
     eps = float(raw.get("rms_norm_eps", 1e-6))
     rope = _rope(raw.get("rope_parameters") or raw.get("rope_scaling"), float(raw.get("rope_theta", 10000.0)), head_dim)
     window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
-    if kind in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+    if qwen and not raw.get("use_sliding_window", False):
         window = None
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = int(raw.get("max_window_layers", 28)) if kind in ("qwen2", "qwen3") else 0
-        kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
-    bias = bool(raw.get("attention_bias", kind == "qwen2"))
+    first = int(raw.get("max_window_layers", 28)) if qwen else 0
+    sliding = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
+    kinds = raw.get("layer_types") or sliding
+    bias = bool(raw.get("attention_bias", False))
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
     spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=head_dim**-0.5, eps=eps)
-    layers = _layers(raw, spec, kinds, int(window) if window else None, rope, rope)
     return ModelConfig(
-        model_type=kind, family="llama", vocab_size=_field(raw, "vocab_size", int), hidden=hidden, layers=layers,
-        activation=_activation(raw.get("hidden_act", "silu")), norm_eps=eps, embed_scale=1.0, softcap=None,
-        tied=bool(raw.get("tie_word_embeddings", False)), max_context=int(raw.get("max_position_embeddings", 2048)),
-        qkv_bias=True if kind == "qwen2" else bias, out_bias=False if kind == "qwen2" else bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)), qk_norm=kind == "qwen3",
-        eos_ids=_ids(raw.get("eos_token_id")), bos_id=raw.get("bos_token_id"),
-    )  # fmt: skip
+        model_type=kind,
+        family="llama",
+        vocab_size=_field(raw, "vocab_size", int),
+        hidden=hidden,
+        layers=_layers(raw, spec, kinds, int(window) if window else None, rope, rope),
+        activation=_activation(raw.get("hidden_act", "silu")),
+        norm_eps=eps,
+        embed_scale=1.0,
+        softcap=None,
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        max_context=int(raw.get("max_position_embeddings", 2048)),
+        qkv_bias=bias or kind == "qwen2",
+        out_bias=bias and kind != "qwen2",
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=kind == "qwen3",
+        eos_ids=_ids(raw.get("eos_token_id")),
+        bos_id=raw.get("bos_token_id"),
+    )
+
+
+def _gemma(kind: str, raw: Foreign, layers: tuple[LayerSpec, ...]) -> ModelConfig:
+    """What Gemma 3 and 4 have in common. Options of their classes that no released text decoder uses are refused
+    rather than computed otherwise."""
+    if raw.get("attention_bias"):
+        raise OutriderError(f"{kind}: attention_bias is not supported")
+    if raw.get("use_bidirectional_attention") in (True, "all"):
+        raise OutriderError(f"{kind}: bidirectional attention makes this an encoder, not a model that decodes")
+    hidden, gemma3 = _field(raw, "hidden_size", int), kind in GEMMA3_TYPES
+    return ModelConfig(
+        model_type=kind,
+        family="gemma3" if gemma3 else "gemma4",
+        vocab_size=int(raw.get("vocab_size", 262208 if gemma3 else 262144)),
+        hidden=hidden,
+        layers=layers,
+        activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        embed_scale=hidden**0.5,
+        softcap=None,
+        tied=bool(raw.get("tie_word_embeddings", True)),
+        max_context=int(raw.get("max_position_embeddings", 131072)),
+        qk_norm=True,
+        sandwich=True,
+        eos_ids=_ids(raw.get("eos_token_id", 1)),
+        bos_id=raw.get("bos_token_id", 2),
+    )
 
 
 def _gemma3(kind: str, raw: Foreign) -> ModelConfig:
-    hidden, heads = _field(raw, "hidden_size", int), int(raw.get("num_attention_heads", 8))
+    heads, kv_heads = int(raw.get("num_attention_heads", 8)), int(raw.get("num_key_value_heads", 4))
     count, head_dim = _field(raw, "num_hidden_layers", int), int(raw.get("head_dim", 256))
     eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 4096))
-    pattern = int(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)) or 6)
-    kinds = raw.get("layer_types") or [
-        "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)
-    ]
+    period = int(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)) or 6)
     ropes = raw.get("rope_parameters") or {}
     full = _rope(ropes.get("full_attention") or raw.get("rope_scaling"), float(raw.get("rope_theta", 1e6)), head_dim)
     local = _rope(ropes.get("sliding_attention"), float(raw.get("rope_local_base_freq", 1e4)), head_dim)
-    scale = float(raw.get("query_pre_attn_scalar", 256)) ** -0.5
     if raw.get("final_logit_softcapping") or raw.get("attn_logit_softcapping"):
         raise OutriderError("gemma3: soft-capped attention is Gemma 2's; this model_type does not have it")
-    _text_decoder(kind, raw)
-    spec = AttnSpec(heads, int(raw.get("num_key_value_heads", 4)), head_dim, 0, True, scale=scale, eps=eps)
-    layers = _layers(raw, spec, kinds, window, full, local)
-    return ModelConfig(
-        model_type=kind, family="gemma3", vocab_size=int(raw.get("vocab_size", 262208)), hidden=hidden, layers=layers,
-        activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")), norm_eps=eps,
-        embed_scale=hidden**0.5, softcap=None, tied=bool(raw.get("tie_word_embeddings", True)),
-        max_context=int(raw.get("max_position_embeddings", 131072)), qk_norm=True, sandwich=True,
-        eos_ids=_ids(raw.get("eos_token_id", 1)), bos_id=raw.get("bos_token_id", 2),
-    )  # fmt: skip
+    scale = float(raw.get("query_pre_attn_scalar", 256)) ** -0.5
+    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=scale, eps=eps)
+    return _gemma(kind, raw, _layers(raw, spec, raw.get("layer_types") or _every(period, count), window, full, local))
+
+
+def _gemma4(kind: str, raw: Foreign) -> ModelConfig:
+    sizes = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    moe = MoESpec(*(_field(raw, key, int) for key in sizes)) if raw.get("enable_moe_block") else None
+    cap = raw.get("final_logit_softcapping")
+    return replace(
+        _gemma(kind, raw, _gemma4_layers(raw)),
+        softcap=float(cap) if cap is not None else None,
+        layer_scalar=True,
+        ple_dim=int(raw.get("hidden_size_per_layer_input", 0 if "unified" in kind else 256) or 0),
+        moe=moe,
+    )
 
 
 def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]:
     count, heads = _field(raw, "num_hidden_layers", int), _field(raw, "num_attention_heads", int)
     k_eq_v = bool(raw.get("attention_k_eq_v", False))
-    kinds = list(
-        raw.get("layer_types") or ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
-    )
+    kinds = list(raw.get("layer_types") or _every(6, count))
     if len(kinds) != count or any(k not in ("sliding_attention", "full_attention") for k in kinds):
         raise OutriderError(f"config.json: layer_types must name {count} layers as sliding_attention or full_attention")
     kinds[-1] = "full_attention"  # as transformers insists
-    shapes = _gemma4_shapes(raw, kinds, heads, k_eq_v)
-    ropes = raw.get("rope_parameters") or {}
+    shapes, ropes = _gemma4_shapes(raw, kinds, heads, k_eq_v), raw.get("rope_parameters") or {}
     eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 512))
-    shared = count if drafter else int(raw.get("num_kv_shared_layers") or 0)
-    first_shared = count - shared
-    wide = bool(raw.get("use_double_wide_mlp", False))
+    first_shared = 0 if drafter else count - int(raw.get("num_kv_shared_layers") or 0)
+    wide = bool(raw.get("use_double_wide_mlp", False)) and not drafter
     owner: dict[str, int] = {}
     layers = []
-    for i, kind in enumerate(kinds):
-        head_dim, kv_heads = shapes[i]
-        writes = i < first_shared
+    for i, (kind, (head_dim, kv_heads)) in enumerate(zip(kinds, shapes)):
+        full, writes = kind == "full_attention", i < first_shared
         if writes:
             owner[kind] = i
         elif not drafter and kind not in owner:
             raise OutriderError(f"config.json: layer {i} shares K/V but no {kind} layer before it owns any")
-        attn = AttnSpec(
-            heads,
-            kv_heads,
-            head_dim,
-            owner.get(kind, -1),
-            writes,
-            window=window if kind == "sliding_attention" else None,
-            scale=1.0,
-            k_eq_v=k_eq_v and kind == "full_attention",
-            norm_v=True,
-            eps=eps,
-        )
-        inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes and not drafter else 1)
+        attn = AttnSpec(heads, kv_heads, head_dim, owner.get(kind, -1), writes, scale=1.0, norm_v=True, eps=eps)
+        attn = replace(attn, window=None if full else window, k_eq_v=k_eq_v and full)
+        inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes else 1)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or GEMMA4_ROPE[kind], 1e4, head_dim), inter))
     return tuple(layers)
 
@@ -397,15 +407,9 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
     eps, layers = float(raw.get("rms_norm_eps", 1e-6)), []
     for one in listed:
         dim, window = _field(one, "head_dim", int), one.get("window")
+        heads, kv_heads, scale = _field(one, "heads", int), _field(one, "kv_heads", int), _field(one, "scale", float)
         attn = AttnSpec(
-            _field(one, "heads", int),
-            _field(one, "kv_heads", int),
-            dim,
-            -1,
-            False,
-            window=int(window) if window else None,
-            scale=float(_field(one, "scale", float)),
-            eps=eps,
+            heads, kv_heads, dim, -1, False, window=int(window) if window else None, scale=float(scale), eps=eps
         )
         layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), _field(one, "intermediate", int)))
     return tuple(layers)
@@ -436,34 +440,3 @@ def _gemma4_shapes(raw: Foreign, kinds: list[str], heads: int, k_eq_v: bool) -> 
         if heads % kv_heads:
             raise OutriderError(f"config.json: layer {i} has {heads} heads, not a multiple of its {kv_heads} K/V heads")
     return shapes
-
-
-def _text_decoder(kind: str, raw: Foreign) -> None:
-    """Options of the Gemma classes that no released text decoder uses: refuse rather than compute something else."""
-    if raw.get("attention_bias"):
-        raise OutriderError(f"{kind}: attention_bias is not supported")
-    if raw.get("use_bidirectional_attention") in (True, "all"):
-        raise OutriderError(f"{kind}: bidirectional attention makes this an encoder, not a model that decodes")
-
-
-def _gemma4(kind: str, raw: Foreign) -> ModelConfig:
-    _text_decoder(kind, raw)
-    hidden = _field(raw, "hidden_size", int)
-    moe = None
-    if raw.get("enable_moe_block"):
-        moe = MoESpec(
-            _field(raw, "num_experts", int),
-            _field(raw, "top_k_experts", int),
-            _field(raw, "moe_intermediate_size", int),
-        )
-    cap = raw.get("final_logit_softcapping")
-    ple = int(raw.get("hidden_size_per_layer_input", 0 if "unified" in kind else 256) or 0)
-    return ModelConfig(
-        model_type=kind, family="gemma4", vocab_size=int(raw.get("vocab_size", 262144)), hidden=hidden,
-        layers=_gemma4_layers(raw), activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)), embed_scale=hidden**0.5,
-        softcap=float(cap) if cap is not None else None, tied=bool(raw.get("tie_word_embeddings", True)),
-        max_context=int(raw.get("max_position_embeddings", 131072)), qk_norm=True, sandwich=True, layer_scalar=True,
-        ple_dim=ple, moe=moe,
-        eos_ids=_ids(raw.get("eos_token_id", 1)), bos_id=raw.get("bos_token_id", 2),
-    )  # fmt: skip
