@@ -198,6 +198,7 @@ class Good:
             return took
         whole = answer.json()
         self.parts[-1] = {part: whole["outrider"][part] for part in ("ttft_ms", "prefill_ms", "decode_ms", "cycles")}
+        self.parts[-1]["at"] = round(began, 2)  # by the clock of the events of watched_server.py
         got = json.dumps([whole["choices"], whole["usage"]["completion_tokens"]])
         if self.known.setdefault(i % 8, got) != got:
             self.wrong.append(f"request {i}: another answer than before")

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
+import os
 import resource
 import socket
 from dataclasses import dataclass, field
@@ -48,7 +50,9 @@ class Connections:
 
 
 def cap(wanted: int) -> int:
-    """Connections that the process's file descriptors allow. The soft limit is raised where that is allowed."""
+    """Connections that the process's file descriptors allow. The soft limit is raised where that is allowed. The
+    system's table of descriptors gets its size now: where it grows with a connection, accepting that one waits for a
+    grace period of the kernel, a third of a second on a busy machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted + RESERVE + BACKLOG
     if soft != resource.RLIM_INFINITY and soft < need:
@@ -58,7 +62,10 @@ def cap(wanted: int) -> int:
             )
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = wanted if soft == resource.RLIM_INFINITY else soft - RESERVE - BACKLOG
-    return max(8, min(wanted, room))
+    most = max(8, min(wanted, room))
+    with contextlib.suppress(OSError), socket.socket() as any_one:
+        os.close(fcntl.fcntl(any_one, fcntl.F_DUPFD_CLOEXEC, most + RESERVE + BACKLOG - 1))
+    return most
 
 
 class BoundedProtocol(H11Protocol):
