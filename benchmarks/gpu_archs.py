@@ -34,9 +34,10 @@ from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.adapter_slots import SlotWeight
+from outrider.ops.backend import LinearEpilogue
 from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise
 from outrider.ops.triton import TritonOps, attention, gemm, moe, quant
-from outrider.ops.triton.lowrank import lowrank_rows
+from outrider.ops.triton.lowrank import expand, shrink
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
@@ -131,19 +132,20 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
         moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
     elif kind == ADAPTERS:
-        ranges, early = shell(rows, 3, dtype=torch.int32), shell(1 << 20, dtype=torch.float32)
-        mul = shell(rows, 256)
-        for rank, parts, act, side in (
-            (16, (21504, 21504), "gelu_tanh", None), (64, (8192, 4096, 4096), "", None), (16, (256,), "gelu_tanh", mul),
-        ):  # fmt: skip
+        ranges, mul, ops = shell(rows, 3, dtype=torch.int32), shell(rows, 256), TritonOps("meta", pdl=pdl)
+        for rank, parts, end in (
+            (16, (21504, 21504), LinearEpilogue(act="gelu_tanh")),
+            (64, (8192, 4096, 4096), LinearEpilogue()),
+            (16, (256,), LinearEpilogue(act="gelu_tanh", mul=mul)),
+        ):
             a, b, scale = (
                 shell(8, len(parts), rank, 5376),
                 shell(8, sum(parts), rank),
                 shell(8, len(parts), dtype=torch.float32),
             )
-            stacked, x, y = SlotWeight(a, b, scale, parts), shell(rows, 5376), shell(rows, sum(parts))
-            for scratch in (None, early):
-                lowrank_rows(x, y, stacked, ranges, act, side, pdl=pdl, scratch=scratch)
+            stacked, x, w = SlotWeight(a, b, scale, parts), shell(rows, 5376), shell(sum(parts), 5376)
+            ops.adapted_linear(x, w, stacked, ranges, end)
+            expand(shell(rows, sum(parts)), shrink(x, stacked, ranges, pdl), end.act, end.mul, pdl)
     elif kind in (ATTENTION, EIGHT_BITS):  # heads of 512 are what takes most shared memory
         config = ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{'31B' if kind == ATTENTION else 'E2B'}-it"])
         spec = next(layer.attn for layer in config.layers if (layer.attn.window is None) == (kind == ATTENTION))

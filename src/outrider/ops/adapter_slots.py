@@ -6,8 +6,8 @@ slot. A slot's content may change between two passes: writes and passes are in t
 a weight that no adapter changed before, or more adapters in one pass than there are slots make new tensors; `version`
 counts these, since graphs that were captured before read the old ones.
 
-`SlotOps` stands in for the backend during such a pass. The two small products and what follows them are one operation
-of the backend (`lowrank_rows`), the same in captured and in other passes.
+`SlotOps` stands in for the backend during such a pass. A product, its change and what follows them are one operation
+of the backend (`adapted_linear`), the same in captured and in other passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..types import OutriderError
-from .backend import Backend
+from .backend import Backend, LinearEpilogue
 from .formats import DeviceWeight
 from .lowrank import Adapter, LowRank
 
@@ -152,20 +152,22 @@ class SlotOps:
         return self.weights.get(self.names.get(id(w), ""))
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        y, weight = self.base.linear(x, w, bias), self.changed(w)
-        return y if weight is None else self.base.lowrank_rows(x, y, w, weight, self.ranges)
+        change = self.changed(w)
+        if change is None:
+            return self.base.linear(x, w, bias)
+        return self.base.adapted_linear(x, w, change, self.ranges, LinearEpilogue(bias))
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        weight = self.changed(w)
-        if weight is None:
+        change = self.changed(w)
+        if change is None:
             return self.base.gated_linear(x, w, act)
-        return self.base.lowrank_rows(x, self.base.gate_and_up(x, w), w, weight, self.ranges, act)
+        return self.base.adapted_linear(x, w, change, self.ranges, LinearEpilogue(act=act))
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
-        weight = self.changed(w)
-        if weight is None:
+        change = self.changed(w)
+        if change is None:
             return self.base.linear_act_mul(x, w, y, act)
-        return self.base.lowrank_rows(x, self.base.linear(x, w), w, weight, self.ranges, act, y)
+        return self.base.adapted_linear(x, w, change, self.ranges, LinearEpilogue(act=act, mul=y))
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,

@@ -43,6 +43,22 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class LinearEpilogue:
+    """What follows a product y = x · wᵀ: + bias, then act(y) * mul, or with `act` alone act(gate) * up."""
+
+    bias: Tensor | None = None
+    act: str = ""
+    mul: Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.act) and self.mul is None
+
+
+NO_EPILOGUE = LinearEpilogue()
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What a backend promises. The defaults promise nothing."""
 
@@ -240,11 +256,9 @@ class Backend(Protocol):
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]: ...
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor: ...
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor: ...
-    def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor: ...
-    def lowrank_rows(
-        self, x: Tensor, y: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, act: str = "",
-        mul: Tensor | None = None,
-    ) -> Tensor: ...  # fmt: skip
+    def adapted_linear(
+        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: LinearEpilogue
+    ) -> Tensor: ...
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor: ...
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor: ...

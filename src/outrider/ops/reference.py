@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
 from .adapter_slots import SlotWeight
-from .backend import Capabilities, DraftChain, HostCycle, M, Norms
+from .backend import NO_EPILOGUE, Capabilities, DraftChain, HostCycle, LinearEpilogue, M, Norms
 from .formats import DeviceWeight, Weight
 from .lowrank import Adapter, LowRank
 from .noise import gumbel
@@ -222,20 +222,15 @@ class ReferenceOps(TreeOps):
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate) * up
 
-    def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
-        """The product that `gated_linear` activates, [R, 2·I], with the same sums."""
-        return self.linear(x, w)
-
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return activation(act, x) * y
 
-    def lowrank_rows(
-        self, x: Tensor, y: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, act: str = "",
-        mul: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """y = x · wᵀ [R, out], just made, + scale · B (A x), each row with the matrices of its slot, which may be
-        written into y; then act(y) * mul, or with `act` alone act(gate) * up. ranges int32 [n, 3]: (first row, rows,
-        slot) of all rows; slot -1: no addition."""
+    def adapted_linear(
+        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: LinearEpilogue = NO_EPILOGUE
+    ) -> Tensor:
+        """x · wᵀ + scale · B (A x), [R, out], each row with the matrices of its slot, and what `end` makes of it.
+        ranges int32 [n, 3]: (first row, rows, slot) of all rows; slot -1: no addition."""
+        y = self.linear(x, w, end.bias)
         for first, count, slot in ranges.tolist():
             rows, at = slice(first, first + count), 0
             for i, width in enumerate(change.rows if slot >= 0 else ()):
@@ -243,10 +238,10 @@ class ReferenceOps(TreeOps):
                 if (factor := float(change.scale[slot, i])) != 0.0:
                     delta = self.linear(self.linear(x[rows], change.a[slot, i]), change.b[slot, cols]).float()
                     y[rows, cols] = (y[rows, cols].float() + delta * factor).to(y.dtype)
-        if mul is not None:
-            return self.act_mul(y, mul, act)
+        if end.mul is not None:
+            return self.act_mul(y, end.mul, end.act)
         gate, up = y.chunk(2, dim=-1)
-        return self.act_mul(gate, up, act) if act else y
+        return self.act_mul(gate, up, end.act) if end.act else y
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         """act(x · wᵀ) * y, [R, out]."""

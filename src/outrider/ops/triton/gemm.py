@@ -36,38 +36,45 @@ from .gemm_config import (
 from .gemm_streamk import splitk_kernel, streamk_kernel, tile_descriptor
 from .gemm_tma import matrix_descriptor, tma_aligned, tma_kernel
 from .gemm_wgmma import Epilogue, GemmWgmma, WgmmaTile, flags_of
+from .lowrank import Shrunk, add_lowrank, range_slots
 from .precompile import Precompiler
 from .quant_config import max_smem, sm_count
 
 LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 L2_ROWS = 2048  # rows whose x stays in L2 while products of many rows go through the weights
+FUSED_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
 PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
-    x, w, bias, mul, out, partial_out, semaphores,
-    M, N, K, x_stride, mul_stride, k_span, softcap,
+    x, w, bias, mul, out, partial_out, semaphores, sums, lora_b, lora_scale, ranges,
+    M, N, K, x_stride, mul_stride, k_span, softcap, num_ranges, END_0, END_1,
     BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     EVEN: tl.constexpr, SPLITS: tl.constexpr, SERIAL_SPLITK: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, LORA_SPANS: tl.constexpr, RANGES: tl.constexpr,
 ):
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
     SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are
-    powers of two, batches not)."""
+    powers of two, batches not). RANGES: of rows that adapters change (`add_lowrank`); 0: none."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
     SIDES: tl.constexpr = 2 if GATED else 1
     # Columns past the end repeat the last one: loads stay unmasked, and the copies are never stored.
-    w_row = weight_rows(pid_n * BN, N, BN, GATED) * K
+    w_rows = weight_rows(pid_n * BN, N, BN, GATED)
+    w_row = w_rows * K
     if PDL:
         if not TRIGGER_LATE:
             gdc_launch_dependents()
         if PREFETCH > 0:
             lines = split * k_span + tl.arange(0, PREFETCH) * 64  # bf16: 64 columns a line
             prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
+        if RANGES > 0:
+            slots = range_slots(ranges, num_ranges, RANGES, 1)
+            prefetch(lora_b + (slots[None, :] * (N * SIDES) + w_rows[:, None]) * RANK)
         gdc_wait()
     x_row = x + rows.to(tl.int64) * x_stride
     k_from = split * k_span
@@ -115,7 +122,15 @@ def linear_kernel(
             tl.debug_barrier()
             acc = _gather(base, rows < M, BM, WIDE, SIZE, SPLITS)
             tl.store(semaphores + tile, 0)
-            _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+            if RANGES > 0:
+                acc = _with_changes(
+                    acc, bias, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, N * SIDES, END_0, END_1,
+                    out.dtype.element_ty, BIAS, BM, WIDE, PARTS, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
+                )
+            _finish(
+                acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS and RANGES == 0,
+                MUL, SOFTCAP,
+            )
             if BM2 > 0:
                 also = _gather(base + BM * WIDE, more < M, BM2, WIDE, SIZE, SPLITS)
                 _finish(
@@ -123,11 +138,34 @@ def linear_kernel(
                     SOFTCAP
                 )
     else:
-        _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+        if RANGES > 0:
+            acc = _with_changes(
+                acc, bias, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, N * SIDES, END_0, END_1,
+                out.dtype.element_ty, BIAS, BM, WIDE, PARTS, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
+            )
+        _finish(
+            acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS and RANGES == 0, MUL,
+            SOFTCAP,
+        )
         if BM2 > 0:
             _finish(
                 also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP
             )
+
+
+@triton.jit
+def _with_changes(
+    acc, bias, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, OUT, END_0, END_1,
+    KIND: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, LORA_SPANS: tl.constexpr, RANGES: tl.constexpr, SWAP_AB: tl.constexpr, PREC: tl.constexpr,
+):
+    """The bias comes before the changes."""
+    if BIAS:
+        acc += tl.load(bias + w_rows).to(tl.float32)[None, :]
+    return add_lowrank(
+        acc, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, OUT, END_0, END_1,
+        KIND, BM, WIDE, PARTS, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
+    )
 
 
 @triton.jit
@@ -289,12 +327,13 @@ def dense_gemm(
     act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
     tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None,
-    shared: int | None = None, wgmma: GemmWgmma | None = None,
+    shared: int | None = None, wgmma: GemmWgmma | None = None, lora: Shrunk | None = None,
 ) -> Tensor:
     """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a
-    program may take, where the device is not to be asked; wgmma: kernels for many rows, where the card has them."""
+    program may take, where the device is not to be asked; wgmma: kernels for many rows, where the card has them; lora:
+    changes to be added, of at most 128 rows."""
     n = w.shape[0] // 2 if gated else w.shape[0]
-    if ahead is not None:
+    if ahead is not None and lora is None:
         beside = None if mul is None else (mul.dtype, mul.stride(0))
         biased = None if bias is None else bias.dtype
         ahead.before(
@@ -313,6 +352,7 @@ def dense_gemm(
         x if x.stride(1) == 1 else x.contiguous(), w, semaphores, bias=bias, mul=mul, act=act, gated=gated,
         softcap=softcap,
         out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape, shared=shared or max_smem(x.device),
+        lora=lora,
     )
     launch.kernel[launch.grid](*launch.arguments, **launch.options)
     return launch.out
@@ -331,6 +371,7 @@ def _call(
     x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool,
     softcap: float | None,
     out_dtype: torch.dtype, pdl: bool, tile: GemmReduction | None, shape: GemmConfig | None, shared: int,
+    lora: Shrunk | None = None,
 ) -> GemmLaunch:
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
@@ -349,6 +390,7 @@ def _call(
         PDL=pdl,
         num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
     )
+    assert lora is None or not (shape.tma or shape.bm2), "changes are added to products of few rows"
     use_tma = shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w)
     if use_tma and shape.bm2:
         tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
@@ -391,7 +433,9 @@ def _call(
     partial_out = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
     arguments = (
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, partial_out, semaphores,
+        *((out, out, out, out) if lora is None else (lora.sums, lora.change.b, lora.change.scale, lora.ranges)),
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+        *((0, 0, 0) if lora is None else (len(lora.ranges), *lora.ends)),
     )
     ends |= dict(
         BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SWAP_AB=shape.swap_ab,
@@ -399,5 +443,9 @@ def _call(
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
         PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
         TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
+        PARTS=lora.parts if lora else 0, RANK=lora.rank if lora else 0, LORA_SPANS=len(lora.sums) if lora else 0,
+        RANGES=triton.next_power_of_2(len(lora.ranges)) if lora else 0,
     )
+    if lora is not None and shape.bm == 16 and shape.stages <= 3:
+        ends["maxnreg"] = 80  # as many programs at a time as without changes: they are what hides its loads
     return GemmLaunch(linear_kernel, grid, arguments, ends, out)

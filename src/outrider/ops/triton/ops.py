@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, KVView, OutriderError
 from ..adapter_slots import SlotWeight
-from ..backend import Capabilities, M, Norms
+from ..backend import NO_EPILOGUE, Capabilities, LinearEpilogue, M, Norms
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
 from ..trees import Frontier, Nodes, Noise, TreeRows
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
-from .gemm import LATE_TRIGGER_BYTES, GemmKind, compile_for, dense_gemm, variant
+from .gemm import FUSED_ROWS, GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .gemm_wgmma import GemmWgmma
 from .precompile import Precompiler
@@ -78,28 +78,24 @@ class TritonOps(ReferenceOps):
             x, as_tensor(w), self.semaphores, act=act, gated=True, pdl=self.pdl, ahead=self.ahead, wgmma=self.wgmma
         )
 
+    def adapted_linear(
+        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: LinearEpilogue = NO_EPILOGUE
+    ) -> Tensor:
+        shrunk = lowrank.shrink(x, change, ranges, self.pdl)
+        if isinstance(w, Tensor) and len(x) <= FUSED_ROWS and shrunk.fits:
+            return dense_gemm(
+                x, w, self.semaphores, bias=end.bias, mul=end.mul, act=end.act, gated=end.gated, pdl=self.pdl,
+                lora=shrunk,
+            )
+        y = self.gate_and_up(x, w) if end.gated else self.linear(x, w, end.bias)
+        return lowrank.expand(y, shrunk, end.act, end.mul, self.pdl)
+
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
+        """The product that `gated_linear` activates, [R, 2·I], with the same sums."""
         w = as_tensor(w)
         cut = choose_reduction(w.shape[0] // 2, w.shape[1], True, w.element_size())  # the gated product's sums
         many = cut.many and (2 * cut.many[0], *cut.many[1:])
         return dense_gemm(x, w, self.semaphores, pdl=self.pdl, tile=replace(cut, bn=2 * cut.bn, many=many))
-
-    def lowrank_rows(
-        self, x: Tensor, y: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, act: str = "",
-        mul: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        early = self.pdl and len(x) <= lowrank.EARLY_ROWS and self.triggers_late(w)
-        scratch = self.scratch if early else None
-        return lowrank.lowrank_rows(x, y, change, ranges, act, mul, pdl=self.pdl, scratch=scratch)
-
-    def triggers_late(self, w: DeviceWeight) -> bool:
-        """Does the kernel of a product with this weight let the next one in only when what came before is complete?"""
-        return isinstance(w, Tensor) and w.nbytes >= LATE_TRIGGER_BYTES
-
-    @cached_property
-    def scratch(self) -> Tensor:
-        """Memory of sums that are made while the kernel ahead still runs: nothing else may lie there."""
-        return torch.empty(lowrank.SCRATCH, dtype=torch.float32, device=self.semaphores.device)
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         return dense_gemm(

@@ -18,7 +18,7 @@ from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from . import moe
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8, SharedMLP
 from .ops import TritonOps
-from .quant import LATE_TRIGGER_BYTES, Extras, quant_linear
+from .quant import Extras, quant_linear
 from .quant_moe import QuantExperts, hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 from .w4a16_wgmma import W4A16Wgmma
@@ -69,12 +69,6 @@ class QuantTritonOps(TritonOps):
             return self._product(x, w, Extras(act=act, gated=True))
         gate, up = self._product(x, w, Extras()).chunk(2, dim=-1)
         return self.act_mul(gate, up, act)
-
-    def triggers_late(self, w: DeviceWeight) -> bool:
-        """In CUDA C++ all kernels do, in Triton those of large weights."""
-        if isinstance(w, QuantWeight):
-            return w.words.nbytes >= LATE_TRIGGER_BYTES
-        return super().triggers_late(w)
 
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
         return super().gate_and_up(x, w) if isinstance(w, Tensor) else self._product(x, w, Extras())
