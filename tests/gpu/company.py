@@ -12,6 +12,7 @@ from tests.gpu.place import HERE, Place
 
 from gpu_rig import Rig, plain_run, speculative_run
 from outrider.models.config import ModelConfig
+from outrider.ops.backend import ExpertWeights
 from outrider.types import KVView
 from outrider.weights.names import tensor_plan
 
@@ -132,19 +133,17 @@ def _experts_alone(p: Place, ops: Any, config: ModelConfig, rand: Callable[..., 
     assert moe is not None
     most, hidden = 8192 if p.gpu else 64, config.hidden
     x, z = rand(most, hidden), rand(most, hidden)
-    weights = (
+    weights = ExpertWeights(
         rand(moe.experts, hidden, scale=0.05), torch.rand(moe.experts, device=p.device) + 0.5,
         rand(moe.experts, 2 * moe.intermediate, hidden, scale=0.02),
-        rand(moe.experts, hidden, moe.intermediate, scale=0.04),
+        rand(moe.experts, hidden, moe.intermediate, scale=0.04), moe.top_k, config.activation,
     )  # fmt: skip
-    full = ops.moe(z, x, *weights, moe.top_k, config.activation)
+    full = ops.moe(z, x, weights)
     rows = [m for m in (1, 2, 5, 8, 16, 40, 64, 128, 320, 1024) if m < most]
     return [
         ("experts", m)
         for m in rows
-        if not torch.equal(
-            ops.moe(z[most - m :], x[most - m :], *weights, moe.top_k, config.activation), full[most - m :]
-        )
+        if not torch.equal(ops.moe(z[most - m :], x[most - m :], weights), full[most - m :])
     ]
 
 

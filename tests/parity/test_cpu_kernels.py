@@ -23,6 +23,7 @@ from torch import Tensor
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
+from outrider.ops.backend import ExpertWeights
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
 from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
 from outrider.ops.cpu.ops import CpuOps
@@ -419,24 +420,15 @@ def test_experts(ops: CpuOps, kinds: tuple[str, str]) -> None:
     gate_up = weight(ops, kinds[0], count * 2 * inter, hidden).view(count, 2 * inter, hidden)
     down = weight(ops, kinds[1], count * hidden, inter).view(count, hidden, inter)
     router, scale, x = seeded(count, hidden, seed=4) * 0.1, seeded(count, seed=5).abs() + 0.5, seeded(40, hidden)
-    got = ops.moe(x * 0.5, x, router, scale, gate_up, down, top, "gelu_tanh")
-    want = REF.moe(
-        x * 0.5,
-        x,
-        router,
-        scale,
-        ops.unpack(gate_up).view(gate_up.shape),
-        ops.unpack(down).view(down.shape),
-        top,
-        "gelu_tanh",
-    )
+    experts = ExpertWeights(router, scale, gate_up, down, top, "gelu_tanh")
+    got = ops.moe(x * 0.5, x, experts)
+    plain = (ops.unpack(w).view(w.shape) for w in (gate_up, down))
+    want = REF.moe(x * 0.5, x, ExpertWeights(router, scale, *plain, top, "gelu_tanh"))
     assert (got - want).norm() < (1e-5 if kinds[0] == "float32" else 0.03) * want.norm()
     for rows in (1, 2, 5, 9, 17):
-        assert torch.equal(
-            ops.moe(x[:rows] * 0.5, x[:rows], router, scale, gate_up, down, top, "gelu_tanh"), got[:rows]
-        ), rows
+        assert torch.equal(ops.moe(x[:rows] * 0.5, x[:rows], experts), got[:rows]), rows
     several = CpuOps(threads=3, isa=ops.isa)
-    assert torch.equal(several.moe(x * 0.5, x, router, scale, gate_up, down, top, "gelu_tanh"), got)
+    assert torch.equal(several.moe(x * 0.5, x, experts), got)
 
 
 def test_experts_of_odd_sizes_are_left_to_the_operations(ops: CpuOps) -> None:

@@ -48,9 +48,8 @@ def test_more_rows(rows: int, form: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_experts(rows: int) -> None:
-    plan = moe_gemv_int8.MoeGemvPlan.of(
-        rows, experts.ROUTER, *experts.shells(128, 2816, 704), 8, None, 132, experts.ROOM
-    )
+    held = experts.weights(*experts.shells(128, 2816, 704))
+    plan = moe_gemv_int8.MoeGemvPlan.of(rows, held, None, 132, experts.ROOM)
     assert plan is not None and compiles(
         moe_gemv_int8.SOURCE.read_text(), "90", moe_gemv_int8.flags_of(plan, "gelu_tanh")
     )

@@ -4,7 +4,6 @@ interpreter."""
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, ra
 
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.models.decoder import TextModel  # noqa: E402
+from outrider.ops.backend import ExpertWeights, MoeResidual  # noqa: E402
 from outrider.ops.formats import MODES, DeviceWeight, IntegerFormat, Weight, stack  # noqa: E402
 from outrider.ops.reference import ReferenceOps, as_tensor  # noqa: E402
 from outrider.ops.triton import TritonOps, moe  # noqa: E402
@@ -48,7 +48,7 @@ def defined(
     z: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     router = torch.eye(EXPERTS, device=DEVICE)  # hands the logits on
-    return REF.moe(z, x.float(), router, scale, gate_up.float(), down.float(), TOP, "gelu_tanh")
+    return REF.moe(z, x.float(), ExpertWeights(router, scale, gate_up.float(), down.float(), TOP, "gelu_tanh"))
 
 
 @pytest.mark.parametrize("name", [n for n in WEIGHTS if n != "int4 ordered"])
@@ -141,12 +141,14 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
         [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)],
         torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE),
     )
+    held = ExpertWeights(router, scale, gate_up, down, top, "gelu_tanh")
+    end = MoeResidual(norms[0], norms[1], norms[2], scalar, norms[3], 1e-6)
     most = 300 if CUDA else 3
     z, x, h, stream = (rand(most, hidden, seed=11 + i).to(DEVICE, DTYPE) for i in range(4))
 
     def run(lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first = (z[lo:hi], x[lo:hi], router, scale, gate_up, down, top, "gelu_tanh", h[lo:hi], *mlp)
-        return ops.moe_with_shared_mlp(*first, norms[0], norms[1], stream[lo:hi], norms[2], scalar, norms[3], 1e-6)
+        rows = (t[lo:hi] for t in (z, x, h, stream))
+        return ops.moe_with_shared_mlp(*rows, held, (mlp[0], mlp[1]), end)
 
     whole = run(0, most)
     for lo, hi in ((0, 1), (1, 2), (most - 1, most), (0, 2)) + (((0, 5), (1, 9), (3, 43)) if CUDA else ()):
@@ -164,12 +166,9 @@ def test_spans_of_the_dense_mlp_are_added_where_it_is_mixed() -> None:
         rand(6, 64, seed=3).view(3, 2, 64).to(DEVICE),
         [rand(64, seed=4 + i).to(DEVICE, DTYPE) for i in range(4)],
     )
-    ends = (norms[0], norms[1], x, norms[2], None, norms[3], 1e-6)
+    end = MoeResidual(norms[0], norms[1], norms[2], None, norms[3], 1e-6)
     added = ((parts[0] + parts[1]) + parts[2]).to(DTYPE)
-    whole, spans = (
-        moe.mix(pairs, weight, moe.MoeEpilogue(added, *ends), False),
-        moe.mix(pairs, weight, moe.MoeEpilogue(parts, *ends, parts=3), False),
-    )
+    whole, spans = (moe.mix(pairs, weight, added, x, end, False), moe.mix(pairs, weight, parts, x, end, False))
     assert all(torch.equal(a, b) for a, b in zip(whole, spans, strict=True))
 
 
@@ -220,8 +219,8 @@ class OnlyExperts(ReferenceOps):
     def __init__(self) -> None:
         self.fast = TritonOps(DEVICE, pdl=False)
 
-    def moe(self, router_in: torch.Tensor, x: torch.Tensor, *weights: Any) -> torch.Tensor:
-        return self.fast.moe(router_in, x, *weights)
+    def moe(self, router_in: torch.Tensor, x: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
+        return self.fast.moe(router_in, x, experts)
 
 
 def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:

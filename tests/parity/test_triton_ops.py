@@ -18,6 +18,7 @@ if not CUDA:
 
 triton = pytest.importorskip("triton")
 
+from outrider.ops.backend import ExpertWeights, MoeResidual  # noqa: E402
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
@@ -355,30 +356,23 @@ def test_moe(ops: TritonOps, rows: int) -> None:
     x, z = rand(rows, 48), rand(rows, 48, seed=1)
     router, scale = rand(6, 48, seed=2), rand(6, seed=3).abs() + 0.5
     gate_up, down = rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
-    args = (router, scale, gate_up, down, 2, "gelu_tanh")
-    whole = ops.moe(z, x, *args)
-    near(whole, REF.moe(z, x, *args))
-    same(ops.moe(z[:1], x[:1], *args), whole[:1])
+    experts = ExpertWeights(router, scale, gate_up, down, 2, "gelu_tanh")
+    whole = ops.moe(z, x, experts)
+    near(whole, REF.moe(z, x, experts))
+    same(ops.moe(z[:1], x[:1], experts), whole[:1])
     h, stream = rand(*x.shape, seed=9), rand(*x.shape, seed=14)
-    rest = (rand(64, 48, seed=12), rand(48, 32, seed=13), rand(48, seed=10), rand(48, seed=11))
-    for end in (
+    mlp, norms = (rand(64, 48, seed=12), rand(48, 32, seed=13)), (rand(48, seed=10), rand(48, seed=11))
+    for step in (
         (rand(48, seed=15), rand(1, seed=16), rand(48, seed=17)),
         (rand(48, seed=15), None, None),
         (None, rand(1, seed=16), None),
     ):
-        both = ops.moe_with_shared_mlp(z, x, *args, h, *rest, stream, *end, 1e-6)
-        for got, want in zip(both, REF.moe_with_shared_mlp(z, x, *args, h, *rest, stream, *end, 1e-6), strict=True):
+        end, rows_of = MoeResidual(*norms, *step, 1e-6), (z, x, h, stream)
+        both = ops.moe_with_shared_mlp(*rows_of, experts, mlp, end)
+        for got, want in zip(both, REF.moe_with_shared_mlp(*rows_of, experts, mlp, end), strict=True):
             near(got, want)
-        one = ops.moe_with_shared_mlp(z[:1], x[:1], *args, h[:1], *rest, stream[:1], *end, 1e-6)
-        many = ops.moe_with_shared_mlp(
-            *(t.repeat(300, 1)[:300] for t in (z, x)),
-            *args,
-            h.repeat(300, 1)[:300],
-            *rest,
-            stream.repeat(300, 1)[:300],
-            *end,
-            1e-6,
-        )
+        one = ops.moe_with_shared_mlp(*(t[:1] for t in rows_of), experts, mlp, end)
+        many = ops.moe_with_shared_mlp(*(t.repeat(300, 1)[:300] for t in rows_of), experts, mlp, end)
         for got, among, apart in zip(one, both, many, strict=True):
             same(got, among[:1])
             same(got, apart[:1])  # many rows take two launches

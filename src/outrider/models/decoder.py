@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend, Pass
+from ..ops.backend import Backend, ExpertWeights, MoeResidual, Pass
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..types import KVView, OutputRows
@@ -48,13 +48,10 @@ class PerLayerInput:
 
 @dataclass(frozen=True)
 class Experts:
-    """One layer's routed experts, beside its dense MLP, and their router."""
+    """One layer's routed experts, next to its dense MLP, and the norms around them."""
 
-    router: DeviceWeight  # [E, H]
+    weights: ExpertWeights
     router_norm: Tensor  # [H] float32: the router's own scale times hidden^-0.5
-    expert_scale: Tensor  # [E] float32
-    gate_up: DeviceWeight  # [E, 2·I, H]
-    down: DeviceWeight  # [E, H, I]
     norm: Tensor  # before the experts
     post_norm: Tensor  # after the experts
     post_dense_norm: Tensor  # after the dense MLP
@@ -174,36 +171,30 @@ class TextModel:
     ) -> tuple[Tensor, Tensor]:
         """The dense MLP and the experts, and the residual step behind them. h, router_in, expert_in
         [R, H]: norms of the residual stream x that it, router and experts read."""
-        ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation
-        assert moe is not None
-        routing = (
-            router_in,
-            expert_in,
-            experts.router,
-            experts.expert_scale,
-            experts.gate_up,
-            experts.down,
-            moe.top_k,
-            act,
-        )
+        ops, eps = self.ops, self.config.norm_eps
         if self.together.tp.world == 1:
-            return ops.moe_with_shared_mlp(
-                *routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, x, *end, eps
-            )
+            residual = MoeResidual(experts.post_dense_norm, experts.post_norm, *end, eps)
+            mlp = (block.gate_up, block.down)
+            return ops.moe_with_shared_mlp(router_in, expert_in, h, x, experts.weights, mlp, residual)
         # Each process has a piece of every expert: the sum comes before the norm.
-        dense, routed = self.mlp(h, block), self.all_reduce(ops.moe(*routing))
+        dense, routed = self.mlp(h, block), self.all_reduce(ops.moe(router_in, expert_in, experts.weights))
         y = ops.residual_norm(
             ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps
         )[0]
         return ops.residual_norm(x, y, *end, eps)
 
     def routed(self, weights: Mapping[str, DeviceWeight], here: str) -> Experts:
+        assert self.config.moe is not None
         return Experts(
-            router=weights[here + "router"],
+            ExpertWeights(
+                weights[here + "router"],
+                as_tensor(weights[here + "expert_scale"]),
+                weights[here + "experts_gate_up"],
+                weights[here + "experts_down"],
+                self.config.moe.top_k,
+                self.config.activation,
+            ),
             router_norm=as_tensor(weights[here + "router_scale"]) * self.config.hidden**-0.5,
-            expert_scale=as_tensor(weights[here + "expert_scale"]),
-            gate_up=weights[here + "experts_gate_up"],
-            down=weights[here + "experts_down"],
             norm=as_tensor(weights[here + "mlp_norm_2"]),
             post_norm=as_tensor(weights[here + "post_mlp_norm_2"]),
             post_dense_norm=as_tensor(weights[here + "post_mlp_norm_1"]),

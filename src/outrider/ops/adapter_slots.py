@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..types import OutriderError
-from .backend import Backend, LinearEpilogue
+from .backend import Backend, ExpertWeights, LinearEpilogue, MlpWeights, MoeResidual
 from .formats import DeviceWeight
 from .lowrank import Adapter, LowRank
 
@@ -170,14 +170,16 @@ class SlotOps:
         return self.base.adapted_linear(x, w, change, self.ranges, LinearEpilogue(act=act, mul=y))
 
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
-        down: DeviceWeight, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        routing = (router_in, x, router, expert_scale, gate_up, down, top_k, act)
-        rest = (dense_w, post_w, stream, out_w, scale, next_w, eps)
-        if self.changed(mlp_gate_up) is None and self.changed(mlp_down) is None:
-            return self.base.moe_with_shared_mlp(*routing, h, mlp_gate_up, mlp_down, *rest)
-        dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
-        return self.base.moe_next_to(dense, *routing, *rest)
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        h: Tensor,
+        stream: Tensor,
+        experts: ExpertWeights,
+        mlp: MlpWeights,
+        end: MoeResidual,
+    ) -> tuple[Tensor, Tensor]:
+        if self.changed(mlp[0]) is None and self.changed(mlp[1]) is None:
+            return self.base.moe_with_shared_mlp(router_in, x, h, stream, experts, mlp, end)
+        dense = self.linear(self.gated_linear(h, mlp[0], experts.act), mlp[1])
+        return self.base.moe_next_to(dense, router_in, x, stream, experts, end)

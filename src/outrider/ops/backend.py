@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .lowrank import Adapter, LowRank
 
 M = TypeVar("M")
+MlpWeights = tuple[DeviceWeight, DeviceWeight]  # gate_up [2·I, H], down [H, I]
 Norms = tuple[Tensor, Tensor, Tensor]  # weights of three norms of the same rows
 EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
 
@@ -56,6 +57,31 @@ class LinearEpilogue:
 
 
 NO_EPILOGUE = LinearEpilogue()
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One layer's routed experts and their router."""
+
+    router: DeviceWeight  # [E, H]
+    expert_scale: Tensor  # [E] float32
+    gate_up: DeviceWeight  # [E, 2·I, H]
+    down: DeviceWeight  # [E, H, I]
+    top_k: int
+    act: str
+
+
+@dataclass(frozen=True)
+class MoeResidual:
+    """What follows the experts and the dense MLP next to them: a norm of each, and the residual step of their sum, as
+    `residual_norm` takes it."""
+
+    dense_norm: Tensor
+    routed_norm: Tensor
+    post_norm: Tensor | None
+    scale: Tensor | None
+    next_norm: Tensor | None
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -306,28 +332,20 @@ class Backend(Protocol):
     ) -> None: ...
 
     # ---- mixture of experts
-    def moe(
+    def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor: ...
+    def moe_with_shared_mlp(
         self,
         router_in: Tensor,
         x: Tensor,
-        router: DeviceWeight,
-        expert_scale: Tensor,
-        gate_up: DeviceWeight,
-        down: DeviceWeight,
-        top_k: int,
-        act: str,
-    ) -> Tensor: ...
-    def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
-        down: DeviceWeight, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        h: Tensor,
+        stream: Tensor,
+        experts: ExpertWeights,
+        mlp: MlpWeights,
+        end: MoeResidual,
+    ) -> tuple[Tensor, Tensor]: ...
     def moe_next_to(
-        self, dense: Tensor, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor,
-        gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, experts: ExpertWeights, end: MoeResidual
+    ) -> tuple[Tensor, Tensor]: ...
 
     # ---- drafting and choosing
     def clustered_logits(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backend import Backend
+from .backend import Backend, ExpertWeights, MlpWeights, MoeResidual
 from .formats import DeviceWeight
 
 
@@ -114,42 +114,22 @@ class AdaptedOps:
         self,
         router_in: Tensor,
         x: Tensor,
-        router: DeviceWeight,
-        expert_scale: Tensor,
-        gate_up: DeviceWeight,
-        down: DeviceWeight,
-        top_k: int,
-        act: str,
         h: Tensor,
-        mlp_gate_up: DeviceWeight,
-        mlp_down: DeviceWeight,
-        dense_w: Tensor,
-        post_w: Tensor,
         stream: Tensor,
-        out_w: Tensor | None,
-        scale: Tensor | None,
-        next_w: Tensor | None,
-        eps: float,
+        experts: ExpertWeights,
+        mlp: MlpWeights,
+        end: MoeResidual,
     ) -> tuple[Tensor, Tensor]:
         """The backend's operation for rows whose dense MLP is not changed, and its parts one by one for the others."""
-        base, rows = self.base, self.touched(h, mlp_gate_up, mlp_down)
-        experts = (router, expert_scale, gate_up, down, top_k, act)
-        ends = (out_w, scale, next_w)
-        norms = (dense_w, post_w)
+        base, rows = self.base, self.touched(h, *mlp)
         if rows is None:
-            return base.moe_with_shared_mlp(
-                router_in, x, *experts, h, mlp_gate_up, mlp_down, *norms, stream, *ends, eps
-            )
-        dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
-        routed = base.moe(router_in, x, *experts)
-        y = base.residual_norm(base.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
-        out = base.residual_norm(stream, y, *ends, eps)
+            return base.moe_with_shared_mlp(router_in, x, h, stream, experts, mlp, end)
+        dense = self.linear(self.gated_linear(h, mlp[0], experts.act), mlp[1])
+        out = base.moe_next_to(dense, router_in, x, stream, experts, end)
         if rows.shape[0] < x.shape[0]:
             kept = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
             kept[rows] = False
-            few = base.moe_with_shared_mlp(
-                router_in[kept], x[kept], *experts, h[kept], mlp_gate_up, mlp_down, *norms, stream[kept], *ends, eps
-            )
+            few = base.moe_with_shared_mlp(router_in[kept], x[kept], h[kept], stream[kept], experts, mlp, end)
             for whole, part in zip(out, few):
                 whole[kept] = part
         return out

@@ -15,7 +15,18 @@ from torch import Tensor
 
 from ..types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
 from .adapter_slots import SlotWeight
-from .backend import NO_EPILOGUE, Capabilities, DraftChain, HostCycle, LinearEpilogue, M, Norms
+from .backend import (
+    NO_EPILOGUE,
+    Capabilities,
+    DraftChain,
+    ExpertWeights,
+    HostCycle,
+    LinearEpilogue,
+    M,
+    MlpWeights,
+    MoeResidual,
+    Norms,
+)
 from .formats import DeviceWeight, Weight
 from .lowrank import Adapter, LowRank
 from .noise import gumbel
@@ -403,49 +414,42 @@ class ReferenceOps(TreeOps):
             out[lo + i] = torch.einsum("gqn,gnd->gqd", weights, v[:, at].float()).reshape(-1).to(q.dtype)
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
-    def moe(
-        self,
-        router_in: Tensor,  # [R, H] already normed and scaled
-        x: Tensor,  # [R, H] what the experts read
-        router: DeviceWeight,  # [E, H]
-        expert_scale: Tensor,  # [E] float32
-        gate_up: DeviceWeight,  # [E, 2·I, H]
-        down: DeviceWeight,  # [E, H, I]
-        top_k: int,
-        act: str,
-    ) -> Tensor:
-        """Softmax over all experts in float32, best top_k renormalised, then times expert_scale -> [R, H]."""
-        p = self.linear(router_in, router).float().softmax(-1)
-        weight, chosen = p.topk(top_k, dim=-1)  # [R, top_k]
-        weight = weight / weight.sum(-1, keepdim=True) * expert_scale[chosen]
-        out = torch.zeros_like(x)
+    def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
+        """router_in [R, H], already normed and scaled; x [R, H], what the experts read. Softmax over all experts in
+        float32, best top_k renormalised, then times expert_scale -> [R, H]."""
+        p = self.linear(router_in, experts.router).float().softmax(-1)
+        weight, chosen = p.topk(experts.top_k, dim=-1)  # [R, top_k]
+        weight = weight / weight.sum(-1, keepdim=True) * experts.expert_scale[chosen]
+        out, gate_up, down = torch.zeros_like(x), as_tensor(experts.gate_up), as_tensor(experts.down)
         for e in chosen.unique().tolist():
             row, slot = (chosen == e).nonzero(as_tuple=True)
-            h = self.linear(self.gated_linear(x[row], as_tensor(gate_up)[e], act), as_tensor(down)[e])
+            h = self.linear(self.gated_linear(x[row], gate_up[e], experts.act), down[e])
             out.index_add_(0, row, h * weight[row, slot, None].to(h.dtype))
         return out
 
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
-        down: DeviceWeight, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        h: Tensor,
+        stream: Tensor,
+        experts: ExpertWeights,
+        mlp: MlpWeights,
+        end: MoeResidual,
+    ) -> tuple[Tensor, Tensor]:
+        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts next to
         the dense MLP of the same layer."""
-        dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
-        routing = (router_in, x, router, expert_scale, gate_up, down, top_k, act)
-        return self.moe_next_to(dense, *routing, dense_w, post_w, stream, out_w, scale, next_w, eps)
+        dense = self.linear(self.gated_linear(h, mlp[0], experts.act), mlp[1])
+        return self.moe_next_to(dense, router_in, x, stream, experts, end)
 
     def moe_next_to(
-        self, dense: Tensor, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor,
-        gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, experts: ExpertWeights, end: MoeResidual
+    ) -> tuple[Tensor, Tensor]:
         """The same, where the dense MLP's output is known."""
-        routed = self.moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
-        y = self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
-        return self.residual_norm(stream, y, out_w, scale, next_w, eps)
+        routed = self.moe(router_in, x, experts)
+        dense = self.rms_norm(dense, end.dense_norm, end.eps)
+        y = self.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
+        return self.residual_norm(stream, y, end.post_norm, end.scale, end.next_norm, end.eps)
 
     # ---- drafting and choosing
     def clustered_logits(

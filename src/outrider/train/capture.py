@@ -8,7 +8,7 @@ attends with the library's fused kernels. Sequences are padded on the right; cau
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import TextModel
+from ..ops.backend import ExpertWeights
 from ..ops.formats import DeviceWeight
 from ..ops.reference import ReferenceOps, activation, as_tensor
 from ..types import AttnSpec
@@ -66,18 +67,9 @@ class DenseOps(ReferenceOps):
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, dense(w), bias)
 
-    def moe(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        router: DeviceWeight,
-        expert_scale: Tensor,
-        gate_up: DeviceWeight,
-        down: DeviceWeight,
-        top_k: int,
-        act: str,
-    ) -> Tensor:
-        return super().moe(router_in, x, router, expert_scale, dense(gate_up), dense(down), top_k, act)
+    def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
+        held = replace(experts, gate_up=dense(experts.gate_up), down=dense(experts.down))
+        return super().moe(router_in, x, held)
 
     def rope_write(  # type: ignore[override]
         self,

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 
 from tests.cuda.emulator import Memory, missing
 
+from outrider.ops.backend import ExpertWeights
 from outrider.ops.cuda import runtime
-from outrider.ops.formats import MODES, IntegerFormat
+from outrider.ops.formats import MODES, DeviceWeight, IntegerFormat
 from outrider.ops.triton import moe_gemv_int8, nvrtc_kernels
-from outrider.ops.triton.moe_gemv_int8 import NUMBERS, SOURCE, MoeGemvInt8, MoeGemvPlan, SharedMLP, spans
+from outrider.ops.triton.moe_gemv_int8 import NUMBERS, SOURCE, MoeGemvInt8, MoeGemvLayer, MoeGemvPlan, SharedMLP, spans
 from outrider.ops.triton.quant_moe import QuantExperts, round_experts
 from outrider.ops.triton.repack import QuantWeight, repack
 
@@ -83,13 +84,15 @@ def test_tokens_are_their_definition(rows: int, beside: bool, monkeypatch: pytes
     gate_up, down = replace(gate_up, matrix=kept(gate_up.matrix)), replace(down, matrix=kept(down.matrix))
     dense = SharedMLP.of(kept(wide_gu), kept(wide_down), hidden, down.matrix.chunks) if beside else None
     assert (dense is not None) == beside
-    plan = MoeGemvPlan.of(rows, router, gate_up, down, top, dense, few.sms, 1 << 20)
+    held = ExpertWeights(hold(router), hold(scale), gate_up, down, top, "gelu_tanh")
+    plan = MoeGemvPlan.of(rows, held, dense, few.sms, 1 << 20)
     assert plan is not None and plan.stages == 4 and plan.router[1] > 1
     kernels = few.kernels(plan, "gelu_tanh")
     assert kernels is not None
+    layer = MoeGemvLayer(held, dense, plan, kernels)
     with memory:
-        logits = few.logits(kernels, plan, hold(router_in), hold(router), False)
-        got = few.answers(kernels, plan, hold(z), hold(scale), hold(x), gate_up, down, hold(h), dense, False)
+        logits = few.logits(layer, hold(router_in), False)
+        got = few.answers(layer, hold(z), hold(x), hold(h), False)
     torch.testing.assert_close(logits, router_in.float() @ router.float().T, rtol=1e-4, atol=1e-4)
     for row in range(rows):
         order = sorted(range(count), key=lambda e: (-float(z[row, e]), e))[:top]
@@ -114,6 +117,10 @@ def shells(count: int, hidden: int, inner: int) -> tuple[QuantExperts, QuantExpe
     return shell(2 * inner, hidden), shell(hidden, inner)
 
 
+def weights(gate_up: DeviceWeight, down: DeviceWeight, top: int = 8, router: Tensor = ROUTER) -> ExpertWeights:
+    return ExpertWeights(router, torch.ones(len(router)), gate_up, down, top, "gelu_tanh")
+
+
 def test_gemma_is_dealt_out_evenly() -> None:
     """26B-A4B: 8 experts of 704 beside an MLP of 2112, so 968 tiles of gate_up; of down a warp for each of 2,112
     units."""
@@ -121,8 +128,7 @@ def test_gemma_is_dealt_out_evenly() -> None:
     wide = SharedMLP.of(matrix(2 * 2112, 2816, 1)[0], matrix(2816, 2112, 2)[0], 2816, down.matrix.chunks)
     assert wide is not None
     both, alone, five = (
-        MoeGemvPlan.of(n, ROUTER, gate_up, down, 8, beside, 132, ROOM)
-        for n, beside in ((1, wide), (1, None), (5, wide))
+        MoeGemvPlan.of(n, weights(gate_up, down), beside, 132, ROOM) for n, beside in ((1, wide), (1, None), (5, wide))
     )
     assert both is not None and (both.chunks, both.stages, both.down, both.down_warps) == (22, 4, 6, 16)
     assert alone is not None and (alone.chunks, alone.stages, alone.down, alone.down_warps) == (22, 4, 6, 11)
@@ -149,7 +155,8 @@ def test_what_the_kernels_take() -> None:
     def taken(
         first: object, second: object, rows: int = 1, top: int = 8, room: int = ROOM, router: Tensor = ROUTER
     ) -> bool:
-        return MoeGemvPlan.of(rows, router, first, second, top, None, 132, room) is not None  # type: ignore[arg-type]
+        held = weights(first, second, top, router)  # type: ignore[arg-type]
+        return MoeGemvPlan.of(rows, held, None, 132, room) is not None
 
     assert (
         taken(gate_up, down)
@@ -172,11 +179,9 @@ def test_what_the_kernels_take() -> None:
     assert not taken(*shells(128, 2816, 768))  # groups of down have factors
     few = MoeGemvInt8(torch.device("cpu"))
     x = torch.zeros((2, 2816), dtype=torch.bfloat16)
-    assert (
-        few.plan(x, ROUTER, gate_up, down, 8, None) is not None
-        and few.plan(x.float(), ROUTER, gate_up, down, 8, None) is None
-    )
-    assert few.plan(x.repeat(2, 1), ROUTER, gate_up, down, 8, None) is None  # Triton is faster
+    held = weights(gate_up, down)
+    assert few.plan(x, held, None) is not None and few.plan(x.float(), held, None) is None
+    assert few.plan(x.repeat(2, 1), held, None) is None  # Triton is faster
     assert taken(gate_up, down, 8) and not taken(gate_up, down, 9) and not taken(gate_up, down, 5, top=13)
     assert (
         SharedMLP.of(x, x, 2816, 6) is None
@@ -192,7 +197,7 @@ def test_what_the_kernels_take() -> None:
 def test_how_many_experts_a_token_may_choose(rows: int, top: int, taken: bool) -> None:
     """A warp chooses them, and among several tokens a place has four bits."""
     small = torch.zeros((128, 1024), dtype=torch.bfloat16)
-    plan = MoeGemvPlan.of(rows, small, *shells(128, 1024, 600), top, None, 132, ROOM)
+    plan = MoeGemvPlan.of(rows, weights(*shells(128, 1024, 600), top, small), None, 132, ROOM)
     assert (plan is not None) == taken
 
 
@@ -219,13 +224,10 @@ def test_a_compiler_that_fails_leaves_it_to_triton(
     monkeypatch.setattr(nvrtc_kernels, "Kernel", broken)
     few, (gate_up, down) = MoeGemvInt8(torch.device("cpu")), shells(128, 2816, 704)
     x = torch.zeros((1, 2816), dtype=torch.bfloat16)
-    plan = few.plan(x, ROUTER, gate_up, down, 8, None)
+    held = weights(gate_up, down)
+    plan = few.plan(x, held, None)
     assert plan is not None
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert few.kernels(plan, "gelu_tanh") is None
-    assert (
-        few.plan(x, ROUTER, gate_up, down, 8, None) is None
-        and len(caplog.records) == 1
-        and "no machine code" in caplog.text
-    )
+    assert few.plan(x, held, None) is None and len(caplog.records) == 1 and "no machine code" in caplog.text
     assert MoeGemvInt8.of(torch.device("cpu")) is None

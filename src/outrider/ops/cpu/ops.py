@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
-from ..backend import EVERY_ROW, Capabilities, DraftChain, HostCycle, M
+from ..backend import EVERY_ROW, Capabilities, DraftChain, ExpertWeights, HostCycle, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, QuantPart, Weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
@@ -251,24 +251,14 @@ class CpuOps(ReferenceOps):
         )
         return out
 
-    def moe(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        router: DeviceWeight,
-        expert_scale: Tensor,
-        gate_up: DeviceWeight,
-        down: DeviceWeight,
-        top_k: int,
-        act: str,
-    ) -> Tensor:
-        if not routable(self, router, gate_up, down):
-            return super().moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
+    def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
+        if not routable(experts):
+            return super().moe(router_in, x, experts)
         router_in, x = floats(router_in), floats(x)
         out = torch.empty_like(x)
-        c = c_moe(self, router, expert_scale, gate_up, down, top_k)
+        c, act = c_moe(self, experts), ACTIVATIONS[experts.act]
         if self.lib.or_moe(
-            self.team, ctypes.byref(c), router_in.data_ptr(), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr()
+            self.team, ctypes.byref(c), router_in.data_ptr(), x.data_ptr(), x.shape[0], act, out.data_ptr()
         ):
             raise MemoryError("scratch of experts")
         return out
@@ -499,8 +489,9 @@ def halves(w: Weight) -> bool:
     return len(w.shape) == 2 and isinstance(w.format, DenseFormat) and w.format.dtype in (torch.float16, torch.bfloat16)
 
 
-def routable(ops: CpuOps, router: DeviceWeight, gate_up: DeviceWeight, down: DeviceWeight) -> bool:
+def routable(experts: ExpertWeights) -> bool:
     """Whether the library can run these experts: their rows are whole groups, the rows of dense ones as well."""
+    gate_up, down = experts.gate_up, experts.down
     return (
         gate_up.shape[1] % 32 == 0
         and down.shape[1] % LANES == 0
@@ -508,16 +499,14 @@ def routable(ops: CpuOps, router: DeviceWeight, gate_up: DeviceWeight, down: Dev
     )
 
 
-def c_moe(
-    ops: CpuOps, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int
-) -> CMoe:
+def c_moe(ops: CpuOps, experts: ExpertWeights) -> CMoe:
     return CMoe(
-        router=ops.c_weight(router),
-        gate_up=ops.c_weight(gate_up),
-        down=ops.c_weight(down),
-        expert_scale=expert_scale.data_ptr(),
-        experts=gate_up.shape[0],
-        top=top_k,
+        router=ops.c_weight(experts.router),
+        gate_up=ops.c_weight(experts.gate_up),
+        down=ops.c_weight(experts.down),
+        expert_scale=experts.expert_scale.data_ptr(),
+        experts=experts.gate_up.shape[0],
+        top=experts.top_k,
     )
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backend import MoeResidual
 from ..formats import DeviceWeight
 from ..reference import as_tensor
 from .common import activate, pdl_start
@@ -169,22 +170,6 @@ def grouped_gemm(
     )
 
 
-@dataclass(frozen=True)
-class MoeEpilogue:
-    """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is
-    added to."""
-
-    dense: Tensor  # [R, H]; or float32 [parts, R, H]: spans that are still to be added
-    dense_w: Tensor
-    post_w: Tensor
-    x: Tensor  # [R, H] the residual stream
-    out_w: Tensor | None
-    scale: Tensor | None
-    next_w: Tensor | None
-    eps: float
-    parts: int = 0  # of dense
-
-
 def products(
     pairs: Pairs,
     x: Tensor,
@@ -222,22 +207,23 @@ def experts(
     return out
 
 
-def mix(pair_out: Tensor, weight: Tensor, beside: MoeEpilogue, pdl: bool) -> tuple[Tensor, Tensor]:
-    """pair_out [pairs, H], weight float32 [pairs] -> the residual stream, and its norm by next_w (itself where
-    there is none)."""
-    (rows, hidden), x = beside.x.shape, beside.x.contiguous()
+def mix(
+    pair_out: Tensor, weight: Tensor, dense: Tensor, stream: Tensor, end: MoeResidual, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """pair_out [pairs, H], weight float32 [pairs]; dense [R, H], or float32 [parts, R, H]: spans that are still to be
+    added -> the residual stream [R, H], and its norm by end.next_norm (itself where there is none)."""
+    (rows, hidden), x = stream.shape, stream.contiguous()
     whole = rows < PROMPT  # else two launches: more programs at a time are worth more than what one would save
-    next_w, given = beside.next_w, (beside.out_w, beside.scale, beside.next_w)
+    given = (end.post_norm, end.scale, end.next_norm)
+    post, scaled, normed = (whole and w is not None for w in given)
     x_out = torch.empty_like(x)
-    h_out = torch.empty_like(x) if whole and next_w is not None else x_out
+    h_out = torch.empty_like(x) if normed else x_out
     block, warps = width_warps(hidden)
     mix_epilogue_kernel[(rows,)](
-        pair_out, weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, x,
+        pair_out, weight, dense.contiguous(), end.dense_norm, end.routed_norm, x,
         *(x if w is None else w for w in given),
-        x_out, h_out, hidden, beside.eps, TOP=len(weight) // rows, PARTS=beside.parts, ADD=whole,
-        OUT=whole and beside.out_w is not None,
-        SCALE=whole and beside.scale is not None, NEXT=whole and next_w is not None, BLOCK=block, PDL=pdl,
-        num_warps=warps,
+        x_out, h_out, hidden, end.eps, TOP=len(weight) // rows, PARTS=len(dense) if dense.dim() == 3 else 0, ADD=whole,
+        OUT=post, SCALE=scaled, NEXT=normed, BLOCK=block, PDL=pdl, num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return (x_out, h_out) if whole else residual_norm(x, x_out, beside.out_w, beside.scale, next_w, beside.eps, pdl)[:2]
+    return (x_out, h_out) if whole else residual_norm(x, x_out, *given, end.eps, pdl)[:2]

@@ -16,8 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ..backend import ExpertWeights, MlpWeights
 from ..cuda.runtime import FOLDER, Kernel
 from ..formats import DeviceWeight
+from ..reference import as_tensor
 from .gemm_config import choose_reduction
 from .nvrtc_kernels import Flags, NvrtcKernels
 from .quant_config import choose_quant_tile
@@ -103,15 +105,9 @@ class MoeGemvPlan:
 
     @staticmethod
     def of(
-        rows: int,
-        router: DeviceWeight,
-        gate_up: DeviceWeight,
-        down: DeviceWeight,
-        top: int,
-        beside: SharedMLP | None,
-        sms: int,
-        room: int,
+        rows: int, experts_of: ExpertWeights, beside: SharedMLP | None, sms: int, room: int
     ) -> MoeGemvPlan | None:
+        router, gate_up, down, top = experts_of.router, experts_of.gate_up, experts_of.down, experts_of.top_k
         if (
             not isinstance(gate_up, QuantExperts)
             or not isinstance(down, QuantExperts)
@@ -192,59 +188,60 @@ class MoeGemvKernels:
     down: Kernel
 
 
+@dataclass(frozen=True)
+class MoeGemvLayer:
+    """One layer's weights, and how its kernels take them."""
+
+    experts: ExpertWeights
+    mlp: SharedMLP | None  # None: it runs elsewhere
+    plan: MoeGemvPlan
+    kernels: MoeGemvKernels
+
+
 class MoeGemvInt8(NvrtcKernels):
     """The kernels of one device."""
 
     source, what = SOURCE, "experts in int8 at up to 3 tokens go"
 
-    def plan(
-        self,
-        x: Tensor,
-        router: DeviceWeight,
-        gate_up: DeviceWeight,
-        down: DeviceWeight,
-        top: int,
-        beside: SharedMLP | None,
-    ) -> MoeGemvPlan | None:
+    def plan(self, x: Tensor, experts: ExpertWeights, shared: SharedMLP | None) -> MoeGemvPlan | None:
         """None: not one of these."""
         if not self.usable or x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
             return None
-        return MoeGemvPlan.of(x.shape[0], router, gate_up, down, top, beside, self.sms, self.room)
+        return MoeGemvPlan.of(x.shape[0], experts, shared, self.sms, self.room)
 
-    def logits(
-        self, kernels: MoeGemvKernels, plan: MoeGemvPlan, router_in: Tensor, router: Tensor, pdl: bool
-    ) -> Tensor:
+    def layer(self, x: Tensor, experts: ExpertWeights, mlp: MlpWeights) -> MoeGemvLayer | None:
+        """None: not one of these, or its kernels cannot be compiled."""
+        down = experts.down
+        shared = SharedMLP.of(*mlp, x.shape[1], down.matrix.chunks) if isinstance(down, QuantExperts) else None
+        plan = self.plan(x, experts, shared)
+        kernels = None if plan is None else self.kernels(plan, experts.act)
+        return None if plan is None or kernels is None else MoeGemvLayer(experts, shared, plan, kernels)
+
+    def logits(self, layer: MoeGemvLayer, router_in: Tensor, pdl: bool) -> Tensor:
         """router_in [R, H] -> float32 [R, E]."""
+        router, (span, splits) = as_tensor(layer.experts.router), layer.plan.router
         z = torch.empty((len(router_in), len(router)), dtype=torch.float32, device=router_in.device)
-        given, (span, splits) = [router_in.data_ptr(), router.data_ptr(), z.data_ptr()], plan.router
-        kernels.router(
-            len(router) // 8,
-            32 * splits,
-            splits * (8 * (2 * span + 32) + 256),
-            [*given, MoeGemvProblem(*plan.told)],
-            pdl,
-        )
+        given, shape = (router_in.data_ptr(), router.data_ptr(), z.data_ptr()), MoeGemvProblem(*layer.plan.told)
+        layer.kernels.router(len(router) // 8, 32 * splits, splits * (8 * (2 * span + 32) + 256), [*given, shape], pdl)
         return z
 
-    def answers(
-        self, kernels: MoeGemvKernels, plan: MoeGemvPlan, z: Tensor, expert_scale: Tensor, x: Tensor,
-        gate_up: QuantExperts, down: QuantExperts,
-        h: Tensor, beside: SharedMLP | None, pdl: bool,
-    ) -> MoeGemvBuffers:
+    def answers(self, layer: MoeGemvLayer, z: Tensor, x: Tensor, h: Tensor, pdl: bool) -> MoeGemvBuffers:
         """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP
         reads."""
-        told = dict(zip(NUMBERS, plan.told, strict=True))
+        plan, experts, told = layer.plan, layer.experts, dict(zip(NUMBERS, layer.plan.told, strict=True))
         rows, hidden, inner, dense = (told[name] for name in ("rows", "hidden", "inner", "dense"))
         count = rows * told["top"]
         made = lambda *shape, dtype=x.dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
         between, pairs, weight = made(count, inner), made(count, hidden), made(count, dtype=torch.float32)
-        first, second = (beside.gate_up, beside.down) if beside is not None else (gate_up.matrix, down.matrix)
         dense_between, dense_out = made(rows, dense), made(told["down_splits"], rows, hidden, dtype=torch.float32)
-        a, b = gate_up.matrix, down.matrix
+        assert isinstance(experts.gate_up, QuantExperts) and isinstance(experts.down, QuantExperts)
+        a, b = experts.gate_up.matrix, experts.down.matrix
+        first, second = (a, b) if layer.mlp is None else (layer.mlp.gate_up, layer.mlp.down)
         assert a.scale is not None and first.scale is not None and b.factor is not None and second.factor is not None
-        blocks, shape = self.sms, MoeGemvProblem(*plan.told)
+        blocks, shape, kernels = self.sms, MoeGemvProblem(*plan.told), layer.kernels
         at = lambda *tensors: [t.data_ptr() for t in tensors]  # noqa: E731
-        given = at(z, expert_scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)
+        scale = experts.expert_scale
+        given = at(z, scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)
         kernels.gate_up(blocks, 32 * plan.chunks, plan.gate_up_shared, [*given, shape], pdl)
         given = at(z, between, b.words, b.factor, pairs, dense_between, second.words, second.factor, dense_out)
         kernels.down(blocks, 32 * plan.down_warps, plan.down_shared, [*given, shape], pdl)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, KVView, OutriderError
 from ..adapter_slots import SlotWeight
-from ..backend import NO_EPILOGUE, Capabilities, LinearEpilogue, M, Norms
+from ..backend import NO_EPILOGUE, Capabilities, ExpertWeights, LinearEpilogue, M, MlpWeights, MoeResidual, Norms
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
 from ..trees import Frontier, Nodes, Noise, TreeRows
@@ -22,7 +22,7 @@ from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .gemm_wgmma import GemmWgmma
 from .precompile import Precompiler
 from .quant_config import max_smem
-from .routing import list_pairs
+from .routing import Pairs, list_pairs
 
 SIDE_STREAM_ROWS = 8  # rows up to which experts and the dense MLP beside them run side by side
 
@@ -190,54 +190,47 @@ class TritonOps(ReferenceOps):
         trees.compact_kv(rows, accepted, length, specs, kv, self.pointers, self.pdl)
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
-    def moe(
+    def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
+        pairs = self.route(router_in, experts)
+        return moe.experts(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
+
+    def route(self, router_in: Tensor, experts: ExpertWeights) -> Pairs:
+        # float32: a choice between experts should not hang on bf16 rounding
+        z = self.logits(router_in, experts.router, None)
+        return list_pairs(z, experts.expert_scale, experts.top_k, self.pdl)
+
+    def moe_with_shared_mlp(
         self,
         router_in: Tensor,
         x: Tensor,
-        router: DeviceWeight,
-        expert_scale: Tensor,
-        gate_up: DeviceWeight,
-        down: DeviceWeight,
-        top_k: int,
-        act: str,
-    ) -> Tensor:
-        z = self.logits(router_in, router, None)  # float32: a choice between experts should not hang on bf16 rounding
-        return moe.experts(list_pairs(z, expert_scale, top_k, self.pdl), x, gate_up, down, act, self.pdl)
-
-    def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
-        down: DeviceWeight, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+        h: Tensor,
+        stream: Tensor,
+        experts: ExpertWeights,
+        mlp: MlpWeights,
+        end: MoeResidual,
     ) -> tuple[Tensor, Tensor]:
-        dense, join = self.dense_mlp(h, mlp_gate_up, mlp_down, act)
-        pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
-        pair_out = moe.products(pairs, x, gate_up, down, act, self.pdl)
-        return moe.mix(
-            pair_out, pairs.weight, moe.MoeEpilogue(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), join()
-        )
+        dense, join = self.dense_mlp(h, mlp, experts.act)
+        pairs = self.route(router_in, experts)
+        pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
+        return moe.mix(pair_out, pairs.weight, dense, stream, end, join())
 
     def moe_next_to(
-        self, dense: Tensor, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor,
-        gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
-        ends = moe.MoeEpilogue(dense, dense_w, post_w, stream, out_w, scale, next_w, eps)
-        return moe.mix(moe.products(pairs, x, gate_up, down, act, self.pdl), pairs.weight, ends, self.pdl)
+        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, experts: ExpertWeights, end: MoeResidual
+    ) -> tuple[Tensor, Tensor]:
+        pairs = self.route(router_in, experts)
+        pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
+        return moe.mix(pair_out, pairs.weight, dense, stream, end, self.pdl)
 
-    def dense_mlp(
-        self, h: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str
-    ) -> tuple[Tensor, Callable[[], bool]]:
+    def dense_mlp(self, h: Tensor, mlp: MlpWeights, act: str) -> tuple[Tensor, Callable[[], bool]]:
         """The MLP beside experts. Of few rows it runs while they do, on a stream of its own: who reads it first calls
         what comes with it, which says whether that reader may begin before the kernel ahead is done."""
         if not self.semaphores.is_cuda or len(h) > SIDE_STREAM_ROWS:
-            return self.linear(self.gated_linear(h, gate_up, act), down), lambda: self.pdl
+            return self.linear(self.gated_linear(h, mlp[0], act), mlp[1]), lambda: self.pdl
         ops, side = self.side_stream
         main = torch.cuda.current_stream(self.semaphores.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            made = ops.linear(ops.gated_linear(h, gate_up, act), down)
+            made = ops.linear(ops.gated_linear(h, mlp[0], act), mlp[1])
 
         def join() -> bool:
             main.wait_stream(side)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ...types import OutriderError
+from ..backend import ExpertWeights, MlpWeights, MoeResidual
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from . import moe
-from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8, SharedMLP
+from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
 from .ops import TritonOps
 from .quant import Extras, quant_linear
 from .quant_moe import QuantExperts, hold_experts, round_experts
@@ -114,33 +115,23 @@ class QuantTritonOps(TritonOps):
         return MoeGemvInt8.of(self.semaphores.device)
 
     def moe_with_shared_mlp(
-        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight,
-        down: DeviceWeight, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
-        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+        self,
+        router_in: Tensor,
+        x: Tensor,
+        h: Tensor,
+        stream: Tensor,
+        experts: ExpertWeights,
+        mlp: MlpWeights,
+        end: MoeResidual,
     ) -> tuple[Tensor, Tensor]:
-        rest = (dense_w, post_w, stream, out_w, scale, next_w, eps)
-        if (
-            x.shape[0] <= MAX_MOE_GEMV_ROWS
-            and isinstance(router, Tensor)
-            and isinstance(gate_up, QuantExperts)
-            and isinstance(down, QuantExperts)
-        ):
-            beside, few = SharedMLP.of(mlp_gate_up, mlp_down, x.shape[1], down.matrix.chunks), self.moe_gemv_int8
-            plan = None if few is None else few.plan(x, router, gate_up, down, top_k, beside)
-            kernels = None if few is None or plan is None else few.kernels(plan, act)
-            if few is not None and plan is not None and kernels is not None:
-                alone = self.dense_mlp(h, mlp_gate_up, mlp_down, act) if beside is None else None
-                z = few.logits(kernels, plan, router_in, router, self.pdl)
-                made = few.answers(kernels, plan, z, expert_scale, x, gate_up, down, h, beside, self.pdl)
-                if alone is not None:
-                    return moe.mix(made.pairs, made.weight, moe.MoeEpilogue(alone[0], *rest), alone[1]())
-                return moe.mix(
-                    made.pairs, made.weight, moe.MoeEpilogue(made.dense, *rest, parts=len(made.dense)), self.pdl
-                )
-        return super().moe_with_shared_mlp(
-            router_in, x, router, expert_scale, gate_up, down, top_k, act, h, mlp_gate_up, mlp_down, *rest
-        )
+        few = self.moe_gemv_int8 if len(x) <= MAX_MOE_GEMV_ROWS and isinstance(experts.down, QuantExperts) else None
+        layer = None if few is None else few.layer(x, experts, mlp)
+        if few is None or layer is None:
+            return super().moe_with_shared_mlp(router_in, x, h, stream, experts, mlp, end)
+        dense, join = self.dense_mlp(h, mlp, experts.act) if layer.mlp is None else (None, lambda: self.pdl)
+        z = few.logits(layer, router_in, self.pdl)
+        made = few.answers(layer, z, x, h, self.pdl)
+        return moe.mix(made.pairs, made.weight, made.dense if dense is None else dense, stream, end, join())
 
     def multiply(self, x: Tensor, w: QuantWeight, extras: Extras) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""
