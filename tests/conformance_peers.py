@@ -114,10 +114,14 @@ def prompt_ids_come_with_the_first_chunk(api: Api) -> None:
 
 
 @case
-def prompts_are_cut_from_the_left(api: Api) -> None:
+def prompts_are_cut_from_the_side_that_is_asked_for(api: Api) -> None:
     whole = prompt_ids(api, prompt="hello there")
     assert prompt_ids(api, prompt="hello there", truncate_prompt_tokens=4) == whole[-4:]
+    assert prompt_ids(api, prompt="hello there", truncate_prompt_tokens=4, truncation_side="left") == whole[-4:]
+    assert prompt_ids(api, prompt="hello there", truncate_prompt_tokens=4, truncation_side="right") == whole[:4]
     long = "hello " * 2000
+    first = prompt_ids(api, prompt=long, truncate_prompt_tokens=40, truncation_side="right")
+    assert first == prompt_ids(api, prompt=long[:600])[:40]
     assert len(prompt_ids(api, prompt=long, truncate_prompt_tokens=-1)) > 1000
     assert api.chat(truncate_prompt_tokens=5)["usage"]["prompt_tokens"] == 5
     assert (

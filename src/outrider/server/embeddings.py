@@ -46,6 +46,7 @@ class EmbeddingsRequest(Strict):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # vLLM's
+    truncation_side: Literal["left", "right"] | None = None
 
 
 class EmbedBody(Lenient):
@@ -55,6 +56,7 @@ class EmbedBody(Lenient):
     model: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate_prompt_tokens: None = None
+    truncation_side: None = None
 
 
 class OldEmbedBody(Lenient):
@@ -64,6 +66,7 @@ class OldEmbedBody(Lenient):
     model: str | None = None
     dimensions: None = None
     truncate_prompt_tokens: None = None
+    truncation_side: None = None
 
     @property
     def input(self) -> str:
@@ -131,9 +134,7 @@ async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -
                 model = await unless_gone(request, server.acquire(slot, client, stack))
                 adapter = adapter_of(model, adapter_named(slot, untagged(body.model)))
                 stack.enter_context(server.admission.enter(1, client))
-                ids = await server.executor.run(
-                    client, lambda: tokens(model.prepare, body.input, body.truncate_prompt_tokens), long
-                )
+                ids = await server.executor.run(client, lambda: tokens(model.prepare, body), long)
                 room.close()
                 vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions, adapter))
     except TimeoutError:
@@ -156,10 +157,9 @@ async def _vectors(
     return out
 
 
-def tokens(preparer: Preparer, given: str | list[object], keep: int | None) -> list[list[int]]:
-    """keep: how many of an input's last tokens, as vLLM has it; None: too many are refused."""
-    keep = preparer.kept(keep)
-    inputs = split(given)
+def tokens(preparer: Preparer, body: EmbeddingsRequest | EmbedBody | OldEmbedBody) -> list[list[int]]:
+    """The token ids of each input."""
+    keep, inputs = preparer.kept(body.truncate_prompt_tokens, body.truncation_side), split(body.input)
     for one in inputs if keep is None else ():
         preparer.check_length(one, "input")
     return [preparer.fitting(preparer.prompt_ids(one, "input", keep), "input", keep) for one in inputs]

@@ -60,7 +60,7 @@ class Preparer:
         forced = use_tools and body.tool_choice not in (None, "auto")
         grammar = format_ = self._format(body)
         prompt = self._prompt(body, use_tools)
-        ids = self.fitting(prompt.ids, "messages", self.kept(body.truncate_prompt_tokens))
+        ids = self.fitting(prompt.ids, "messages", self.kept(body.truncate_prompt_tokens, body.truncation_side))
         if forced or (use_tools and format_ is not None):
             grammar = self._tool_grammar(body, format_ if not forced else None)
         if grammar is not None and (body.min_tokens or body.ignore_eos):
@@ -82,7 +82,7 @@ class Preparer:
 
     def _completion(self, body: CompletionRequest, stats: bool) -> Job:
         prompts = body.prompts
-        kept = self.kept(body.truncate_prompt_tokens)
+        kept = self.kept(body.truncate_prompt_tokens, body.truncation_side)
         made = [self._filled_in(p, body.suffix) if body.suffix else self.prompt_ids(p, "prompt", kept) for p in prompts]
         encoded = [self.fitting(ids, "prompt", kept) for ids in made]
         n = max(body.best_of or 1, body.n or 1)
@@ -183,10 +183,12 @@ class Preparer:
         self._check_length(len(text), "prompt", True)
         return self._encode(text, bos=special)
 
-    def prompt_ids(self, prompt: str | list[object], field: str, keep: int | None = None) -> list[int]:
-        """Of a text, or of token ids with texts between them. keep: only its last so many tokens are of interest."""
-        if isinstance(prompt, str) and keep is not None:
-            prompt = prompt[-max(LONG, keep * self._longest_token) :]  # what stands before can't be among them
+    def prompt_ids(self, prompt: str | list[object], field: str, keep: slice | None = None) -> list[int]:
+        """Of a text, or of token ids with texts between them. keep: only these tokens are of interest."""
+        if isinstance(prompt, str) and keep is not None:  # what stands further off can't be among them
+            left = keep.stop is None
+            most = max(LONG, (-keep.start if left else keep.stop) * self._longest_token)
+            prompt = prompt[-most:] if left else prompt[:most]
         if isinstance(prompt, str):
             if keep is None:
                 self._check_beginning(prompt, field)
@@ -198,14 +200,18 @@ class Preparer:
             ids += self._encode(part, bos=i == 0) if isinstance(part, str) else self.token_ids([part], field)
         return ids
 
-    def kept(self, asked: int | None) -> int | None:
-        """`truncate_prompt_tokens` as a number of tokens; None: all are kept, and too many are refused."""
-        if asked is not None and (asked == 0 or asked > self.longest_prompt):
+    def kept(self, asked: int | None, side: str | None) -> slice | None:
+        """The tokens of a prompt that `truncate_prompt_tokens` and `truncation_side` keep; None: all, and too many are
+        refused."""
+        if asked is None:
+            return None
+        if asked == 0 or asked > self.longest_prompt:
             raise bad(f"truncate_prompt_tokens must be -1 or in 1..{self.longest_prompt}.", "truncate_prompt_tokens")
-        return self.longest_prompt if asked == -1 else asked
+        most = self.longest_prompt if asked == -1 else asked
+        return slice(most) if side == "right" else slice(-most, None)
 
-    def fitting(self, ids: list[int], field: str, keep: int | None) -> list[int]:
-        ids = ids if keep is None else ids[-keep:]
+    def fitting(self, ids: list[int], field: str, keep: slice | None) -> list[int]:
+        ids = ids if keep is None else ids[keep]
         if len(ids) > self.longest_prompt:
             raise self._overflow(len(ids), field)
         return ids

@@ -285,8 +285,9 @@ class Common(Strict):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # tokens of logprobs as "token_id:15"
-    # the prompt's last so many tokens are kept; -1: as many as fit
+    # the prompt's last so many tokens are kept, from the right its first; -1: as many as fit
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # prefixes are shared with this salt
     # among the waiting requests of one client; lower comes first
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
