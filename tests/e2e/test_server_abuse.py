@@ -30,13 +30,12 @@ from tests.waiting import PATIENCE, until
 from outrider.engine.grammar import GrammarCompiler
 from outrider.server import grammar_sandbox, grammars
 from outrider.server.errors import ApiError
-from outrider.server.fair import FairExecutor, FairGate
+from outrider.server.fair import FairExecutor, FairGate, TurnQueue
 from outrider.server.grammar_source import GrammarSource, build, close_objects
 from outrider.server.main import listen
 from outrider.server.model_info import ServedModel
 from outrider.server.protocol import cap
 from outrider.server.settings import without_paths
-from outrider.server.turn_queue import TurnQueue
 from outrider.types import OutriderError
 
 TOK, GEMMA = tokenizer(), tokenizer(gemma=True)

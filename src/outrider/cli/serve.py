@@ -83,11 +83,11 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     sys.stdout, sys.stderr = cast(TextIO, Unfailing(sys.stdout)), cast(TextIO, Unfailing(sys.stderr))
     with common.needs("the server needs", "serve"):
         from ..server import catalogue
+        from ..server.fair import SPARE
         from ..server.loaded_model import LoadedModel
         from ..server.main import address, listen
         from ..server.main import serve as run
         from ..server.model_info import ServedModel
-        from ..server.turn_queue import SPARE
     from ..ops import place
 
     listed, load = catalogue.read(asked.models), common.with_adapters(load, asked.adapter)

@@ -17,9 +17,9 @@ from starlette.types import Message, Receive, Scope
 
 from ..llm import LLM
 from ..server.app import create_app
+from ..server.fair import SPARE
 from ..server.model_info import ServedModel
 from ..server.settings import ServerSettings
-from ..server.turn_queue import SPARE
 from .config import ClusterConfig
 from .ingress import Forward
 from .totals import Snapshot

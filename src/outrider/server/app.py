@@ -12,7 +12,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -50,7 +52,27 @@ from .wire import Json, Wire
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many so large are read at once, one of each client
+T = TypeVar("T")
 CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
+
+
+@dataclass(frozen=True)
+class ReceivedBody:
+    raw: bytes
+    client: str
+    room: ExitStack  # closed when the text is done with: other large bodies of this client may come then
+    executor: FairExecutor
+
+    @property
+    def long(self) -> bool:
+        return len(self.raw) > LONG
+
+    async def work(self, function: Callable[[], T]) -> T:
+        """Off the event loop, in the client's turn."""
+        return await self.executor.run(self.client, function, self.long)
+
+    async def parsed(self, parse: Callable[[bytes], T]) -> T:
+        return await self.work(lambda: read(self.raw, parse))
 
 
 class Server:
@@ -88,22 +110,31 @@ class Server:
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
+        async with self.received(request) as got:
+            several = len(self.pool.slots) > 1 and got.raw
+            named = await got.parsed(Named.model_validate_json) if several else Named()
+            with ExitStack() as stack:
+                slot = self.resolve(request, named.model)
+                model = await unless_gone(request, self.acquire(slot, got.client, stack))
+                # rendered off the loop, too: a long text has many tokens
+                return await got.work(lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))))
+
+    @asynccontextmanager
+    async def received(self, request: Request) -> AsyncIterator[ReceivedBody]:
+        """A request's body, and a limit on the time for everything inside. A large one is read when it is its client's
+        turn; until then it stays with its client."""
         client = request.state.client
         try:
-            async with asyncio.timeout(self.settings.timeout):
-                with await self.room(request), ExitStack() as stack:
-                    raw = await request.body()
-                    long, several = len(raw) > LONG, len(self.pool.slots) > 1 and bool(raw)
-                    named = (
-                        await self.executor.run(client, lambda: read(raw, Named.model_validate_json), long)
-                        if several
-                        else Named()
-                    )
-                    model = await unless_gone(request, self.acquire(self.resolve(request, named.model), client, stack))
-                    # rendered by the desk, too: a long text has many tokens
-                    return await self.executor.run(
-                        client, lambda: JSONResponse(read(raw, lambda data: work(data, model.prepare))), long
-                    )
+            with ExitStack() as room:
+                async with asyncio.timeout(self.settings.timeout):
+                    # chunks: of any size
+                    if (
+                        int(request.headers.get("content-length", 0)) > BIG_BODY
+                        or "transfer-encoding" in request.headers
+                    ):
+                        await self.big_bodies.acquire(client)
+                        room.callback(self.big_bodies.release, client)
+                    yield ReceivedBody(await request.body(), client, room, self.executor)
         except TimeoutError:
             raise timed_out(self.settings.timeout) from None
 
@@ -127,63 +158,38 @@ class Server:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         curls = kind == CURLS and "origin" not in request.headers  # a page of a browser says where it comes from
         if kind != "application/json" and not kind.endswith("+json") and not curls:
-            raise ApiError(
-                415, "The body must be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type"
-            )
+            raise _unsupported("The body must be JSON: send 'Content-Type: application/json'.")
         if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            raise ApiError(
-                415,
-                "Compressed bodies can't be read here: send it without Content-Encoding.",
-                code="unsupported_media_type",
-            )
+            raise _unsupported("Compressed bodies can't be read here: send it without Content-Encoding.")
         stack = ExitStack()
         try:
-            async with asyncio.timeout(self.settings.timeout):
-                with await self.room(request) as room:
-                    raw = await request.body()
-                    call = await unless_gone(request, self._begin(request, raw, parse, wire, stack, room, began))
-        except TimeoutError:
-            stack.close()
-            raise timed_out(self.settings.timeout) from None
+            async with self.received(request) as got:
+                call = await unless_gone(request, self._begin(request, got, parse, wire, stack, began))
         except BaseException:
             stack.close()
             raise
         return EventStream(call, wire.media_type) if call.answer.job.body.stream else await whole(request, call)
 
-    async def room(self, request: Request) -> ExitStack:
-        """A large body is read when it is its client's turn; until then it stays with its client. Close it when the
-        text is done with."""
-        room, client = ExitStack(), request.state.client
-        # chunks: of any size
-        if int(request.headers.get("content-length", 0)) > BIG_BODY or "transfer-encoding" in request.headers:
-            await self.big_bodies.acquire(client)
-            room.callback(self.big_bodies.release, client)
-        return room
-
     async def _begin(
-        self, request: Request, raw: bytes, parse: Parse, wire: Wire, stack: ExitStack, room: ExitStack, began: float
+        self, request: Request, got: ReceivedBody, parse: Parse, wire: Wire, stack: ExitStack, began: float
     ) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by
         `stack`."""
-        client, long = request.state.client, len(raw) > LONG
-        body = await self.executor.run(client, lambda: read(raw, parse), long)
+        client, body = got.client, await got.parsed(parse)
         slot = self.resolve(request, body.model)
         if not self.pool.ready(slot):
-            room.close()  # a load may take longer than other bodies of this client may take to arrive
+            got.room.close()  # a load may take longer than other bodies of this client may take to arrive
         model = await self.acquire(slot, client, stack)
-        answers = (
-            await self.executor.run(client, lambda: model.prepare.answers(body), long)
-            if long
-            else model.prepare.answers(body)
-        )
+        many = partial(model.prepare.answers, body)
+        answers = await got.work(many) if got.long else many()
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
         stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
-        job = await self.executor.run(client, lambda: model.prepare.job(body, stats), long)
-        room.close()
+        job = await got.work(lambda: model.prepare.job(body, stats))
+        got.room.close()
         if self.recorder is not None:
-            await self.executor.run(client, partial(self.recorder.take, request.state.path, raw), long)
+            await got.work(partial(self.recorder.take, request.state.path, got.raw))
         adapter = adapter_named(slot, body.model)
         namespace = b"" if self.settings.share_prefixes else self.keys.namespace(client)
         if body.cache_salt is not None:
@@ -221,6 +227,10 @@ class Server:
         self.executor.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")
 
 
 def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> FastAPI:

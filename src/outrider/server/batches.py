@@ -23,7 +23,7 @@ from starlette.types import Message
 
 from ..types import OutriderError
 from .batch import ROUTES, BadLine, BatchLine, bad_row, claim, read_lines, result_row, salt_of, seeded
-from .errors import ApiError, bad, read
+from .errors import ApiError, bad
 from .files import FileStore, StoredFile
 from .openai import OpenAIWire
 from .runner import where
@@ -220,9 +220,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/batches", response_model=None)
     async def create(request: Request) -> Json:
-        with await server.room(request):
-            raw = await request.body()
-            body = await server.executor.run(request.state.client, lambda: read(raw, BatchRequest.model_validate_json))
+        async with server.received(request) as got:
+            body = await got.parsed(BatchRequest.model_validate_json)
         return batches.start(request.state.client, body).told()
 
     @app.get("/v1/batches", response_model=None)

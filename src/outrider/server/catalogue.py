@@ -17,10 +17,10 @@ from ..models.config import ModelConfig
 from ..types import OutriderError
 from ..weights import hub
 from ..weights.sizes import stored_size
+from .fair import SPARE
 from .model_info import ModelInfo, ServedModel
 from .model_pool import ModelPool, PoolSlot
 from .settings import ServerSettings, public_name
-from .turn_queue import SPARE
 
 ALIAS = re.compile(r"([A-Za-z0-9][\w.:-]*)=(.+)")
 SHARE = 0.8  # of the memory that is free at the start, where nobody says

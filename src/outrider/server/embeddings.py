@@ -19,11 +19,10 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ..engine.scoring import Embedder
-from ..engine.text import LONG
 from ..ops.lowrank import Adapter
 from .adapters import adapter_named
-from .call import timed_out, unless_gone
-from .errors import bad, read
+from .call import unless_gone
+from .errors import bad
 from .loaded_model import LoadedModel
 from .ollama import untagged
 from .prepare import Preparer
@@ -120,25 +119,18 @@ async def off_loop(answer: Callable[[], Json]) -> Response:
 
 async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -> tuple[B, list[list[float]], int, str]:
     """(the request, a vector for each input, their tokens in all, the model's name)"""
-    client = request.state.client
-    try:
+    async with server.received(request) as got:
+        body = await got.parsed(parse)
+        name, slot = untagged(body.model), server.resolve(request, untagged(body.model))
+        if not server.pool.ready(slot):
+            got.room.close()  # as in app.py
         with ExitStack() as stack:
-            async with asyncio.timeout(server.settings.timeout):
-                room = stack.enter_context(await server.room(request))
-                raw = await request.body()
-                long = len(raw) > LONG
-                body = await server.executor.run(client, lambda: read(raw, parse), long)
-                slot = server.resolve(request, untagged(body.model))
-                if not server.pool.ready(slot):
-                    room.close()  # as in app.py
-                model = await unless_gone(request, server.acquire(slot, client, stack))
-                adapter = adapter_of(model, adapter_named(slot, untagged(body.model)))
-                stack.enter_context(server.admission.enter(1, client))
-                ids = await server.executor.run(client, lambda: tokens(model.prepare, body), long)
-                room.close()
-                vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions, adapter))
-    except TimeoutError:
-        raise timed_out(server.settings.timeout) from None
+            model = await unless_gone(request, server.acquire(slot, got.client, stack))
+            adapter = adapter_of(model, adapter_named(slot, name))
+            stack.enter_context(server.admission.enter(1, got.client))
+            ids = await got.work(lambda: tokens(model.prepare, body))
+            got.room.close()
+            vectors = await unless_gone(request, _vectors(model, ids, got.client, body.dimensions, adapter))
     return body, vectors, sum(map(len, ids)), model.name
 
 

@@ -1,4 +1,4 @@
-"""Places that clients take in turn: one client's long queue delays that client only.
+"""Places and threads that clients take in turn: one client's long queue delays that client only.
 
 A client is an API key, or an address where there are no keys. Clients that wait are served round robin; within a client
 by priority, then first come, first served. All of it belongs to the event loop, except the work that `FairExecutor`
@@ -14,12 +14,10 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from .errors import ApiError
 
@@ -45,11 +43,52 @@ class WaitEstimate:
         return min(MAX_RETRY_S, max(1, round(places * self._sum / self._weight))) if self._weight else 1
 
 
-@dataclass(order=True)
-class _Waiting:
-    priority: int  # lower comes first, among those of its client
-    number: int
-    turn: asyncio.Future[None] = field(compare=False)
+class FairQueue(Generic[T]):
+    """What clients wait for, in the order of turns."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[tuple[int, int, T]]] = {}  # by client: (priority, number, item)
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    @property
+    def clients(self) -> list[str]:
+        return list(self._of)
+
+    def count(self, client: str) -> int:
+        return len(self._of.get(client, ()))
+
+    def put(self, client: str, item: T, priority: int = 0) -> None:
+        """priority: lower comes first, among those of its client."""
+        bisect.insort(self._of.setdefault(client, []), (priority, next(self._numbers), item))
+
+    def take(self, may: Callable[[str], bool]) -> tuple[str, T] | None:
+        """The next of the first client in the round who may come; the client goes to the end of the round."""
+        client = next((c for c in self._of if may(c)), None)
+        if client is None:
+            return None
+        items = self._of.pop(client)
+        item = items.pop(0)[2]
+        if items:
+            self._of[client] = items
+        return client, item
+
+    def discard(self, client: str, item: T) -> None:
+        left = [entry for entry in self._of.pop(client, ()) if entry[2] is not item]
+        if left:
+            self._of[client] = left
+
+    def clear(self) -> list[T]:
+        """Everything that waited."""
+        items, self._of = [entry[2] for entries in self._of.values() for entry in entries], {}
+        return items
+
+
+def refused(waiting: int, what: str, retry_after: int) -> ApiError:
+    message = f"{waiting} requests of this client wait for {what} already."
+    return ApiError(429, message, retry_after=retry_after, code="too_many_requests")
 
 
 class Places(ABC):
@@ -57,8 +96,7 @@ class Places(ABC):
 
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
-        self._waiting: dict[str, list[_Waiting]] = {}  # in the order of turns
-        self._numbers = itertools.count()
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
 
     @abstractmethod
     def _may(self, client: str) -> bool:
@@ -66,8 +104,7 @@ class Places(ABC):
 
     async def acquire(self, client: str, priority: int = 0) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        mine = _Waiting(priority, next(self._numbers), turn)
-        bisect.insort(self._waiting.setdefault(client, []), mine)
+        self._waiting.put(client, turn, priority)
         self._serve()
         try:
             await turn
@@ -75,7 +112,7 @@ class Places(ABC):
             if turn.done() and not turn.cancelled():
                 self.release(client)  # the place came at the moment of the cancellation
             else:
-                self._forget(client, mine)
+                self._waiting.discard(client, turn)
             raise
 
     def release(self, client: str) -> None:
@@ -84,23 +121,9 @@ class Places(ABC):
             del self._held[client]
         self._serve()
 
-    def _forget(self, client: str, mine: _Waiting) -> None:
-        queue = self._waiting.get(client, [])
-        if mine in queue:
-            queue.remove(mine)
-        if not queue:
-            self._waiting.pop(client, None)
-
     def _serve(self) -> None:
-        """Let in, one at a time, the first in the round who may come."""
-        while True:
-            client = next((c for c in self._waiting if self._may(c)), None)
-            if client is None:
-                return
-            queue = self._waiting.pop(client)
-            turn = queue.pop(0).turn
-            if queue:
-                self._waiting[client] = queue  # to the end of the round
+        while (taken := self._waiting.take(self._may)) is not None:
+            client, turn = taken
             if not turn.done():
                 self._held[client] = self._held.get(client, 0) + 1
                 turn.set_result(None)
@@ -116,12 +139,9 @@ class FairGate(Places):
         self._estimate, self._since = WaitEstimate(), dict[str, float]()
 
     async def acquire(self, client: str, priority: int = 0) -> None:
-        waiting = len(self._waiting.get(client, ()))
+        waiting = self._waiting.count(client)
         if waiting >= self._most:
-            message = f"{waiting} requests of this client wait for {self._what} already."
-            raise ApiError(
-                429, message, retry_after=self._estimate.until_free(len(self._waiting)), code="too_many_requests"
-            )
+            raise refused(waiting, self._what, self._estimate.until_free(len(self._waiting.clients)))
         await super().acquire(client, priority)
         self._since[client] = time.monotonic()
 
@@ -143,15 +163,45 @@ class FairGate(Places):
             self.release(client)
 
 
-@dataclass(eq=False)
-class _Piece:
-    """Work for a thread, and who waits for what comes of it."""
-
-    work: Callable[[], object]
-    answer: asyncio.Future[object]
+SPARE = 2  # the engine has as many sequences more than `--max-concurrent`
+RECENT_S = 10.0  # a client is about while it has something here, and so long after
 
 
-class _ClientQueue:
+class TurnQueue(Places):
+    """Places in the engine, sequence by sequence: `places` sequences run at once. While several clients are about, each
+    may hold its share of them; a client that holds none finds one of the `spare` places. So a client alone has the
+    whole engine, and whoever asks for one answer begins at once."""
+
+    def __init__(self, places: int, spare: int = SPARE, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._places, self._spare, self._clock = places, spare, clock
+        self._seen: dict[str, float] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def would_wait(self, client: str) -> bool:
+        return bool(self._waiting.count(client)) or not self._may(client)
+
+    def release(self, client: str) -> None:
+        self._seen[client] = self._clock()
+        super().release(client)
+
+    def _may(self, client: str) -> bool:
+        mine, all_held = self._held.get(client, 0), sum(self._held.values())
+        if not mine:
+            return all_held < self._places + self._spare
+        now = self._clock()
+        self._seen = {c: t for c, t in self._seen.items() if now - t < RECENT_S}
+        about = len({client, *self._held, *self._waiting.clients, *self._seen})
+        return all_held < self._places and mine < max(1, self._places // about)
+
+
+Piece = tuple[Callable[[], object], asyncio.Future[object]]  # work for a thread, and who waits for what comes of it
+
+
+class _FairThreads:
     """Threads and the work that waits for them. A thread goes from one piece to the next by itself, each client in its
     turn and one at a time; what is done goes back to the event loop together. So a hundred small pieces wake threads
     and loop a few times."""
@@ -159,97 +209,83 @@ class _ClientQueue:
     def __init__(self, threads: int, most_waiting: int, name: str) -> None:
         self._threads, self._idle, self._most = ThreadPoolExecutor(threads, name), threads, most_waiting
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[_Piece]] = {}  # in the order of turns
+        self._waiting: FairQueue[Piece] = FairQueue()
         self._busy: set[str] = set()  # clients that a thread works for
-        self._done: list[tuple[_Piece, object, BaseException | None]] = []
+        self._done: list[tuple[asyncio.Future[object], object, BaseException | None]] = []
         self._estimate = WaitEstimate()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        piece = _Piece(work, loop.create_future())
+        piece: Piece = (work, loop.create_future())
         with self._lock:
-            waiting = self._waiting.setdefault(client, deque())
-            if len(waiting) >= self._most:
-                message = f"{len(waiting)} requests of this client wait for being read already."
-                raise ApiError(
-                    429, message, retry_after=self._estimate.until_free(len(self._waiting)), code="too_many_requests"
-                )
-            waiting.append(piece)
+            waiting = self._waiting.count(client)
+            if waiting >= self._most:
+                raise refused(waiting, "being read", self._estimate.until_free(len(self._waiting.clients)))
+            self._waiting.put(client, piece)
             start = bool(self._idle) and client not in self._busy
             self._idle -= start
         if start:
             self._threads.submit(self._work, loop)
         try:
-            return cast(T, await piece.answer)
+            return cast(T, await piece[1])
         except asyncio.CancelledError:
-            self._forget(client, piece)
+            with self._lock:
+                self._waiting.discard(client, piece)
             raise
 
     def close(self) -> None:
         with self._lock:
-            left, self._waiting = [piece for pieces in self._waiting.values() for piece in pieces], {}
-        for piece in left:
-            piece.answer.cancel()
+            left = self._waiting.clear()
+        for _, answer in left:
+            answer.cancel()
         self._threads.shutdown(wait=False)
-
-    def _forget(self, client: str, piece: _Piece) -> None:
-        with self._lock:
-            waiting = self._waiting.get(client, ())
-            if piece in waiting:
-                self._waiting[client].remove(piece)
-                if not self._waiting[client]:
-                    del self._waiting[client]
 
     # ---- on a thread
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         while (taken := self._take()) is not None:
-            client, piece = taken
+            client, (work, answer) = taken
             result: object = None
             error: BaseException | None = None
             began = time.monotonic()
             try:
-                result = piece.work()
+                result = work()
             except BaseException as e:
                 error = e
             with self._lock:
                 self._estimate.held(time.monotonic() - began, len(self._busy))
                 self._busy.remove(client)
-                self._done.append((piece, result, error))
+                self._done.append((answer, result, error))
                 first = len(self._done) == 1
-            del taken, piece, result, error  # a body may be megabytes
+            del taken, work, answer, result, error  # a body may be megabytes
             if first:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
                     loop.call_soon_threadsafe(self._tell)
 
-    def _take(self) -> tuple[str, _Piece] | None:
-        """The first piece of the first client in the round whom no other thread works for."""
+    def _take(self) -> tuple[str, Piece] | None:
+        """The next piece of a client whom no other thread works for."""
         with self._lock:
-            client = next((c for c in self._waiting if c not in self._busy), None)
-            if client is None:
+            taken = self._waiting.take(lambda client: client not in self._busy)
+            if taken is None:
                 self._idle += 1
-                return None
-            pieces = self._waiting.pop(client)
-            piece = pieces.popleft()
-            if pieces:
-                self._waiting[client] = pieces  # to the end of the round
-            self._busy.add(client)
-            return client, piece
+            else:
+                self._busy.add(taken[0])
+            return taken
 
     # ---- on the loop
 
     def _tell(self) -> None:
         with self._lock:
             done, self._done = self._done, []
-        for piece, result, error in done:
-            if piece.answer.done():
-                continue  # whoever asked has left
+        for answer, result, error in done:
+            if answer.done():
+                continue  # its caller has left
             if isinstance(error, StopIteration):  # a future takes no such exception
-                piece.answer.set_exception(RuntimeError(f"the work of a request ended with {error!r}"))
+                answer.set_exception(RuntimeError(f"the work of a request ended with {error!r}"))
             elif error is not None:
-                piece.answer.set_exception(error)
+                answer.set_exception(error)
             else:
-                piece.answer.set_result(result)
+                answer.set_result(result)
 
 
 class FairExecutor:
@@ -258,8 +294,8 @@ class FairExecutor:
 
     def __init__(self, threads: int, most_waiting: int) -> None:
         self._lanes = {
-            False: _ClientQueue(threads, most_waiting, "outrider-desk"),
-            True: _ClientQueue(1, most_waiting, "outrider-desk-long"),
+            False: _FairThreads(threads, most_waiting, "outrider-desk"),
+            True: _FairThreads(1, most_waiting, "outrider-desk-long"),
         }
 
     async def run(self, client: str, work: Callable[[], T], long: bool = False) -> T:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
-from ..engine.text import LONG
 from .errors import ApiError, bad
 from .wire import Json
 
@@ -121,11 +120,9 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/files", response_model=None)
     async def upload(request: Request) -> Response:
-        client = request.state.client
-        with await server.room(request):
-            raw = await request.body()
-            kind = request.headers.get("content-type", "")
-            parts = await server.executor.run(client, lambda: form(kind, raw), len(raw) > LONG)
+        client, kind = request.state.client, request.headers.get("content-type", "")
+        async with server.received(request) as got:
+            parts = await got.work(lambda: form(kind, got.raw))
         if "file" not in parts:
             raise bad("Missing part: 'file'.", "file", "missing_field")
         if parts.get("purpose", ("", b""))[1].strip() != b"batch":

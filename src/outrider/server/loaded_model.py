@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..engine.chat_template import TemplateProcess
+from .fair import TurnQueue
 from .grammars import Grammars
 from .model_info import ServedModel
 from .prepare import Preparer
 from .runner import Runner
 from .settings import ServerSettings
 from .tokenizer_process import TokenizerProcess
-from .turn_queue import TurnQueue
 
 
 class LoadedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
@@ -14,10 +13,9 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel, ValidationError
 
 from .. import __version__
-from ..engine.text import LONG
 from . import adapters, anthropic, batches, embeddings, files, model_info, ollama, responses, text_routes
-from .call import timed_out, unless_gone
-from .errors import ApiError, read, shutting_down
+from .call import unless_gone
+from .errors import ApiError, shutting_down
 from .openai import OpenAIWire
 from .schema import ChatRequest, CompletionRequest, Parse
 from .wire import Json, Wire
@@ -57,23 +55,16 @@ def add_routes(app: FastAPI, server: Server) -> None:
         return server.look(request, responses.counter(server.responses, request.state.client))
 
     def speak_ollama(path: str, shape: type[BaseModel], parse: Parse, chat: bool) -> None:
-        async def load(request: Request, name: str | None) -> Response:
-            if server.admission.closing:
-                raise shutting_down()
-            slot = server.resolve(request, ollama.untagged(name))
-            with ExitStack() as stack:
-                model = await unless_gone(request, server.acquire(slot, request.state.client, stack))
-                return JSONResponse(ollama.OllamaWire(chat).loaded(model.name))
-
         async def answer(request: Request) -> Response:
             if 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL:
-                try:
-                    async with asyncio.timeout(server.settings.timeout):
-                        asked = _load(await request.body())
-                        if asked is not None:
-                            return await load(request, asked.model)
-                except TimeoutError:
-                    raise timed_out(server.settings.timeout) from None
+                async with server.received(request) as got:
+                    if (asked := _load(got.raw)) is not None:
+                        if server.admission.closing:
+                            raise shutting_down()
+                        slot = server.resolve(request, ollama.untagged(asked.model))
+                        with ExitStack() as stack:
+                            model = await unless_gone(request, server.acquire(slot, got.client, stack))
+                            return JSONResponse(ollama.OllamaWire(chat).loaded(model.name))
             return await server.answer(request, parse, ollama.OllamaWire(chat))
 
         post(path, shape, answer)
@@ -202,14 +193,8 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
 
     @app.post("/api/show", response_model=None, include_in_schema=False)
     async def show(request: Request) -> Json:
-        try:
-            async with asyncio.timeout(server.settings.timeout):
-                with await server.room(request):
-                    raw = await request.body()
-                    parse = partial(read, raw, ollama.ShowBody.model_validate_json)
-                    asked = await server.executor.run(request.state.client, parse, len(raw) > LONG)
-        except TimeoutError:
-            raise timed_out(server.settings.timeout) from None
+        async with server.received(request) as got:
+            asked = await got.parsed(ollama.ShowBody.model_validate_json)
         slot = server.pool.find(ollama.untagged(asked.model or asked.name))
         return model_info.ollama_show(slot, server.started)
 
