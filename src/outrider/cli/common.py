@@ -360,19 +360,13 @@ def times(speedup: float) -> str:
 
 def stats_json(stats: RequestStats) -> dict[str, int | float | list[int]]:
     last = max((i + 1 for i, d in enumerate(stats.drafted_by_position) if d), default=0)
+    counts = ("prompt_tokens", "cached_tokens", "new_tokens", "cycles", "drafted", "accepted", "trees", "branched")
     return {
-        "prompt_tokens": stats.prompt_tokens,
-        "cached_tokens": stats.cached_tokens,
-        "new_tokens": stats.new_tokens,
+        **{name: getattr(stats, name) for name in counts},
         "ttft_ms": round(stats.ttft_s * 1e3, 3),
         "prefill_s": round(stats.prefill_s, 6),
         "decode_s": round(stats.decode_s, 6),
         "decode_tps": round(stats.decode_tps, 3),
-        "cycles": stats.cycles,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "trees": stats.trees,
-        "branched": stats.branched,
         "tokens_per_cycle": round(stats.tokens_per_cycle, 4),
         "accepted_by_position": stats.accepted_by_position[:last],
         "drafted_by_position": stats.drafted_by_position[:last],

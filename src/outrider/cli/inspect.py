@@ -16,7 +16,7 @@ from ..bench.predict import machine
 from ..config import LoadSettings
 from ..models.block_config import BlockConfig, is_block
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
-from ..models.inspect import context_that_fits, drafter_size, model_size, report
+from ..models.inspect import context_that_fits, drafter_report, drafter_size, model_size, report
 from ..types import OutriderError
 from . import common
 from .common import out
@@ -40,20 +40,10 @@ def show_cpu(asked: bool) -> None:
     for title in ("kernels", "", "library"):
         table.add_column(title)
     for level in levels():
-        state = (
-            "in use"
-            if level.in_use
-            else "can run"
-            if not level.missing
-            else f"this processor lacks {', '.join(level.missing)}"
-        )
-        kept = (
-            "compiled at first use"
-            if level.built is None
-            else "shipped"
-            if level.built.parent == SHIPPED
-            else str(level.built)
-        )
+        lacks = f"this processor lacks {', '.join(level.missing)}" if level.missing else "can run"
+        state = "in use" if level.in_use else lacks
+        shipped = level.built is not None and level.built.parent == SHIPPED
+        kept = "shipped" if shipped else str(level.built or "compiled at first use")
         table.add_row(level.name, state, "–" if level.missing else kept)
     out.print(table)
     out.print("The first that the processor can run is used; --ops cpu:LEVEL asks for another.", style="dim")
@@ -149,9 +139,11 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     if data["drafter"] is not None:
         data["drafter"] = {"name": asked.drafter, **data["drafter"]}
     if asked.quality or (asked.quantize is not None and asked.gpu is None):
-        data["rounding"] = rounding(
-            asked.model, asked.quantize, kv_dtype, asked.gpu is not None and asked.quantize is not None
-        )
+        from ..bench.rounding import measure
+
+        found = measure(asked.model, asked.quantize, kv_dtype=kv_dtype, gpu=None not in (asked.gpu, asked.quantize))
+        held = {"held": asked.quantize or "as stored", "kv": kv_dtype, "line": found.line()}
+        data["rounding"] = {**held, **asdict(found)}
     if asked.as_json:
         print(json.dumps(data))
     else:
@@ -169,13 +161,6 @@ def on_card(gpu: str, config: ModelConfig, weights: float, beside: float, kv_ite
         "fits": tokens > 0,
         "context": tokens,
     }
-
-
-def rounding(model: str, quantize: str | None, kv_dtype: str, as_on_gpu: bool) -> dict[str, object]:
-    from ..bench.rounding import measure
-
-    found = measure(model, quantize, kv_dtype=kv_dtype, gpu=as_on_gpu)
-    return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
 
 
 def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, StoredSize]:
@@ -200,23 +185,11 @@ def draft_model(target: Files, name: str, target_token: float, bits: float | Non
         check_draft_model(target, files)
     except OutriderError as error:
         reason = str(error)
-    parameters = model_size(config)
-    step, total = (
-        (kept.token, kept.total) if bits is None else (parameters.active * bits / 8, parameters.total * bits / 8)
-    )
-    about = {
-        "model_type": config.model_type,
-        "fits": reason is None,
-        "reason": reason,
-        "parameters": parameters.total,
-        "bytes_per_step": round(step),
-        "share_of_target": round(step / target_token, 4),
-        "reads": [],
-        "clusters": 0,
-        "clusters_scored": 0,
-        "draft_tokens": None,
-    }
-    return about, total
+    size = model_size(config)
+    step, total = kept.token, kept.total
+    if bits is not None:
+        step, total = size.active * bits / 8, size.total * bits / 8
+    return drafter_report(config.model_type, reason, size.total, step, target_token), total
 
 
 def block_drafter(
@@ -232,26 +205,16 @@ def block_drafter(
     config = replace(config, taps=config.tapped(target))
     parameters, total = block_bytes(files, config)
     total = total if bits is None else parameters * bits / 8
-    attn = [layer.attn for layer in config.layers]
-    kv_bytes = sum(2 * spec.kv_heads * spec.head_dim * kv_item for spec in attn)
+    kv_bytes = sum(2 * layer.attn.kv_heads * layer.attn.head_dim * kv_item for layer in config.layers)
     about = {
-        "model_type": config.kind,
         "layout": config.layout,
-        "fits": reason is None,
-        "reason": reason,
-        "parameters": parameters,
-        "bytes_per_step": round(total),
-        "share_of_target": round(total / target_token, 4),
-        "reads": [],
         "taps": list(config.taps or ()),
         "block": config.block,
         "layers": len(config.layers),
         "kv_bytes_per_token": round(kv_bytes),
-        "clusters": 0,
-        "clusters_scored": 0,
         "draft_tokens": config.max_tokens,
     }
-    return about, total
+    return drafter_report(config.kind, reason, parameters, total, target_token, **about), total
 
 
 def drafter_files(name: str) -> Files:
@@ -291,18 +254,11 @@ def show(data: ForeignDict) -> None:
         f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5
     )
     facts.add_row("parameters", f"{amount(data['parameters'])}  ({parts})")
-    facts.add_row(
-        "read for a token",
-        f"{amount(data['active_parameters'])} parameters, "
-        f"{amount(data['bytes_per_token'], 'B')}"
-        f" at {data['bits_per_weight']:g} bits",
-    )
-    facts.add_row(
-        "K/V",
-        f"{amount(data['kv_bytes_per_token'], 'B')} a token, "
-        f"{amount(data['kv_bytes_full_context'], 'B')}"
-        f" for all {data['max_context']:,} positions",
-    )
+    token, whole = amount(data["bytes_per_token"], "B"), amount(data["kv_bytes_full_context"], "B")
+    read = f"{amount(data['active_parameters'])} parameters, {token} at {data['bits_per_weight']:g} bits"
+    facts.add_row("read for a token", read)
+    kv = f"{amount(data['kv_bytes_per_token'], 'B')} a token, {whole} for all {data['max_context']:,} positions"
+    facts.add_row("K/V", kv)
     each = data["intensity"]
     decode = " · ".join(
         f"{name.removeprefix('decode_')}: {value:.1f}" for name, value in each.items() if name != "prefill"
@@ -314,11 +270,8 @@ def show(data: ForeignDict) -> None:
     drafter = data["drafter"]
     if drafter is not None:
         why = "" if drafter["fits"] else f": {drafter['reason']}"
-        reads = (
-            f", reads the K/V of layers {', '.join(map(str, drafter['reads']))}"
-            if drafter["fits"] and drafter["reads"]
-            else ""
-        )
+        seen = drafter["reads"] if drafter["fits"] else None
+        reads = f", reads the K/V of layers {', '.join(map(str, seen))}" if seen else ""
         head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
         facts.add_row("drafter", Text.assemble(f"{drafter['name']} ", VERDICT[drafter["fits"]], why))
         facts.add_row(
@@ -370,11 +323,8 @@ def show(data: ForeignDict) -> None:
         rows = list(group)
         row, last = rows[0], rows[-1]
         span = str(row["index"]) if row is last else f"{row['index']}–{last['index']}"
-        kv = (
-            ("own, v = k" if row["k_eq_v"] else "own")
-            if row["kv_from"] == row["index"]
-            else f"of layer {row['kv_from']}"
-        )
+        owned = "own, v = k" if row["k_eq_v"] else "own"
+        kv = owned if row["kv_from"] == row["index"] else f"of layer {row['kv_from']}"
         experts = [f"{row['experts_per_token']} of {row['experts']}"] if routed else []
         table.add_row(
             span,

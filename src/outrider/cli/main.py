@@ -19,19 +19,8 @@ from . import common
 
 COMMANDS = (
     *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "merge"),
-    *(
-        "prove",
-        "bench",
-        "bench-server",
-        "predict",
-        "train",
-        "eval-drafter",
-        "cluster-head",
-        "export",
-        "make-dummy",
-        "demo",
-        "doctor",
-    ),
+    *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "cluster-head", "export", "make-dummy"),
+    *("demo", "doctor"),
 )
 FUNCTIONS = {"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"}
 MOVED = {  # commands that were renamed
@@ -114,14 +103,9 @@ def run() -> int:
         shell = app((named,) if named in COMMANDS else COMMANDS)
         return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
     except OutriderError as error:
-        print(f"outrider: {error}", file=sys.stderr)
-        return 2
+        return refused(str(error))
     except OSError as error:  # a file that nobody has checked: a full disk, a folder that may not be written
-        where = error.filename or out_option()
-        print(
-            f"outrider: {where}: {error.strerror}" if where else f"outrider: {error.strerror or error}", file=sys.stderr
-        )
-        return 2
+        return refused(error.strerror or str(error), error.filename or out_option())
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
         command = f"outrider {named}" if named in COMMANDS else "outrider"
         # without arguments the help was printed, and there is nothing else to say
@@ -136,10 +120,12 @@ def run() -> int:
     except Exception as error:  # torch and safetensors have errors of their own for a full disk
         if os.strerror(errno.ENOSPC) not in str(error):
             raise
-        print(
-            f"outrider: {f'{where}: ' if (where := out_option()) else ''}{os.strerror(errno.ENOSPC)}", file=sys.stderr
-        )
-        return 2
+        return refused(os.strerror(errno.ENOSPC), out_option())
+
+
+def refused(why: str, where: str = "") -> int:
+    print(f"outrider: {f'{where}: ' if where else ''}{why}", file=sys.stderr)
+    return 2
 
 
 def out_option() -> str:

@@ -153,13 +153,8 @@ def at_hand() -> Iterator[Item]:
     uses = used()
 
     def item(name: str, path: Path, nbytes: int) -> Item:
-        kind = (
-            "mmproj"
-            if repos.is_mmproj(path)
-            else "drafter"
-            if repos.is_drafter(path) or repos.is_drafter(name)
-            else "model"
-        )
+        drafts = repos.is_drafter(path) or repos.is_drafter(name)
+        kind = "mmproj" if repos.is_mmproj(path) else "drafter" if drafts else "model"
         was = uses.pop(name, {})
         return Item(name, kind, nbytes, str(path), was.get("used", ""), was.get("drafter", ""))
 
@@ -189,13 +184,9 @@ def stored(path: Path) -> int:
 
 
 def size(nbytes: int) -> str:
-    return (
-        f"{nbytes / 1e9:.2f} GB"
-        if nbytes >= 1e9
-        else f"{nbytes / 1e6:.1f} MB"
-        if nbytes >= 1e6
-        else f"{nbytes / 1e3:.1f} kB"
-    )
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
 
 
 def used() -> dict[str, dict[str, str]]:

@@ -63,11 +63,9 @@ def other_weights(target: str, drafter: str, trained_for: str | None, is_now: st
     drafters hold the hash of what they were trained for; Google's say it in their names (a QAT target wants the QAT
     assistant)."""
     if trained_for is not None:
-        return (
-            None
-            if trained_for.partition("+")[0] == is_now  # behind the plus: the content of an adapter
-            else "trained for other weights of this model, so expect fewer accepted drafts"
-        )
+        if trained_for.partition("+")[0] == is_now:  # behind the plus: the content of an adapter
+            return None
+        return "trained for other weights of this model, so expect fewer accepted drafts"
     names = [Path(name).name.lower() for name in (target, drafter)]
     first, second = ("qat" in re.split(r"[-_.]", name) for name in names)
     if first == second or not all("gemma" in name for name in names):  # a folder called otherwise says nothing

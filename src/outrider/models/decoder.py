@@ -84,14 +84,9 @@ class TextModel:
         self.ple_blocks: list[PerLayerBlock] = []
         if config.ple_dim:
             self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], as_tensor(weights["ple_norm"]))
-            self.ple_blocks = [
-                PerLayerBlock(
-                    weights[f"layers.{i}.ple_gate"],
-                    weights[f"layers.{i}.ple_out"],
-                    as_tensor(weights[f"layers.{i}.ple_post_norm"]),
-                )
-                for i in range(len(config.layers))
-            ]
+            for i in range(len(config.layers)):
+                gate, out, post_norm = (weights[f"layers.{i}.ple_{name}"] for name in ("gate", "out", "post_norm"))
+                self.ple_blocks.append(PerLayerBlock(gate, out, as_tensor(post_norm)))
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted

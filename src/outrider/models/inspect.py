@@ -242,17 +242,35 @@ def report(
     }
     if drafter is not None:
         reason, cost = fits(drafter, config), drafter_size(drafter)
-        step = round(cost.step * drafter_bytes)
-        out["drafter"] = {
-            "model_type": drafter.model_type,
-            "fits": reason is None,
-            "reason": reason,
-            "parameters": cost.total,
-            "bytes_per_step": step,
-            "share_of_target": round(step / out["bytes_per_token"], 4),
-            "reads": list(reads(drafter, config)) if reason is None else None,
-            "clusters": drafter.clusters,
-            "clusters_scored": drafter.cluster_top,
-            "draft_tokens": drafter.draft_tokens,
-        }
+        out["drafter"] = drafter_report(
+            drafter.model_type,
+            reason,
+            cost.total,
+            round(cost.step * drafter_bytes),
+            out["bytes_per_token"],
+            reads=list(reads(drafter, config)) if reason is None else None,
+            clusters=drafter.clusters,
+            clusters_scored=drafter.cluster_top,
+            draft_tokens=drafter.draft_tokens,
+        )
     return out
+
+
+def drafter_report(
+    kind: str, reason: str | None, parameters: int, step: float, target_token: float, **own: object
+) -> ForeignDict:
+    """What is said of a drafter. reason: why it does not fit; step, target_token: bytes that a draft step and a token
+    of the target read."""
+    return {
+        "model_type": kind,
+        "fits": reason is None,
+        "reason": reason,
+        "parameters": parameters,
+        "bytes_per_step": round(step),
+        "share_of_target": round(step / target_token, 4),
+        "reads": [],
+        "clusters": 0,
+        "clusters_scored": 0,
+        "draft_tokens": None,
+        **own,
+    }

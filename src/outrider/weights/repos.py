@@ -78,13 +78,8 @@ def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = F
     if not files:
         raise OutriderError(f"{repo} holds no GGUF model")
     by_quant = {quantisation(name) or stem(Path(name).name): name for name in reversed(files)}  # of parts the first
-    wanted = (
-        quant.upper()
-        if quant is not None
-        else USUAL
-        if USUAL in by_quant or len(by_quant) > 1
-        else next(iter(by_quant))
-    )
+    usual = USUAL if USUAL in by_quant or len(by_quant) > 1 else next(iter(by_quant))
+    wanted = usual if quant is None else quant
     chosen = next((file for key, file in by_quant.items() if key.upper() == wanted.upper()), None)
     if chosen is None:
         missing = f"no {quant}" if quant is not None else f"several quantisations, and no {USUAL}"

@@ -40,11 +40,8 @@ class Mapped:
     @property
     def pointer(self) -> str | None:
         """What to do where the file only says which one belongs here, as a repository cloned without Git LFS has it."""
-        return (
-            "a Git LFS pointer: `git lfs pull` fetches it"
-            if self.data[:24].tobytes() == b"version https://git-lfs."
-            else None
-        )
+        lfs = self.data[:24].tobytes() == b"version https://git-lfs."
+        return "a Git LFS pointer: `git lfs pull` fetches it" if lfs else None
 
     def release(self, start: int, length: int) -> None:
         """Forget the pages wholly or partly inside; they are read again from the file when touched again."""
