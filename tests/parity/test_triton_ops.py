@@ -465,3 +465,10 @@ def test_gumbel_argmax(ops: TritonOps) -> None:
         ops.gumbel_argmax(z, seed, position, tokens, sampled), REF.gumbel_argmax(z, seed, position, tokens, sampled)
     )
     assert not torch.equal(gumbel(seed[1:2], position[1:2], tokens[0]), gumbel(seed[2:3], position[1:2], tokens[0]))
+
+
+def test_columns_are_clamped_in_place(ops: TritonOps) -> None:
+    """Bounds of another column, or columns past a program's end left as they were."""
+    x, low = rand(3, 1100, scale=3.0), rand(1100, seed=1) - 1.0
+    want = x.clone().clamp_(low, low + 1.5)
+    assert ops.clamp_columns(x, low, low + 1.5) is x and torch.equal(x, want)

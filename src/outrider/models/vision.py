@@ -58,9 +58,9 @@ class StackedLinear:
     reads: tuple[float, float] | None
     gives: tuple[Tensor, Tensor] | None  # [out] each
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ops: Backend) -> Tensor:
         y = F.linear(x if self.reads is None else x.clamp(*self.reads), self.weight)
-        return y if self.gives is None else y.clamp_(*self.gives)
+        return y if self.gives is None else ops.clamp_columns(y, *self.gives)
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,16 @@ class VisionModel:
         """x [P, d]: the residual stream; h: its norm. Both after the layer, with the norm `following`."""
         config, ops, (_, post, before, after) = self.config, self.ops, layer.norms
         heads = (config.heads, config.kv_heads)
-        q, k, v = ops.rotate_heads(_all(layer.qkv, h), *angles, layer.q_norm, layer.k_norm, heads, config.eps)
-        group = config.heads // config.kv_heads
-        q, k, v = (t.repeat_interleave(n, 1).transpose(0, 1)[None] for t, n in ((q, 1), (k, group), (v, group)))
+        q, k, v = ops.rotate_heads(_all(layer.qkv, h, ops), *angles, layer.q_norm, layer.k_norm, heads, config.eps)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        if config.heads > config.kv_heads:
+            k, v = (t.repeat_interleave(config.heads // config.kv_heads, 1) for t in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, scale=1.0)[0]
-        attended = layer.out(mixed.transpose(0, 1).reshape(x.shape[0], -1))
+        attended = layer.out(mixed.transpose(0, 1).reshape(x.shape[0], -1), ops)
         x, h = ops.residual_norm(x, attended, post, None, before, config.eps)
-        gate, up = _all(layer.gate_up, h).chunk(2, -1)
-        return ops.residual_norm(x, layer.down(ops.act_mul(gate, up, "gelu_tanh")), after, None, following, config.eps)
+        gate, up = _all(layer.gate_up, h, ops).chunk(2, -1)
+        y = layer.down(ops.act_mul(gate, up, "gelu_tanh"), ops)
+        return ops.residual_norm(x, y, after, None, following, config.eps)
 
     def _gather(self, here: str) -> TowerLayer:
         """A layer's weights, taken out of `weights`."""
@@ -222,7 +224,7 @@ class VisionModel:
         bounds = [[self.weights.pop(f"{name}.{end}") for end in CLIPS] for name in names]
         made = []
         for matrix, (_, _, *gives) in zip(matrices, bounds):
-            made.append([matrix, *(bound.expand(matrix.shape[0]) for bound in gives)])
+            made.append([matrix, *(bound.expand(matrix.shape[0]).contiguous() for bound in gives)])
         reads = [(float(low), float(high)) for low, high, *_ in bounds]
         if len(set(reads)) > 1:
             return tuple(StackedLinear(w, r, (low, high)) for (w, low, high), r in zip(made, reads))
@@ -230,8 +232,8 @@ class VisionModel:
         return (StackedLinear(weight, reads[0], (low, high)),)
 
 
-def _all(linears: Sequence[StackedLinear], x: Tensor) -> Tensor:
-    return linears[0](x) if len(linears) == 1 else torch.cat([linear(x) for linear in linears], -1)
+def _all(linears: Sequence[StackedLinear], x: Tensor, ops: Backend) -> Tensor:
+    return linears[0](x, ops) if len(linears) == 1 else torch.cat([linear(x, ops) for linear in linears], -1)
 
 
 def unit_range(pixels: Tensor) -> Tensor:

@@ -233,6 +233,10 @@ class ReferenceOps(TreeOps):
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate) * up
 
+    def clamp_columns(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """x [R, N], in place, between low [N] and high [N]."""
+        return x.clamp_(low, high)
+
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return activation(act, x) * y
 

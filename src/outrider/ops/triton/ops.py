@@ -123,6 +123,9 @@ class TritonOps(ReferenceOps):
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return norm.act_mul(x, y, act, self.pdl)
 
+    def clamp_columns(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        return norm.clamp_columns(x, low, high, self.pdl)
+
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         return dense_gemm(
             h, as_tensor(w), self.semaphores, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl,
