@@ -37,7 +37,7 @@ class PrefillBudget:
 
     chunk: int  # of one sequence
     batched: int = 0  # of all, where many wait for their prompt; 0: never more than a chunk and a quarter
-    idle: int = 0  # of all, where no sequence decodes
+    idle: int = 0  # of all, where no sequence decodes, or at least a fifth of all sequences wait for their prompt
     with_decodes: int = 0  # of all next to sequences that decode, until prompts may be packed; 0: a chunk
     choices: Sequence[int] = ()  # what `with_decodes` may become
     _least: int = field(init=False)  # `with_decodes` never falls below a quarter of what it was, or, where that was few
@@ -66,9 +66,9 @@ class PrefillBudget:
         return max(self.chunk + self.chunk // 4, crowd), False  # a quarter: short prompts ride along with a long one
 
     def _crowd(self, decoding: int, waiting: int) -> int:
-        """For those who wait for their prompt: the larger their share of all, the more, up to `batched` where it is a
-        fifth, and to `idle` where no sequence decodes, so that only those in the pass wait for it."""
-        if waiting and not decoding:
+        """Prompt tokens where many sequences wait for their prompt: `idle` if they are a fifth of all, because large
+        passes use the matrix units best; fewer the smaller their share."""
+        if 4 * waiting >= decoding and waiting:
             return self.idle
         return min(self.batched, self.batched * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 

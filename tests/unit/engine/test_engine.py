@@ -287,9 +287,8 @@ def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
         return [PrefillBudget(512, **how).tokens(n, 40 - n - paused)[0] for n in decoding]
 
     assert budgets((0, 20, 32, 35, 36, 39), batched=2048) == [2048, 2048, 2048, 1024, 640, 640]
-    assert budgets((0, 1, 20, 39), batched=2048, idle=8192) == [8192, 2048, 2048, 640], (
-        "larger passes hold up nobody who decodes"
-    )
+    crowd = budgets((0, 1, 20, 32, 33, 39), batched=2048, idle=8192)
+    assert crowd == [8192, 8192, 8192, 8192, 2048, 640], "a fifth waits: its prompts are done in few large passes"
     assert budgets((2,), paused=38, batched=2048, idle=8192) == [640], "who is paused waits for no prompt"
     assert budgets((0, 39)) == [640, 640]
 
