@@ -33,6 +33,9 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent)]
+from random_models import model_file  # noqa: E402
+
 HEALTH_LIMIT, P99_FACTOR, MEMORY_FACTOR = 0.100, 3.0, 1.10
 Json = dict[str, Any]
 
@@ -86,7 +89,8 @@ class Target:
         self.folder = tempfile.TemporaryDirectory()
         self.events = Path(self.folder.name, "events.jsonl")
         watched = [str(Path(__file__).with_name("watched_server.py")), str(self.events)]
-        command = [sys.executable, *watched, "serve", model, "--port", "0", *options]
+        served = model_file(model, Path(self.folder.name))
+        command = [sys.executable, *watched, "serve", served, "--port", "0", *options]
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
         )
@@ -569,7 +573,7 @@ async def attack(port: int, minutes: float, many: int, kinds: list[str]) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="smollm2", help="as for `outrider serve`")
+    parser.add_argument("model", nargs="?", default="smollm2", help="as for `outrider serve`, or random-135m")
     parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=32, help="of the well-behaved client's answers")

@@ -1,6 +1,6 @@
 """Fuzz a server over schemas, bodies, headers and sequences of connections.
 
-    python tests/stress/fuzz_server.py smollm2 --minutes 30
+    python tests/stress/fuzz_server.py --minutes 30
 
 Starts `outrider serve` as a process of its own on 127.0.0.1 and sends it, from several connections at once, requests
 made from the routes' own JSON schemas, then broken: a value of another type, a million items, grammars and JSON schemas
@@ -44,6 +44,7 @@ SHAPES = {
     "/api/embed": embeddings.EmbedBody, "/api/show": ollama.ShowBody, "/tokenize": text_routes.TokenizeRequest,
     "/detokenize": text_routes.DetokenizeRequest, "/apply-template": ChatRequest,
 }  # fmt: skip
+PART = 3.0  # minutes of one server; what came of them is kept in --state
 SCHEMAS = {path: shape.model_json_schema() for path, shape in SHAPES.items()}
 WORDS = [
     "",
@@ -324,7 +325,7 @@ def watch_health(port: int, stop: threading.Event, times: list[float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="as for `outrider serve`")
+    parser.add_argument("model", nargs="?", default="random", help="as for `outrider serve`, or random")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -345,7 +346,7 @@ def main() -> None:
         state = json.loads(args.state.read_text())
     problems = 0
     while state["minutes"] < args.minutes and not problems:
-        state = part(args, state, min(5.0, args.minutes - state["minutes"]))
+        state = part(args, state, min(PART, args.minutes - state["minutes"]))
         problems = state["problems"]
         if args.state is not None:
             args.state.write_text(json.dumps(state))

@@ -1,12 +1,12 @@
 """A million requests of mixed kinds against one server, each answer compared with the one it got alone.
 
-    python tests/stress/soak_million.py MODEL --state soak.json
+    python tests/stress/soak_million.py --state soak.json
 
 Starts `outrider serve` as a process of its own. 384 different requests (chat, completions, Messages, Responses,
 Ollama, embeddings, tokens; streamed or not; with JSON schemas, logprobs, several answers, stop strings; refused ones) are
 asked one by one first; then all at random from several connections, some of which hang up in the middle. Fails (exit
 code 1) when an answer differs, a request gets none, or the server's resident size still grows: by more than
---growth MB from the middle third of the run to its last. Ctrl-C or the end of --hours leaves --state behind, from which
+--growth MB from the middle third of the run to its last. Ctrl-C or the end of --minutes leaves --state behind, from which
 the same command goes on (with a new server). One JSON object is printed at the end.
 """
 
@@ -228,9 +228,9 @@ def growth(samples: list[list[float]]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="as for `outrider serve`")
+    parser.add_argument("model", nargs="?", default="random", help="as for `outrider serve`, or random")
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--hours", type=float, default=12.0, help="of this run")
+    parser.add_argument("--minutes", type=float, default=720.0, help="of this run")
     parser.add_argument("--at-once", type=int, default=12, help="connections")
     parser.add_argument("--growth", type=float, default=16.0, help="MB")
     parser.add_argument("--state", type=Path, help="file to go on from")
@@ -251,7 +251,7 @@ def main() -> None:
     soak, began, before = Soak(target, state, args.state, args.requests), time.monotonic(), state["seconds"]
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(soak.run(args.at_once, 3600 * args.hours))
+            asyncio.run(soak.run(args.at_once, 60 * args.minutes))
         if target.process.poll() is not None:
             soak.problem(f"the server ended with {target.process.poll()}")
     finally:

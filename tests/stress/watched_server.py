@@ -5,7 +5,8 @@
 A line of JSON goes to the file EVENTS whenever one turn of the event loop, or waiting for the interpreter's lock, took
 longer than 30 ms, or a turn computed for more than 12 ms. `net_ms` leaves out the time in which threads of this process
 were ready to run and had no processor (Linux counts it), so that it means the same on a busy machine; `what` names the
-slowest callback of the turn, or where the other threads stood after the wait.
+slowest callback of the turn, or where the other threads stood after the wait. `faults` counts page faults that waited
+for a disk: while one does, threads that take or give back memory wait for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gc
 import json
 import os
 import re
+import resource
 import selectors
 import sys
 import threading
@@ -33,7 +35,8 @@ WAITING = re.compile(r"(threading|queue|selectors|thread|unix_events)\.py")  # t
 class Watch:
     def __init__(self, events: IO[str]) -> None:
         self._events, self._turn, self._slowest, self._seen = events, 0.0, (0.0, 0.0, ""), ""
-        self._waited = deque([(0.0, 0.0)], 500)  # times, and what all threads had waited for a processor until then
+        # times; until then: what all threads had waited for a processor, major page faults
+        self._waited = deque([(0.0, 0.0, 0)], 500)
         self._collecting = self._collected = 0.0
         self._used = 0.0  # processor time of this thread at the beginning of the turn
         self._idle = True  # the loop waits for something to happen
@@ -78,7 +81,7 @@ class Watch:
         main, mine = threading.main_thread().ident or 0, threading.get_ident()
         while True:
             began = time.monotonic()
-            self._waited.append((began, all_delays()))
+            self._waited.append((began, all_delays(), major_faults()))
             time.sleep(EVERY)
             late = time.monotonic() - began - EVERY
             if not self._idle and time.monotonic() - self._turn > LONG and not self._seen:
@@ -89,8 +92,9 @@ class Watch:
 
     def _tell(self, kind: str, took: float, what: str, computed: float = 0.0) -> None:
         until = time.monotonic()
-        before = next((total for at, total in reversed(self._waited) if at <= until - took), 0.0)
-        waited = max(0.0, all_delays() - before)
+        none = (0.0, all_delays(), major_faults())
+        _, delays, faults = next((then for then in reversed(self._waited) if then[0] <= until - took), none)
+        waited = max(0.0, all_delays() - delays)
         event = {
             "at": until,
             "kind": kind,
@@ -98,6 +102,7 @@ class Watch:
             "net_ms": round(1e3 * max(0.0, took - waited), 1),
         }
         event |= {"computed_ms": round(1e3 * computed, 1), "what": what, "garbage_ms": round(1e3 * self._collected, 1)}
+        event["faults"] = major_faults() - faults
         self._events.write(json.dumps(event) + "\n")
         self._events.flush()
 
@@ -109,6 +114,10 @@ def all_delays() -> float:
         with contextlib.suppress(OSError, IndexError):  # it has ended
             total += int(Path(task.path, "schedstat").read_text().split()[1])
     return total / 1e9
+
+
+def major_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def named(handle: asyncio.Handle) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import struct
 import sys
 import warnings
@@ -112,6 +113,7 @@ def main() -> None:
     """Files come on stdin, pixels or one line of an error go out on stdout. Ends with its stdin."""
     import resource
 
+    os.nice(10)  # those who decode tokens go first
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     Image.MAX_IMAGE_PIXELS = None  # `check_size` has its own bound
     Image.init()

@@ -1,0 +1,45 @@
+"""Models with random weights for the stress tests, so that they need nothing outside of this repository.
+
+`MODEL` of a script may be `random` (a few layers: thousands of requests per minute), `random-135m` (the shape of
+SmolLM2-135M) or `random-1.5b` (Qwen2.5-1.5B-Instruct, Q4_K_M): written into the script's folder at its start.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src")]
+from outrider.models.config import Foreign, ModelConfig  # noqa: E402
+from outrider.weights.dummy_file import SHAPES, write_gguf  # noqa: E402
+
+LLAMA: Foreign = dict(
+    model_type="llama", rms_norm_eps=1e-5, rope_theta=1e4, hidden_act="silu", eos_token_id=1, tie_word_embeddings=True
+)
+RANDOM: dict[str, tuple[Foreign, str]] = {
+    "random": (
+        LLAMA
+        | dict(vocab_size=512, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        | dict(intermediate_size=256, max_position_embeddings=8192),
+        "q8_0",
+    ),
+    "random-135m": (
+        LLAMA
+        | dict(vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
+        | dict(intermediate_size=1536, max_position_embeddings=8192),
+        "q4_1",
+    ),
+    "random-1.5b": (SHAPES["Qwen/Qwen2.5-1.5B-Instruct"], "q4_k_m"),
+}
+
+
+def model_file(name: str, folder: Path) -> str:
+    """What `outrider serve` is given for MODEL; a random model's file is written if it is not there yet."""
+    if name not in RANDOM:
+        return name
+    raw, fmt = RANDOM[name]
+    file = folder / f"{name}.gguf"
+    if not file.exists():
+        write_gguf(file, ModelConfig.from_hf(raw), fmt)
+    return str(file)
