@@ -131,7 +131,7 @@ def test_what_is_wrong_is_one_line(place: Path, served: Served) -> None:
         (("emacs",), "unknown agent 'emacs'; known: claude"),
         (("codex", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
         (("codex", "other", "--url", served.url), f"the server at {served.url} has fake, not other"),
-        (("codex", str(place / "no-such-model")), "the server did not start"),
+        (("codex", str(place / "no-such-model")), "did not start"),
     ):
         ran, _ = launch(place, *arguments, OUTRIDER_API_KEY="secret")
         assert ran.returncode == 2 and message in ran.stderr and "Traceback" not in ran.stderr, ran.stderr

@@ -5,17 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.request import urlopen
 
 import typer
 from rich import box
@@ -25,6 +20,7 @@ from .. import svg
 from ..types import OutriderError
 from . import common
 from .common import check_file, err, needs, note, numbers, out, prompt_texts
+from .launch import serving
 
 if TYPE_CHECKING:
     from ..bench.load import Summary
@@ -69,7 +65,7 @@ def bench_server(asked: LoadTestOptions) -> None:
     if asked.plot is not None:
         check_file("--plot", asked.plot, ".svg")
     rows: list[Summary] = []
-    with server(asked.target, asked.drafter, max(levels)) as url:
+    with server(asked.target, asked.drafter, max(levels), asked.api_key) as url:
         for level in levels:
             for drafts in ("auto", 0) if asked.compare else ("auto",):
                 measured = run(
@@ -89,44 +85,20 @@ def bench_server(asked: LoadTestOptions) -> None:
 
 
 @contextmanager
-def server(target: str, drafter: str, most: int) -> Iterator[str]:
+def server(target: str, drafter: str, most: int, key: str | None) -> Iterator[str]:
     """A URL as it is; a model is served on a free port for as long as the test runs."""
     if target.startswith(("http://", "https://")):
         yield target.rstrip("/")
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "outrider.cli.main", "serve", target, "--drafter", drafter, "--port", str(port)]
-    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # a pipe that nobody reads would fill up
-    process = subprocess.Popen([*command, "--max-concurrent", str(most), "--max-queued", "1024"], stderr=log)
-    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "outrider", "serve", target, "--drafter", drafter, "--port", "0"]
+    command += ["--max-concurrent", str(most), "--max-queued", "1024"]
     # its server must not outlive it
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        deadline = time.monotonic() + 600
-        while True:
-            try:
-                urlopen(f"{url}/health", timeout=2).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    log.seek(0)
-                    lines = log.read().strip().splitlines() or ["no message"]
-                    raise OutriderError(f"the server for {target} did not start: {lines[-1]}") from None
-                if time.monotonic() > deadline:
-                    raise OutriderError(f"the server for {target} did not start within ten minutes") from None
-                time.sleep(0.2)
-        yield url
+        with serving(command, target, key or "none", "bench-server.log") as at:
+            yield at.url
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         signal.signal(signal.SIGTERM, before)
-        log.close()
 
 
 def table(rows: list[Summary]) -> Table:

@@ -128,9 +128,9 @@ def show_agent(agent: Agent, at: Endpoint, given: list[str]) -> None:
 
 
 @contextmanager
-def serving(command: list[str], model: str, key: str) -> Iterator[Endpoint]:
+def serving(command: list[str], model: str, key: str, log_name: str = "serve.log") -> Iterator[Endpoint]:
     """The server as a child, until the block ends."""
-    path = cache_path("launch", "serve.log")
+    path = cache_path("launch", log_name)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     note(f"starting a server for {model} (log: {path})")
     env = {**os.environ, "OUTRIDER_API_KEY": key} if key != "none" else None
@@ -147,10 +147,8 @@ def serving(command: list[str], model: str, key: str) -> Iterator[Endpoint]:
             started = SERVING.search(said)
             address = started[1] if started else None
             if address is None and ended:
-                last = next(
-                    (line for line in reversed(said.splitlines()) if line.strip()), f"exit code {child.returncode}"
-                )
-                raise OutriderError(f"the server did not start: {last.removeprefix('outrider: ')}")
+                lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {child.returncode}"]
+                raise OutriderError(f"the server for {model} did not start: {lines[-1].removeprefix('outrider: ')}")
             time.sleep(0.1)
         while (at := find_started(address, key)) is None:  # it says its address before it answers
             if child.poll() is not None:

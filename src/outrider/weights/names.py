@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..models.config import DrafterConfig, LayerSpec, ModelConfig
+from ..models.config import DrafterConfig, ModelConfig, MoESpec
+from ..types import AttnSpec
 
 Role = Literal["matrix", "embedding", "bias", "norm", "vector", "index"]
 Config = ModelConfig | DrafterConfig
@@ -36,30 +37,12 @@ class TensorPlan:
 
 
 # What multimodal checkpoints carry beside the text tower: names after `normalise`.
-SKIPPED_PREFIXES = (
-    "model.vision_tower.",
-    "model.audio_tower.",
-    "model.embed_vision.",
-    "model.embed_audio.",
-    "model.vision_embedder.",
-    "model.multi_modal_projector.",
-    "vision_tower.",
-    "audio_tower.",
-    "embed_vision.",
-    "embed_audio.",
-    "multi_modal_projector.",
-)
+TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector")
+SKIPPED_PREFIXES = tuple(f"{outer}{name}." for outer in ("", "model.") for name in TOWERS)
 # Buffers that old exports stored, and a checkpoint's factors for K/V in 8 bits: the cache needs none (fp8) or makes its
 # own (int8).
-SKIPPED_SUFFIXES = (
-    ".rotary_emb.inv_freq",
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-    ".prob_scale",
-    ".k_cache_scale",
-    ".v_cache_scale",
-)
+SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_cache_scale", ".v_cache_scale")
+SKIPPED_SUFFIXES = (".rotary_emb.inv_freq", *SCALES)
 SHARED_KV = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -109,128 +92,119 @@ def tensor_plan(config: Config) -> dict[str, TensorPlan]:
     return _target(config) if isinstance(config, ModelConfig) else _drafter(config)
 
 
-def _rows(
-    shape: tuple[int, ...], sources: tuple[str, ...], parts: tuple[int, ...], role: Role = "matrix"
-) -> TensorPlan:
-    return TensorPlan(shape, sources, role, parts=parts if len(sources) > 1 else ())
+class _Plan(dict[str, TensorPlan]):
+    """The weights named so far. `at` and `inside`: what stands before our names and before the sources'."""
 
+    def __init__(self, hidden: int, plus_one: bool = False) -> None:
+        super().__init__()
+        self.hidden, self.plus_one, self.at, self.inside = hidden, plus_one, "", ""
 
-def _attention(
-    plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: int, qkv_bias: bool, out_bias: bool
-) -> None:
-    attn, here, there = layer.attn, f"layers.{i}.", f"model.layers.{i}.self_attn."
-    which = "q" if not attn.writes else ("qk" if attn.k_eq_v else "qkv")
-    parts = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in which)
-    plan[here + "qkv"] = _rows((attn.qkv_rows, hidden), tuple(f"{there}{w}_proj.weight" for w in which), parts)
-    if qkv_bias:
-        plan[here + "qkv_bias"] = _rows((attn.qkv_rows,), tuple(f"{there}{w}_proj.bias" for w in which), parts, "bias")
-    plan[here + "out"] = TensorPlan((hidden, attn.heads * attn.head_dim), (there + "o_proj.weight",), "matrix")
-    if out_bias:
-        plan[here + "out_bias"] = TensorPlan((hidden,), (there + "o_proj.bias",), "bias")
+    def layer(self, i: int) -> None:
+        self.at, self.inside = f"layers.{i}.", f"model.layers.{i}."
 
+    def add(self, name: str, shape: tuple[int, ...], source: str, role: Role = "matrix") -> None:
+        plus_one = self.plus_one and role == "norm"
+        self[self.at + name] = TensorPlan(shape, (self.inside + source,), role, plus_one)
 
-def _mlp(plan: dict[str, TensorPlan], i: int, inter: int, hidden: int, bias: bool) -> None:
-    here, there = f"layers.{i}.", f"model.layers.{i}.mlp."
-    plan[here + "gate_up"] = _rows(
-        (2 * inter, hidden), (there + "gate_proj.weight", there + "up_proj.weight"), (inter, inter)
-    )
-    plan[here + "down"] = TensorPlan((hidden, inter), (there + "down_proj.weight",), "matrix")
-    if bias:
-        plan[here + "gate_up_bias"] = _rows(
-            (2 * inter,), (there + "gate_proj.bias", there + "up_proj.bias"), (inter, inter), "bias"
-        )
-        plan[here + "down_bias"] = TensorPlan((hidden,), (there + "down_proj.bias",), "bias")
+    def norm(self, name: str, source: str, size: int | None = None) -> None:
+        self.add(name, (size or self.hidden,), source + ".weight", "norm")
 
+    def stack(self, name: str, rows: tuple[int, ...], modules: tuple[str, ...], columns: int | None = None) -> None:
+        """Modules one below the other; without columns their biases."""
+        shape, end = ((sum(rows),), "bias") if columns is None else ((sum(rows), columns), "weight")
+        sources = tuple(f"{self.inside}{module}.{end}" for module in modules)
+        role: Role = "bias" if columns is None else "matrix"
+        self[self.at + name] = TensorPlan(shape, sources, role, parts=rows if len(rows) > 1 else ())
 
-def _norms(
-    plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: int, sandwich: bool, qk_norm: bool, plus_one: bool
-) -> None:
-    here, there = f"layers.{i}.", f"model.layers.{i}."
+    def attention(self, attn: AttnSpec, qkv_bias: bool, out_bias: bool) -> None:
+        which = "q" if not attn.writes else ("qk" if attn.k_eq_v else "qkv")
+        rows = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in which)
+        modules = tuple(f"self_attn.{w}_proj" for w in which)
+        self.stack("qkv", rows, modules, self.hidden)
+        if qkv_bias:
+            self.stack("qkv_bias", rows, modules)
+        self.stack("out", (self.hidden,), ("self_attn.o_proj",), attn.heads * attn.head_dim)
+        if out_bias:
+            self.stack("out_bias", (self.hidden,), ("self_attn.o_proj",))
 
-    def norm(name: str, source: str, size: int = hidden) -> None:
-        plan[here + name] = TensorPlan((size,), (there + source + ".weight",), "norm", plus_one)
+    def mlp(self, inter: int, bias: bool) -> None:
+        self.stack("gate_up", (inter, inter), ("mlp.gate_proj", "mlp.up_proj"), self.hidden)
+        self.stack("down", (self.hidden,), ("mlp.down_proj",), inter)
+        if bias:
+            self.stack("gate_up_bias", (inter, inter), ("mlp.gate_proj", "mlp.up_proj"))
+            self.stack("down_bias", (self.hidden,), ("mlp.down_proj",))
 
-    norm("attn_norm", "input_layernorm")
-    if sandwich:
-        norm("post_attn_norm", "post_attention_layernorm")
-        norm("mlp_norm", "pre_feedforward_layernorm")
-        norm("post_mlp_norm", "post_feedforward_layernorm")
-    else:  # Llama's name for the norm before the MLP
-        norm("mlp_norm", "post_attention_layernorm")
-    if qk_norm:
-        norm("q_norm", "self_attn.q_norm", layer.attn.head_dim)
-        if layer.attn.writes:
-            norm("k_norm", "self_attn.k_norm", layer.attn.head_dim)
+    def norms(self, attn: AttnSpec, sandwich: bool, qk_norm: bool) -> None:
+        self.norm("attn_norm", "input_layernorm")
+        if sandwich:
+            self.norm("post_attn_norm", "post_attention_layernorm")
+            self.norm("mlp_norm", "pre_feedforward_layernorm")
+            self.norm("post_mlp_norm", "post_feedforward_layernorm")
+        else:  # Llama's name for the norm before the MLP
+            self.norm("mlp_norm", "post_attention_layernorm")
+        if qk_norm:
+            self.norm("q_norm", "self_attn.q_norm", attn.head_dim)
+            if attn.writes:
+                self.norm("k_norm", "self_attn.k_norm", attn.head_dim)
 
-
-def _moe(plan: dict[str, TensorPlan], i: int, config: ModelConfig) -> None:
-    assert config.moe is not None
-    here, there, hidden = f"layers.{i}.", f"model.layers.{i}.", config.hidden
-    count, inter = config.moe.experts, config.moe.intermediate
-    plan[here + "router"] = TensorPlan((count, hidden), (there + "router.proj.weight",), "matrix")
-    plan[here + "router_scale"] = TensorPlan((hidden,), (there + "router.scale",), "vector")
-    plan[here + "expert_scale"] = TensorPlan((count,), (there + "router.per_expert_scale",), "vector")
-    plan[here + "experts_gate_up"] = TensorPlan((count, 2 * inter, hidden), (there + "experts.gate_up_proj",), "matrix")
-    plan[here + "experts_down"] = TensorPlan((count, hidden, inter), (there + "experts.down_proj",), "matrix")
-    for name, source in (
-        ("post_mlp_norm_1", "post_feedforward_layernorm_1"),
-        ("post_mlp_norm_2", "post_feedforward_layernorm_2"),
-        ("mlp_norm_2", "pre_feedforward_layernorm_2"),
-    ):
-        plan[here + name] = TensorPlan((hidden,), (f"{there}{source}.weight",), "norm")
+    def experts(self, moe: MoESpec) -> None:
+        self.add("router", (moe.experts, self.hidden), "router.proj.weight")
+        self.add("router_scale", (self.hidden,), "router.scale", "vector")
+        self.add("expert_scale", (moe.experts,), "router.per_expert_scale", "vector")
+        self.add("experts_gate_up", (moe.experts, 2 * moe.intermediate, self.hidden), "experts.gate_up_proj")
+        self.add("experts_down", (moe.experts, self.hidden, moe.intermediate), "experts.down_proj")
+        self.norm("post_mlp_norm_1", "post_feedforward_layernorm_1")
+        self.norm("post_mlp_norm_2", "post_feedforward_layernorm_2")
+        self.norm("mlp_norm_2", "pre_feedforward_layernorm_2")
 
 
 def _target(config: ModelConfig) -> dict[str, TensorPlan]:
-    hidden, vocab, plus_one = config.hidden, config.vocab_size, config.family == "gemma3"
-    plan = {"embed": TensorPlan((vocab, hidden), ("model.embed_tokens.weight",), "embedding")}
+    hidden, vocab, ple = config.hidden, config.vocab_size, config.ple_dim
+    plan = _Plan(hidden, plus_one=config.family == "gemma3")
+    plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
     if not config.tied:
-        plan["head"] = TensorPlan((vocab, hidden), ("lm_head.weight",), "matrix")
-    plan["norm"] = TensorPlan((hidden,), ("model.norm.weight",), "norm", plus_one)
-    if config.ple_dim:
-        wide = len(config.layers) * config.ple_dim
-        plan["ple_embed"] = TensorPlan((vocab, wide), ("model.embed_tokens_per_layer.weight",), "embedding")
-        plan["ple_proj"] = TensorPlan((wide, hidden), ("model.per_layer_model_projection.weight",), "matrix")
-        plan["ple_norm"] = TensorPlan((config.ple_dim,), ("model.per_layer_projection_norm.weight",), "norm")
+        plan.add("head", (vocab, hidden), "lm_head.weight")
+    plan.norm("norm", "model.norm")
+    if ple:
+        wide = len(config.layers) * ple
+        plan.add("ple_embed", (vocab, wide), "model.embed_tokens_per_layer.weight", "embedding")
+        plan.add("ple_proj", (wide, hidden), "model.per_layer_model_projection.weight")
+        plan.norm("ple_norm", "model.per_layer_projection_norm", ple)
     for i, layer in enumerate(config.layers):
-        here, there = f"layers.{i}.", f"model.layers.{i}."
-        _attention(plan, i, layer, hidden, config.qkv_bias, config.out_bias)
-        _mlp(plan, i, layer.intermediate, hidden, config.mlp_bias)
-        _norms(plan, i, layer, hidden, config.sandwich, config.qk_norm, plus_one)
+        plan.layer(i)
+        plan.attention(layer.attn, config.qkv_bias, config.out_bias)
+        plan.mlp(layer.intermediate, config.mlp_bias)
+        plan.norms(layer.attn, config.sandwich, config.qk_norm)
         if config.moe is not None:
-            _moe(plan, i, config)
+            plan.experts(config.moe)
         if config.layer_scalar:
-            plan[here + "scalar"] = TensorPlan((1,), (there + "layer_scalar",), "vector")
-        if config.ple_dim:
-            plan[here + "ple_gate"] = TensorPlan(
-                (config.ple_dim, hidden), (there + "per_layer_input_gate.weight",), "matrix"
-            )
-            plan[here + "ple_out"] = TensorPlan(
-                (hidden, config.ple_dim), (there + "per_layer_projection.weight",), "matrix"
-            )
-            plan[here + "ple_post_norm"] = TensorPlan((hidden,), (there + "post_per_layer_input_norm.weight",), "norm")
+            plan.add("scalar", (1,), "layer_scalar", "vector")
+        if ple:
+            plan.add("ple_gate", (ple, hidden), "per_layer_input_gate.weight")
+            plan.add("ple_out", (hidden, ple), "per_layer_projection.weight")
+            plan.norm("ple_post_norm", "post_per_layer_input_norm")
     return plan
 
 
 def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
     """Gemma 4's assistants, and our own drafters: no head when it is tied to the target's embedding, inputs from
-    tapped layers beside the last hidden state, and the plain style without sandwich norms, q norm and scalar."""
+    tapped layers next to the last hidden state, and the plain style without sandwich norms, q norm and scalar."""
     hidden, wide, vocab = config.hidden, config.backbone_hidden, config.vocab_size
-    plan: dict[str, TensorPlan] = {}
+    plan = _Plan(hidden)
     if not config.tied_to_target:
-        plan["embed"] = TensorPlan((vocab, hidden), ("model.embed_tokens.weight",), "embedding")
-    plan["pre"] = TensorPlan((hidden, (2 + len(config.taps)) * wide), ("pre_projection.weight",), "matrix")
+        plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
+    plan.add("pre", (hidden, (2 + len(config.taps)) * wide), "pre_projection.weight")
     if config.has_post:
-        plan["post"] = TensorPlan((wide, hidden), ("post_projection.weight",), "matrix")
-    plan["norm"] = TensorPlan((hidden,), ("model.norm.weight",), "norm")
+        plan.add("post", (wide, hidden), "post_projection.weight")
+    plan.norm("norm", "model.norm")
     if config.clusters:
-        plan["centroids"] = TensorPlan(
-            (config.clusters, config.head_hidden), ("masked_embedding.centroids.weight",), "matrix"
-        )
-        plan["token_ordering"] = TensorPlan((vocab,), ("masked_embedding.token_ordering",), "index")
+        plan.add("centroids", (config.clusters, config.head_hidden), "masked_embedding.centroids.weight")
+        plan.add("token_ordering", (vocab,), "masked_embedding.token_ordering", "index")
     for i, layer in enumerate(config.layers):
-        _attention(plan, i, layer, hidden, qkv_bias=False, out_bias=False)
-        _mlp(plan, i, layer.intermediate, hidden, bias=False)
-        _norms(plan, i, layer, hidden, sandwich=config.gemma, qk_norm=config.gemma, plus_one=False)
+        plan.layer(i)
+        plan.attention(layer.attn, qkv_bias=False, out_bias=False)
+        plan.mlp(layer.intermediate, bias=False)
+        plan.norms(layer.attn, sandwich=config.gemma, qk_norm=config.gemma)
         if config.gemma:
-            plan[f"layers.{i}.scalar"] = TensorPlan((1,), (f"model.layers.{i}.layer_scalar",), "vector")
+            plan.add("scalar", (1,), "layer_scalar", "vector")
     return plan
