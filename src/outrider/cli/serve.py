@@ -84,10 +84,10 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     with common.needs("the server needs", "serve"):
         from ..server import catalogue
         from ..server.fair import SPARE
-        from ..server.loaded_model import LoadedModel
         from ..server.main import address, listen
         from ..server.main import serve as run
         from ..server.model_info import ServedModel
+        from ..server.model_pool import LoadedModel
     from ..ops import place
 
     listed, load = catalogue.read(asked.models), common.with_adapters(load, asked.adapter)

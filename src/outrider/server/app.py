@@ -33,10 +33,9 @@ from .fair import FairExecutor, FairGate
 from .files import FileStore
 from .keys import Keys
 from .limits import Admission, RequestGuard
-from .loaded_model import LoadedModel
 from .metrics import ServerMetrics
 from .model_info import ServedModel
-from .model_pool import ModelPool, PoolSlot
+from .model_pool import LoadedModel, ModelPool, PoolSlot
 from .names import route_of
 from .prepare import Preparer
 from .recorder import PromptRecorder

@@ -23,7 +23,7 @@ from ..engine.step import Request as EngineRequest
 from ..types import OutriderError
 from .answer import Answer, single_tokens
 from .errors import ApiError, shutting_down
-from .loaded_model import LoadedModel
+from .model_pool import LoadedModel
 from .runner import EngineError
 from .wire import Wire, encoded
 
@@ -86,7 +86,7 @@ class Call:
     async def _submit(self, request: EngineRequest) -> None:
         await self._model.turns.acquire(self._client, self._job.body.priority or 0)
         self._holding.add(request.id)
-        await self._model.runner.submit([request], self._stream)
+        await self._model.runner.submit(request, self._stream)
 
     def _release(self, id: str) -> None:
         if id in self._holding:

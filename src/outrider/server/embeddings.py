@@ -23,7 +23,7 @@ from ..ops.lowrank import Adapter
 from .adapters import adapter_named
 from .call import unless_gone
 from .errors import bad
-from .loaded_model import LoadedModel
+from .model_pool import LoadedModel
 from .ollama import untagged
 from .prepare import Preparer
 from .schema import Lenient, Strict

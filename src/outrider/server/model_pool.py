@@ -15,24 +15,58 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
 
 from ..engine.adapters import AdapterPool
+from ..engine.chat_template import TemplateProcess
 from ..engine.metrics import Metrics
 from ..types import OutriderError
 from .adapters import adapter_named
 from .errors import ApiError, shutting_down
-from .loaded_model import LoadedModel
+from .fair import TurnQueue
+from .grammars import Grammars
 from .model_info import UNKNOWN, ModelInfo, ServedModel
-from .runner import where
+from .prepare import Preparer
+from .runner import Runner, where
 from .settings import ServerSettings, without_paths
+from .tokenizer_process import TokenizerProcess
 from .trim import trim
 
 log = logging.getLogger("outrider.server")
 PATIENCE_S = 2.0
+
+
+class LoadedModel:
+    """One loaded model with everything that answers for it. Made off the event loop (the tokenizer is asked a few
+    things); `start` and `stop` belong on it."""
+
+    def __init__(self, name: str, backend: ServedModel, settings: ServerSettings) -> None:
+        self.name, self.backend = name, backend
+        self.runner = Runner(backend.engine, 60.0 * settings.keep_prefixes, settings.finish_prompts)
+        self.turns = TurnQueue(backend.places or settings.max_concurrent)
+        self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
+        self.tokenizer_process = TokenizerProcess(lambda: backend.tokenizer.json, backend.tokenizer.ids_here)
+        backend.tokenizer.elsewhere = self.tokenizer_process.ids
+        self.template = TemplateProcess(backend.tokenizer.files.chat_template or "")
+        backend.tokenizer.render_elsewhere = self.template.render
+        self.prepare = Preparer(backend, replace(settings, model_name=name))
+
+    def start(self) -> None:
+        self.runner.start()
+
+    async def stop(self) -> None:
+        """End what runs. May be called twice."""
+        await self.runner.stop()
+        await self.grammars.close()
+        self.backend.tokenizer.elsewhere = None
+        self.tokenizer_process.close()
+        self.backend.tokenizer.render_elsewhere = None
+        self.template.close()
+        if not isinstance(self.backend.vision, str):
+            self.backend.vision.close()
 
 
 @dataclass(eq=False)

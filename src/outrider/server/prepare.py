@@ -23,14 +23,12 @@ from ..engine.step import Request
 from ..engine.text import LONG
 from ..types import OutriderError, SamplingParams
 from .answer import Job
-from .dialect import Dialect, spell_out_tools
-from .errors import bad, check_size
+from .dialect import Dialect, Infill, spell_out_tools
+from .errors import ContextOverflow, bad, check_size
 from .grammar_source import GrammarSource, build
 from .image_fetch import ImageFetcher
-from .infill import Infill
 from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
-from .overflow import ContextOverflow
 from .reasoning import Thoughts
 from .sampling import RequestSampling
 from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions, PredictedOutput
@@ -90,10 +88,11 @@ class Preparer:
         ends = self.infill.ends if body.suffix and self.infill is not None else ()
         params = self._sampling.params(body, asked, ends)
         requests = self._requests(body, encoded, params, n)
-        texts = [
-            p if isinstance(p, str) and kept is None else self.tokenizer.decode(ids) for p, ids in zip(prompts, encoded)
-        ]
-        echoes = tuple(t for t in texts for _ in range(n)) if body.echo else ()
+        echoes: tuple[str, ...] = ()
+        if body.echo:
+            whole = [isinstance(p, str) and kept is None for p in prompts]
+            texts = [str(p) if w else self.tokenizer.decode(ids) for p, w, ids in zip(prompts, whole, encoded)]
+            echoes = tuple(t for t in texts for _ in range(n))
         return Job(body, requests, PlainText, params.seed, _options(body, stats), n, echoes, self._format(body))
 
     def _requests(

@@ -188,16 +188,12 @@ class Runner:
         """What will be said of these requests, once they are submitted."""
         return RequestStream(self, ids)
 
-    async def submit(self, requests: Sequence[Request], stream: RequestStream) -> None:
-        """All or none: returns once the engine has taken them. OutriderError if it refuses one."""
-        if self._stopping:
-            raise EngineError("the server is shutting down")
-        if not self.healthy:
+    async def submit(self, request: Request, stream: RequestStream) -> None:
+        """Returns once the engine has taken it. OutriderError if it refuses."""
+        if not self.healthy and not self._stopping:
             raise EngineError("the engine has stopped after repeated failures; restart the server")
-        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._commands.put(lambda: self._submit(requests, stream, taken))
         try:
-            await taken
+            await self.call(lambda _: self._submit(request, stream))
         except BaseException:
             stream.close()  # the caller went away, or one of several was refused
             raise
@@ -356,27 +352,21 @@ class Runner:
                     total, speed = len(self.progress[id].request.prompt), (done - before[id]) / seconds
                     log.info("reading a prompt: %d of %d tokens, %.0f tokens/s", done, total, speed)
 
-    def _submit(self, requests: Sequence[Request], stream: RequestStream, taken: asyncio.Future[None]) -> None:
+    def _submit(self, request: Request, stream: RequestStream) -> None:
         if self.detached:  # a retry goes on where the prompt without a client is
-            known, begin = self._engine.progress(), [(r.namespace, r.prompt[:ALIKE]) for r in requests]
+            known, begin = self._engine.progress(), (request.namespace, request.prompt[:ALIKE])
             left = {id: known[id].request for id in self.detached if id in known}
             self._drop_detached(
-                id for id in self.detached if id not in left or (left[id].namespace, left[id].prompt[:ALIKE]) in begin
+                id for id in self.detached if id not in left or (left[id].namespace, left[id].prompt[:ALIKE]) == begin
             )
-        for request in requests:
-            try:
-                self._engine.submit(request)
-            except Exception as e:
-                for other in requests:
-                    if other.id in self._streams:
-                        self._abort(other.id)
-                if not isinstance(e, OutriderError):
-                    log.error("the engine could not take a request: %s", where(e))
-                    e = EngineError("the engine could not take this request")
-                self._post(taken, partial(taken.set_exception, e))
-                return
-            self._streams[request.id] = stream
-        self._post(taken, partial(taken.set_result, None))
+        try:
+            self._engine.submit(request)
+        except OutriderError:
+            raise
+        except Exception as e:
+            log.error("the engine could not take a request: %s", where(e))
+            raise EngineError("the engine could not take this request") from None
+        self._streams[request.id] = stream
 
     def _abort(self, id: str, may_detach: bool = False) -> None:
         if self._streams.pop(id, None) is None:

@@ -16,7 +16,7 @@ from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .answer import Answer
 from .errors import ApiError
-from .loaded_model import LoadedModel
+from .model_pool import LoadedModel
 from .runner import EngineError, EngineLike, where
 from .settings import without_paths
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 from httpx import ASGITransport, AsyncClient
 from starlette.requests import Request
+from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.engine.metrics import Metrics
@@ -322,9 +323,13 @@ def test_only_bodies_that_may_be_large_wait_for_their_turn(headers: dict[str, st
             "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
             "state": {"client": "me"},
         }
-        room = await server.room(Request(scope))
-        assert server.big_bodies._held == ({"me": 1} if waits else {})
-        room.close()
-        assert not server.big_bodies._held
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async with server.received(Request(scope, receive)) as got:
+            assert server.big_bodies._held == ({"me": 1} if waits else {})
+            got.room.close()
+            assert not server.big_bodies._held
 
     run(work)
