@@ -8,7 +8,7 @@ Nothing here waits for the device. The caller commits: K/V beyond the accepted l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -89,8 +89,11 @@ class CycleOutput:
     verdict: Verdict
     features: Tensor  # [B, H·(1 + taps)] at the last accepted position: what the next draft starts from
     logits: Tensor  # [R, V] as the model gave them, for logprobs
-    streams: tuple[Tensor, ...]  # [R, H] each: of the tapped layers, of all rows
-    kv: KVView  # of the rows
+    # What a drafter with K/V of its own is shown: the tapped layers' streams [R, H] of all rows, their view, and the
+    # token behind each; of a tree only the path, D + 1 rows a sequence, each at the position it has now.
+    streams: tuple[Tensor, ...]
+    kv: KVView
+    following: Tensor
 
 
 def cycle(
@@ -123,7 +126,23 @@ def cycle(
         features = features[rows.start[:-1] + verdict.rows[:, -1]]
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
-    return CycleOutput(verdict, features, logits, out.streams, kv)
+    made = CycleOutput(verdict, features, logits, out.streams, kv, verdict.tokens)
+    if drafter is None or not drafter.kv_specs:
+        return made
+    return on_path(made, pages, x) if verdict.rows is not None else replace(made, following=rows.flat(verdict.tokens))
+
+
+def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
+    """With the rows of a tree's accepted path as its drafter's context. Behind its end stand rows of the last one, at
+    positions that the next pass writes again."""
+    rows, device = out.verdict.rows, x.position.device
+    assert rows is not None
+    (size, wide), at = rows.shape, (x.rows.start[:-1, None] + rows).reshape(-1)
+    seq, start = torch.arange(size, device=device), torch.arange(size + 1, dtype=torch.int32, device=device)
+    positions = (x.position[:, None] + torch.arange(wide, device=device)).reshape(-1)
+    kv = pages.view(positions, seq.repeat_interleave(wide), start * wide, wide, x.max_context)
+    streams = tuple(stream.index_select(0, at) for stream in out.streams)
+    return replace(out, streams=streams, kv=kv, following=out.following.reshape(-1))
 
 
 def cut(draft: Draft, k: int) -> Draft:

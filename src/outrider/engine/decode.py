@@ -196,7 +196,7 @@ def decode_step(
             x.tree, draft = draft, Draft(draft.tokens, limit)
         done = cycle(model, pages, draft, verify_coupled, drafter, x, override)
         if drafter is not None and drafter.kv_specs:
-            drafter.extend(done.streams, done.kv, rows.flat(done.verdict.tokens))
+            drafter.extend(done.streams, done.kv, done.following)
         verdict, told = done.verdict, [done.verdict.tokens]
         if x.tree is not None and verdict.rows is not None:
             told += [verdict.rows, x.tree.parent_rows.view(b, -1)]

@@ -106,7 +106,7 @@ class EagerExecutor(Executor):
         out = cycle(model, pages, draft if x.rows.k else None, self.verify, runner.drafter, x)
         runner.features.index_copy_(0, x.slots, out.features)
         if runner.drafter is not None and runner.drafter.kv_specs:
-            runner.extend(scheduled, out.streams, out.kv, x.rows.flat(out.verdict.tokens))
+            runner.extend(scheduled, out.streams, out.kv, out.following)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
         emitted = [line[:n] for line, n in zip(tokens, counts)]

@@ -47,6 +47,8 @@ class HostExecutor(Executor):
                 return None
             if seq.adapter is not None and not self.cycle.takes(seq.adapter):
                 return None
+            if item.plan.nodes and self.eager is not None:
+                return None  # the call takes no trees from outside
         return Plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:

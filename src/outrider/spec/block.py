@@ -6,21 +6,29 @@ from the tapped streams of each target pass; rows of rejected drafts are overwri
 block itself is never stored.
 
 Tokens are chosen by the target's own noise at the position they will have (`draft_round`), so drafts agree at any
-temperature. Nothing here can change a text: the target decides.
+temperature. A tree (not of EAGLE-3) comes of the same one pass: slot j scores the tokens behind every node j deep,
+DFlash 2 and DSpark by the node's own token too. Nothing here can change a text: the target decides.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.block import BlockNet
+from ..ops.trees import WIDTH, TreeRows, max_nodes
 from ..types import Draft, KVView
+from .acceptance import BINS
 from .acceptance_profile import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, Score, draft_round
+from .tree import build_fixed_tree, build_tree
 
-BINS = 16  # of confidence
+EVERY = slice(None)  # sequence
+# spec.tree.Step, or of all sequences of a batch in their order
+SlotStep = Callable[[int, Tensor | slice, Tensor, Tensor | slice], tuple[Tensor | None, Tensor]]
 
 
 class BlockDrafter(Drafter):
@@ -43,6 +51,9 @@ class BlockDrafter(Drafter):
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """Where nobody asks how sure it is (`DraftBatch.plans`), no value is looked at: a captured step does so."""
         wide = min(k, self.max_tokens)
+        if batch.branches and self.one_pass:
+            heads: list[Tensor] = []
+            return build_tree(batch, wide, self._by_slot(batch, wide, heads), heads)
         if batch.plans is None:
             made = self._drafted(batch, wide)
             more, q = k - wide, made.q
@@ -81,6 +92,14 @@ class BlockDrafter(Drafter):
         tokens = F.pad(made.tokens, (0, k - made.tokens.shape[1]))
         return Draft(tokens, torch.tensor(lengths, device=batch.last.device), confidence=confidence)
 
+    def max_nodes(self, depth: int) -> int:
+        return max_nodes(depth) if self.one_pass and depth <= self.max_tokens else 0
+
+    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
+        """Of the logits of one pass: each level reads its slot, behind WIDTH tokens of each sequence."""
+        step, seq = self._by_slot(batch, depth, None), batch.kv.row_seq.repeat_interleave(WIDTH)
+        return build_fixed_tree(batch, depth, nodes, lambda level, front: step(level, seq, front.tokens, front.before))
+
     def _drafted(self, batch: DraftBatch, wide: int) -> Draft:
         """All tokens of a draft; those that do not depend on one another are chosen at once."""
         if batch.own_noise or self.config.kind in ("eagle3", "dflash2") or self.config.markov_rank:
@@ -111,24 +130,28 @@ class BlockDrafter(Drafter):
 
     def _score(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> Score:
         """sure: where to leave what a confidence head says of each step; None: nobody asks."""
-        return self._by_step(batch, wide) if self.config.kind == "eagle3" else self._by_slot(batch, wide, sure)
+        if self.config.kind == "eagle3":
+            return self._by_step(batch, wide)
+        step = self._by_slot(batch, wide, sure)
+        return lambda j, token, cluster_bonus: step(j, EVERY, token, EVERY)
 
-    def _by_slot(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> Score:
-        """Slots are read from left to right."""
+    def _by_slot(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> SlotStep:
+        """Slots are read from left to right; of a tree, behind several tokens at once."""
         block, config, size = self.block, self.config, batch.last.shape[0]
         hidden = self._slots(batch, wide)
         base = block.logits(hidden.reshape(size * wide, -1)).view(size, wide, -1)
         best = base.topk(config.selector_top, dim=-1) if config.kind == "dflash2" else None
         state: Tensor | None = None
 
-        def step(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        def step(j: int, seq: Tensor | slice, token: Tensor, before: Tensor | slice) -> tuple[Tensor | None, Tensor]:
             nonlocal state
-            h, z, e = hidden[:, j].contiguous(), base[:, j], None
+            h, e = hidden[seq, j].contiguous(), None
             if best is not None:
-                columns = best.indices[:, j]
-                return self._named(block.select(h, best.values[:, j], columns, token), columns)
+                columns = best.indices[seq, j]
+                return self._named(block.select(h, best.values[seq, j], columns, token), columns)
+            z = base[seq, j]
             if config.markov_rank:
-                bias, state, e = block.markov(token, h, state)
+                bias, state, e = block.markov(token, h, None if state is None else state[before])
                 z = z + bias
             if config.confidence and sure is not None:
                 sure.append(block.confidence(h, e if config.confidence_reads_markov else None))

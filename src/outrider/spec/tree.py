@@ -65,8 +65,9 @@ def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = No
     return line + [i for i in sorted(kept) if i not in line]
 
 
-def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
-    """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep."""
+def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tensor] = ()) -> Draft:
+    """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep. heads: where `score` leaves
+    what a confidence head says of the best token behind each node [W], level by level; the others share the rest."""
     assert batch.plans is not None
     plans, size, device = batch.plans, len(batch.plans), batch.last.device
     trees: list[list[Node]] = [[] for _ in range(size)]
@@ -78,7 +79,11 @@ def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
         ids, logits = score(level, seq, tokens, rows)
         z = sampling.scores(logits.float(), at, ids)  # [W, N] with noise where sampled
         best = z.topk(min(BRANCH, z.shape[1]), dim=-1).indices  # [W, 3]
-        sure = z.softmax(-1).gather(1, best).tolist()
+        likely = z.softmax(-1).gather(1, best)
+        if level < len(heads):
+            others = likely[:, 1:] / (1.0 - likely[:, :1]).clamp_min(1e-6) * (1.0 - heads[level][:, None])
+            likely = torch.cat((heads[level][:, None], others), 1)
+        sure = likely.tolist()
         named = (best if ids is None else ids.gather(1, best)).tolist()
         following: list[tuple[float, int, int, int, int]] = []  # chance, sequence, node, row, token
         for row, (b, parent, chance) in enumerate(front):
