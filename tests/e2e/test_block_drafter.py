@@ -9,6 +9,7 @@ import pytest
 from tests import tiny
 from tests.block_drafters import LAYOUTS, tensors, write
 
+from outrider.engine.grammar import AllowedTokens
 from outrider.llm import LLM
 from outrider.types import OutriderError, SamplingParams
 
@@ -65,3 +66,24 @@ def test_rounded_drafters_change_no_text(model: Path, tmp_path: Path, layout: st
     params = SamplingParams(max_tokens=16, temperature=0.9, seed=3)
     want, got = (llm.generate("Hello there", params)[0] for llm in (plain, drafted))
     assert got.token_ids == want.token_ids and got.stats.drafted and got.stats.drafter_off is None
+
+
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@pytest.mark.parametrize("layout", ["z-lab", "dspark"])
+def test_stop_strings_and_grammars(model: Path, tmp_path: Path, layout: str, ops: str) -> None:
+    """A stop string that ends inside a draft, and a grammar that drafts leave: chains and trees."""
+    plain = LLM.load(str(model), drafter="none", ops=ops, max_context=256)
+    drafted = LLM.load(str(model), drafter=str(folder(tmp_path, layout)), draft_tokens=4, ops=ops, max_context=256)
+    for temperature in (0.0, 1.0):
+        whole = plain.generate("Hello there", SamplingParams(max_tokens=32, temperature=temperature, seed=5))[0].text
+        stops = tuple(dict.fromkeys((whole[12:14], whole[5:6], whole[-3:])))
+        asked = [SamplingParams(max_tokens=32, temperature=temperature, seed=5, stop=(s,)) for s in stops if s]
+        asked.append(
+            SamplingParams(max_tokens=24, temperature=temperature, seed=5, grammar=AllowedTokens(range(30, 90), 288))
+        )
+        for params in asked:
+            want = plain.generate("Hello there", params)[0]
+            for tree in (None, 8):
+                got = drafted.generate("Hello there", params, tree=tree)[0]
+                assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+                assert got.stats.drafter_off is None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -261,6 +262,48 @@ def smollm2() -> str:
     return "; ".join(notes)
 
 
+def block_drafter() -> str:
+    """`LLM.load` with a DFlash drafter from a folder (OUTRIDER_DFLASH; else random weights), as a user has it: chains
+    and trees, greedy and drawn, alone and in a batch, have the text of plain decoding. OUTRIDER_SMOLLM2: the .gguf."""
+    path = os.environ.get("OUTRIDER_SMOLLM2")
+    if not path:
+        return "skipped: OUTRIDER_SMOLLM2 is not set"
+    from outrider.llm import LLM
+    from outrider.train.block_net import BlockModule, new_block
+    from outrider.train.config import TrainConfig
+    from outrider.train.export import save_drafter
+    from outrider.train.target import describe
+
+    with TemporaryDirectory() as folder:
+        drafter = os.environ.get("OUTRIDER_DFLASH") or folder
+        if drafter == folder:
+            config = describe(path).config
+            job = TrainConfig(path, Path(), Path(), kind="dflash", layers=2).resolved()
+            net = BlockModule(new_block(job, config), config)
+            save_drafter(Path(folder), net.config, net.export())
+        count = 96 if HERE.gpu else 8
+        heats = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 1.0)]
+        prompts = ["List the numbers from one to forty.", "Why is the sky blue?"]
+        plain = LLM.load(path, drafter="none", device=HERE.device, max_batch=8)
+        want = [[c.token_ids for c in plain.generate(prompts, params)] for params in heats]
+        del plain
+        collect()
+        llm = LLM.load(path, drafter=drafter, draft_tokens=7, device=HERE.device, max_batch=8)
+        took = []
+        for tree in ("off", 15):
+            for params, texts in zip(heats, want, strict=True):
+                alone = [llm.generate(prompt, params, tree=tree)[0] for prompt in prompts]
+                batch = llm.generate(prompts * 4, params, tree=tree)
+                assert [c.token_ids for c in alone] == texts, f"tree {tree}, T {params.temperature}: another text"
+                assert [c.token_ids for c in batch] == texts * 4, f"tree {tree}, T {params.temperature}: in a batch"
+                assert all(c.stats.drafted and c.stats.drafter_off is None for c in (*alone, *batch))
+                took.append(f"{2 * count / sum(c.stats.cycles for c in alone):.2f}")
+        executors = ", ".join(e.name for e in llm.engine.executors)
+        del llm
+        collect()
+    return f"tokens per cycle: chains {took[0]} greedy, {took[1]} at T = 1; trees {took[2]}, {took[3]}; {executors}"
+
+
 def all_checks() -> list[tuple[str, Callable[[], str]]]:
     """In the order that finds most, soonest."""
     checks: list[tuple[str, Callable[[], str]]] = [("warm-up", warm_up), ("one launch a cycle", one_launch)]
@@ -278,4 +321,4 @@ def all_checks() -> list[tuple[str, Callable[[], str]]]:
     for kind in ("bfloat16", "float32"):
         for size in LAYERS:
             checks.append((f"parity {size} {kind}", lambda size=size, kind=kind: parity(size, kind)))  # type: ignore[misc]
-    return [*checks, ("memory 31B", memory), ("smollm2", smollm2)]
+    return [*checks, ("memory 31B", memory), ("smollm2", smollm2), ("block drafter", block_drafter)]

@@ -71,3 +71,8 @@ def test_memory_beside_weights_and_cache() -> None:
 @pytest.mark.skipif(not os.environ.get("OUTRIDER_SMOLLM2"), reason="OUTRIDER_SMOLLM2 names no .gguf")
 def test_smollm2() -> None:
     print(checks.smollm2())
+
+
+@pytest.mark.skipif(not os.environ.get("OUTRIDER_SMOLLM2"), reason="OUTRIDER_SMOLLM2 names no .gguf")
+def test_a_block_drafter_from_a_folder() -> None:
+    print(checks.block_drafter())

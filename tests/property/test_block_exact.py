@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.block_drafters import LAYOUTS, drafter, net, tensors
 from tests.engines import VARIANTS, VOCAB, request, run, run_joining, tiny_engine, tiny_model
+from tests.unit.engine.test_graphs import Thirds
 
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.step import Request
@@ -127,6 +128,7 @@ one = st.tuples(
             "repetition_penalty": st.sampled_from([1.0, 1.3]),
             "stop_token_ids": st.sampled_from([(), (5, 9, 33)]),
             "max_tokens": st.integers(1, 14),
+            "grammar": st.sampled_from([None, None, Thirds()]),
         }
     ),
     st.sampled_from([None, 0, 1, 2, 5, 16]),

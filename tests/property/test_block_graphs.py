@@ -153,3 +153,10 @@ def test_no_value_is_looked_at(layout: str) -> None:
             key = Key(2, k, 512, choosing, "drafter" if k else None)  # type: ignore[arg-type]
             logits = decode_step(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
             assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)
+
+
+def test_a_block_s_own_width_has_a_graph(folder: Path) -> None:
+    """A block of 6 drafts 5: K = 5 is not run in a graph of 6."""
+    engine, _ = same_drafts(folder, "z-lab", "llama", [request("a", PROMPT, k=5, max_tokens=12)])
+    assert {key.k for key in graphs_of(engine).cache.graphs if key.k} <= {1, 2, 3, 4, 5}
+    assert 5 in {key.k for key in graphs_of(engine).cache.graphs}

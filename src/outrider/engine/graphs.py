@@ -136,7 +136,9 @@ class GraphExecutor(Executor):
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
-        drafted = (next(w for w in capabilities.graph_widths if w >= k) for k in widths)
+        longest = drafter.max_tokens if drafter is not None else 0  # a block of 8 drafts 7
+        self.widths = tuple(sorted({*capabilities.graph_widths, longest}))  # K of the graphs
+        drafted = (next(w for w in self.widths if w >= k) for k in widths)
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
         self._preparing = False  # what is captured is not needed for this step: if it fails, it is done without
         self._slots_version = 0  # of the adapters' tensors that graphs read
@@ -202,7 +204,7 @@ class GraphExecutor(Executor):
         if self.broken is not None or len(scheduled) > self.can.graph_batches[-1]:
             return None
         choosing, asks = self._asked([item.seq for item in scheduled])
-        k = next(w for w in self.can.graph_widths if w >= max(item.plan.k for item in scheduled))
+        k = next(w for w in self.widths if w >= max(item.plan.k for item in scheduled))
         source: DraftSource | None = None
         if k and asks.grammar:
             source = "drafted"
@@ -479,7 +481,7 @@ class GraphExecutor(Executor):
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the
         scratch page."""
-        width = next(w for w in self.can.graph_widths if w >= k)
+        width = next(w for w in self.widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = part.kind == "tree"
         nodes = min(TIMED, self.drafter.max_nodes(width)) if tree and self.drafter is not None else 0
