@@ -87,10 +87,8 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
         _card(asked.model, guessers[0], asked.card)
         return
     ks = _ks(asked.draft_tokens)
-    temperatures, batches = (
-        common.numbers(asked.temperature, float, "--temperature"),
-        common.numbers(asked.batch, int, "--batch"),
-    )
+    temperatures = common.numbers(asked.temperature, float, "--temperature")
+    batches = common.numbers(asked.batch, int, "--batch")
     if asked.repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
         raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
     for option, least in (("--limit", asked.limit), ("--max-tokens", asked.max_tokens)):

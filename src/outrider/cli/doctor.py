@@ -102,20 +102,12 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
 
     isa, cores = best_isa(), len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
-    yield Diagnosis(
-        "note" if isa in slow else "ok",
-        "processor",
-        f"{processor()}, {cores} cores for this process, kernels: {isa}",
-        slow.get(isa, ""),
-    )
+    about = f"{processor()}, {cores} cores for this process, kernels: {isa}"
+    yield Diagnosis("note" if isa in slow else "ok", "processor", about, slow.get(isa, ""))
     load = os.getloadavg()[0]
     if load > cores / 2:
-        yield Diagnosis(
-            "note",
-            "load",
-            f"{load:.1f} on {cores} cores",
-            "other processes will slow decoding and spoil measured costs",
-        )
+        advice = "other processes will slow decoding and spoil measured costs"
+        yield Diagnosis("note", "load", f"{load:.1f} on {cores} cores", advice)
     ready = found(isa)
     if ready is not None:
         yield Diagnosis("ok", "CPU kernels", str(ready))
@@ -123,9 +115,8 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     try:
         name = compiler()
     except BuildError as error:
-        yield Diagnosis(
-            "bad", "CPU kernels", str(error), "apt-get install gcc, or set CC; without it: --ops reference, slowly"
-        )
+        advice = "apt-get install gcc, or set CC; without it: --ops reference, slowly"
+        yield Diagnosis("bad", "CPU kernels", str(error), advice)
         return
     if not build:
         yield Diagnosis("ok", "CPU kernels", f"compiled by {name} when first needed")
@@ -142,26 +133,20 @@ def _gpu() -> Iterator[Diagnosis]:
     import torch
 
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        seen = shutil.which("nvidia-smi") is not None
+        built, seen = torch.version.cuda, shutil.which("nvidia-smi") is not None
         mend = (
             "check the driver with nvidia-smi" if built else "an NVIDIA driver is here: install a CUDA build of torch"
         )
-        yield Diagnosis(
-            "note" if seen else "ok",
-            "GPU",
-            "none" if built else "none (torch is built without CUDA)",
-            mend if seen else "",
-        )
+        about = "none" if built else "none (torch is built without CUDA)"
+        yield Diagnosis("note" if seen else "ok", "GPU", about, mend if seen else "")
         return
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
         old = p.major < 8
         text = f"cuda:{i} {p.name}, compute {p.major}.{p.minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        yield Diagnosis(
-            "note" if old else "ok", "GPU", text, "bf16 needs compute capability 8.0 or later" if old else ""
-        )
+        advice = "bf16 needs compute capability 8.0 or later" if old else ""
+        yield Diagnosis("note" if old else "ok", "GPU", text, advice)
     if importlib.util.find_spec("triton") is None:
         yield Diagnosis("bad", "GPU kernels", "triton is missing", "pip install 'outrider[gpu]'")
     else:

@@ -214,19 +214,13 @@ def _show(model: str, data: model_of.Prediction) -> None:
             )
         )
     table = Table("K", "cycle ms", "tokens per cycle", "ms per token", "speed-up")
+    shown = (0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,)
     for point in data["points"]:
-        if (
-            point["k"] in ((0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,))
-            or point["k"] == data["best_k"]
-        ):
-            style = "bold" if point["k"] == data["best_k"] else ""
-            cells = (
-                f"{point['cycle_ms']:.2f}",
-                f"{point['tokens']:.2f}",
-                f"{point['ms_per_token']:.2f}",
-                f"{point['speedup']:.2f}x",
+        if point["k"] in (*shown, data["best_k"]):
+            cells = [f"{point[key]:.2f}" for key in ("cycle_ms", "tokens", "ms_per_token", "speedup")]  # type: ignore[literal-required]
+            table.add_row(
+                str(point["k"]), *cells[:3], f"{cells[3]}x", style="bold" if point["k"] == data["best_k"] else ""
             )
-            table.add_row(str(point["k"]), *cells, style=style)
     out.print(table)
     if data["drafter"] is None and data["best_k"] == 0:
         out.print(
@@ -292,14 +286,12 @@ def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
             f"all: {better}"
         )
     for users, need in zip((100, 10_000), more["needs"]):
-        said = (
-            "cannot be served at 50 ms per token"
-            if need is None
-            else (
+        said = "cannot be served at 50 ms per token"
+        if need is not None:
+            said = (
                 f"{need['gpus']} GPUs: {need['replicas']} replicas of {need['each']}, {need['batch']} users each, "
                 f"{need['ms']:.1f} ms per token"
             )
-        )
         out.print(f"{users:,} users at once: {said}")
 
 

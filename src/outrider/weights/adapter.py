@@ -25,7 +25,7 @@ from ..ops.lowrank import Adapter, LowRank
 from ..types import OutriderError
 from . import gguf, hub, repos
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
-from .names import TensorPlan, ignored, normalise, tensor_plan
+from .names import ignored, normalise, tensor_plan
 from .safetensors import read_header, read_json
 from .source import TensorEntry
 from .source_tensor import FLOATS, tensor
@@ -179,10 +179,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         shape = _shape(where, source, sources)
         rank = _pattern(folder, settings, "rank_pattern", module, settings.get("r", 8))
         alpha = _pattern(folder, settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
-        if "A" not in pair or "B" not in pair:
-            raise OutriderError(f"{where} has no partner lora_{'A' if 'B' in pair else 'B'}: fetch the adapter again")
-        a, b = (_matrix(folder, *pair[part]) for part in "AB")
-        _check_shapes(folder, pair["A"][0], pair["B"][0], a, b, shape)
+        a, b = _pair(folder, pair, shape)
         if a.shape[0] != rank:
             raise OutriderError(f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -273,20 +270,15 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
     if not isinstance(alpha, int | float) or not 0 < abs(alpha) < 1e6:
         raise OutriderError(f"{path}: adapter.lora.alpha should be a positive number, got {str(alpha)[:40]}")
     sources, updates = _sources(config), dict[str, LoraUpdate]()
+    pairs: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
     for key, entry in file.tensors.items():
         if not key.endswith((".lora_a", ".lora_b")):
             raise OutriderError(f"{path}: tensor {key} is no LoRA matrix, which is not supported")
-        if key.endswith(".lora_b"):
-            if f"{key[:-1]}a" not in file.tensors:
-                raise OutriderError(f"{path}: tensor {key} has no partner lora_a: fetch the adapter again")
-            continue
-        other = f"{key[:-1]}b"
-        source = normalise(hf_name(key[:-7], file.arch))
-        shape = _shape(f"{path}: tensor {key}", source, sources)
-        if other not in file.tensors:
-            raise OutriderError(f"{path}: tensor {key} has no partner lora_b: fetch the adapter again")
-        a, b = _matrix(path, key, entry), _matrix(path, other, file.tensors[other])
-        _check_shapes(path, key, other, a, b, shape)
+        pairs.setdefault(key[:-7], {})[key[-1].upper()] = (key, entry)
+    for module, pair in pairs.items():
+        source = normalise(hf_name(module, file.arch))
+        shape = _shape(f"{path}: tensor {next(iter(pair.values()))[0]}", source, sources)
+        a, b = _pair(path, pair, shape)
         projection = source.split(".")[-2]
         if file.arch == "llama" and projection in ("q_proj", "k_proj"):  # rows are permuted there, as the base's are
             attn = config.layers[int(source.split(".")[2])].attn
@@ -299,11 +291,11 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
 def _sources(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """{tensor of the base: its shape}, () where adapters of it are not supported."""
 
-    def pieces(canonical: str, plan: TensorPlan) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for canonical, plan in tensor_plan(config).items():
         fits = ADAPTABLE.fullmatch(canonical) is not None
-        return {s: shape if fits else () for s, shape in zip(plan.sources, plan.source_shapes)}
-
-    return {s: shape for name, plan in tensor_plan(config).items() for s, shape in pieces(name, plan).items()}
+        found |= {s: shape if fits else () for s, shape in zip(plan.sources, plan.source_shapes)}
+    return found
 
 
 def _shape(where: str, source: str, sources: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -329,9 +321,17 @@ def _matrix(where: Path, key: str, entry: TensorEntry) -> Tensor:
     return matrix.clone()
 
 
-def _check_shapes(where: Path, key_a: str, key_b: str, a: Tensor, b: Tensor, shape: tuple[int, ...]) -> None:
+def _pair(where: Path, pair: Mapping[str, tuple[str, TensorEntry]], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] of a module whose matrix has this shape."""
+    if len(pair) == 1:
+        ((part, (key, _)),) = pair.items()
+        other = "B" if part == "A" else "A"
+        partner = f"lora_{other if f'lora_{part}' in key else other.lower()}"
+        raise OutriderError(f"{where}: tensor {key} has no partner {partner}: fetch the adapter again")
+    a, b = (_matrix(where, *pair[part]) for part in "AB")
     rank = a.shape[0] if a.dim() == 2 else 0
-    for key, matrix, want in ((key_a, a, (rank, shape[1])), (key_b, b, (shape[0], rank))):
+    for (key, _), matrix, want in ((pair["A"], a, (rank, shape[1])), (pair["B"], b, (shape[0], rank))):
         if not rank or tuple(matrix.shape) != want:
             fits = f"the base asks for [{shape[0]}, {shape[1]}] = B A"
             raise OutriderError(f"{where}: tensor {key} has shape {list(matrix.shape)}: {fits}")
+    return a, b

@@ -197,18 +197,14 @@ def metadata(config: ModelConfig | DrafterConfig, arch: str) -> dict[str, Writte
         keys |= {
             "attention.head_count_kv": [layer.attn.kv_heads for layer in layers],
             "feed_forward_length": [layer.intermediate for layer in layers],
-            "attention.key_length": full.attn.head_dim,
-            "attention.value_length": full.attn.head_dim,
-            "attention.key_length_swa": sliding.attn.head_dim,
-            "attention.value_length_swa": sliding.attn.head_dim,
             "attention.sliding_window": sliding.attn.window or 0,
             "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers],
             "attention.shared_kv_layers": sum(not layer.attn.writes for layer in layers),
-            "rope.freq_base": full.rope.theta,
-            "rope.freq_base_swa": sliding.rope.theta,
-            "rope.dimension_count": full.attn.head_dim,
-            "rope.dimension_count_swa": sliding.attn.head_dim,
         }
+        for end, layer in (("", full), ("_swa", sliding)):
+            sized = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+            keys |= {f"{key}{end}": layer.attn.head_dim for key in sized}
+            keys[f"rope.freq_base{end}"] = layer.rope.theta
         if isinstance(config, DrafterConfig):
             keys |= {"embedding_length_out": config.backbone_hidden, "nextn_predict_layers": len(layers)}
         else:
@@ -261,17 +257,8 @@ def vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
     """A byte-level tokenizer: every text can be encoded; the rest of the vocabulary is filled up."""
     from tokenizers import pre_tokenizers
 
-    tokens = [
-        "<pad>",
-        "<eos>",
-        "<bos>",
-        "<|im_start|>",
-        "<|im_end|>",
-        *sorted(pre_tokenizers.ByteLevel.alphabet()),
-        "Ġt",
-        "he",
-        "Ġthe",
-    ]
+    special = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe"]
     if size < len(tokens):
         raise OutriderError(f"a vocabulary of {size} is too small for a byte-level tokenizer ({len(tokens)} tokens)")
     types = [3] * 5 + [1] * (len(tokens) - 5) + [5] * (size - len(tokens))
@@ -323,17 +310,12 @@ def write_gguf(
 
 def gguf_header(keys: dict[str, Written], held: list[Tensor], arch: str) -> bytes:
     """All that comes before the tensors' data, which follow in this order, each from a multiple of ALIGN on."""
-    head = (
-        b"GGUF"
-        + struct.pack("<IQQ", 3, len(held), len(keys))
-        + b"".join(_string(k) + _value(v) for k, v in keys.items())
-    )
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(held), len(keys))
+    head += b"".join(_string(k) + _value(v) for k, v in keys.items())
     at = 0
     for t in held:
-        shape = t.shape[::-1]
-        head += _string(gguf_name(t.name, arch)) + struct.pack(
-            f"<I{len(shape)}QIQ", len(shape), *shape, CODES[t.kind], at
-        )
+        dims = struct.pack(f"<I{len(t.shape)}QIQ", len(t.shape), *t.shape[::-1], CODES[t.kind], at)
+        head += _string(gguf_name(t.name, arch)) + dims
         at += -(-nbytes(t) // ALIGN) * ALIGN
     return head.ljust(-(-len(head) // ALIGN) * ALIGN, b"\0")
 

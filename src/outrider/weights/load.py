@@ -71,9 +71,9 @@ def load_drafter(
 
 
 def resolved(name: str | Path | Files, kind: hub.Kind, how: LoadOptions) -> Files:
-    return (
-        name if isinstance(name, Files) else hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
-    )
+    if isinstance(name, Files):
+        return name
+    return hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
 
 
 def load(
@@ -82,28 +82,22 @@ def load(
     device: torch.device | str,
     dtype: torch.dtype,
     ops: Backend | None,
-    *,
-    quantize: str | None = None,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
-    tp: TPRank | None = None,
-    keep: Callable[[str, DeviceWeight], DeviceWeight] | None = None,
+    **options: Unpack[LoadOptions],
 ) -> tuple[C, dict[str, DeviceWeight]]:
-    ops = ops or ReferenceOps()
+    ops, quantize, tp, keep = ops or ReferenceOps(), options.get("quantize"), options.get("tp"), options.get("keep")
     if quantize is not None and quantize not in ops.capabilities.quantizes:
         formats = " and ".join(ops.capabilities.quantizes)
         can = f"{ops.name} holds {formats}" if formats else "choose others with --ops"
         raise OutriderError(f"the {ops.name} ops cannot hold {quantize} weights: {can}, or leave out --quantize")
     how = recipe(files.config, files.name)
-    if load_format == "dummy":
+    if options.get("load_format") == "dummy":
         own, cuts = divided(config, tp, lambda name: 32 if quantize is not None or how is not None else 1)
-        return own, dummy_weights(config, device, dtype, ops, quantize, seed, how, cuts)
+        return own, dummy_weights(config, device, dtype, ops, quantize, options.get("seed", 0), how, cuts)
     source, plans = open_source(files), tensor_plan(config)
     pieces = check(source, plans, config, how)
     own, cuts = divided(config, tp, lambda name: alignment(pieces[name], quantize is not None))
-    stored = sorted(
-        {p.entry.kind for each in pieces.values() for p in each if p.entry is not None and p.entry.kind in BLOCKS}
-    )
+    kinds = {p.entry.kind for each in pieces.values() for p in each if p.entry is not None}
+    stored = sorted(kind for kind in kinds if kind in BLOCKS)
     if quantize is not None and stored and isinstance(config, ModelConfig):
         raise OutriderError(
             f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it "
@@ -111,9 +105,8 @@ def load(
         )
     halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
     weights: dict[str, DeviceWeight] = {}
-    with progress(
-        f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)
-    ) as advance:
+    size = sum(p.nbytes for each in pieces.values() for p in each)
+    with progress(f"Loading {Path(files.name).name}", size) as advance:
         for name, plan in plans.items():
             if name in cuts:
                 parts = [shard_of(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
@@ -202,13 +195,10 @@ def packed(
     """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`:
     it is only ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as
     well."""
-    if plan.role not in ("matrix", "embedding"):
+    if plan.role not in ("matrix", "embedding") or (plan.role == "embedding" and not ops.capabilities.quantizes_tables):
         return None
-    if all(isinstance(p.format, DenseFormat) for p in parts) and not (
-        halves and all(p.format in HALVES for p in parts)
-    ):
-        return None
-    if plan.role == "embedding" and not ops.capabilities.quantizes_tables:
+    offered = halves and all(p.format in HALVES for p in parts)
+    if not offered and all(isinstance(p.format, DenseFormat) for p in parts):
         return None
     weight = ops.look_up(parts[0], device) if table and len(parts) == 1 else None
     return ops.pack_weights(parts, device) if weight is None else weight
@@ -216,12 +206,8 @@ def packed(
 
 def held(config: Config, name: str, quantize: str | None) -> str | None:
     """A drafter that was trained for it holds its layers in 4 bits where 8 were asked for; its head keeps 8."""
-    if (
-        quantize == "int8"
-        and isinstance(config, DrafterConfig)
-        and config.weight_bits == 4
-        and name not in ("embed", "centroids")
-    ):
+    trained = isinstance(config, DrafterConfig) and config.weight_bits == 4
+    if quantize == "int8" and trained and name not in ("embed", "centroids"):
         return "int4"
     return quantize
 
