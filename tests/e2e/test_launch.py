@@ -168,3 +168,25 @@ def test_the_second_start_reads_the_prompt_from_disk(place: Path) -> None:
     assert kept["body"]["messages"] == [{"role": "user", "content": "."}], "nothing of what the user said"
     for path in (recorded, place / "cache" / "launch" / "serve.log"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_agents_are_answered_and_a_second_start_reads_their_prompts_from_disk() -> None:
+    """The script for models of full size, on a small one: what the clients send is answered, after a restart alike."""
+    script = Path(__file__).parents[1] / "stress" / "agent_prompts.py"
+    options = [
+        "--agents",
+        "codex,opencode",
+        "--tokens",
+        "600",
+        "--limit",
+        "0",
+        "--silence",
+        "300",
+        "--serve",
+        "--drafter none --threads 1",
+    ]
+    ran = subprocess.run([sys.executable, str(script), "random", *options], capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = {each["agent"]: each for each in json.loads(ran.stdout.splitlines()[-1])["agents"]}
+    assert set(told) == {"codex", "opencode"} and all(each["prompt_tokens"] > 600 for each in told.values())
+    assert all(each["pages_read"] > 20 for each in told.values()), "the second server computed the prompt again"
