@@ -145,7 +145,7 @@ def product(kind: str, rows: int, pdl: bool) -> None:
             )
             stacked, x, w = SlotWeight(a, b, scale, parts), shell(rows, 5376), shell(sum(parts), 5376)
             ops.adapted_linear(x, w, stacked, ranges, end)
-            expand(shell(rows, sum(parts)), shrink(x, stacked, ranges, pdl), end.act, end.mul, pdl)
+            expand(shell(rows, sum(parts)), shrink(x, stacked, ranges, ops.semaphores, pdl), end.act, end.mul, pdl)
     elif kind in (ATTENTION, EIGHT_BITS):  # heads of 512 are what takes most shared memory
         config = ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{'31B' if kind == ATTENTION else 'E2B'}-it"])
         spec = next(layer.attn for layer in config.layers if (layer.attn.window is None) == (kind == ATTENTION))

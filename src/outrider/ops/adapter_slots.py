@@ -24,7 +24,7 @@ from .formats import DeviceWeight
 from .lowrank import Adapter, LowRank
 
 RANGE_ROWS = 16  # rows of a range: what one matrix instruction takes
-RANK_STEP = 16  # ranks are padded to a multiple of it, with zeros, which change no sum
+RANK_STEP = 16  # ranks are padded to it times a power of two, with zeros, which change no sum
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class AdapterSlots:
     def reserve(self, adapter: Adapter) -> None:
         """Make room for its weights and ranks."""
         for name, part in adapter.parts.items():
-            rank, known = -(-max(r for _, r in part.pieces) // RANK_STEP) * RANK_STEP, self.weights.get(name)
+            widest, known = max(r for _, r in part.pieces), self.weights.get(name)
+            rank = max(RANK_STEP, 1 << (widest - 1).bit_length())
             if known is None or known.a.shape[2] < rank:
                 try:
                     self.weights[name] = self._room(part, known, rank)

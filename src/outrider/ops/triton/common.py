@@ -43,6 +43,25 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def weight_rows(first, N, BN: tl.constexpr, GATED: tl.constexpr):
+    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate
+    and eight of up in turns, so that the two halves of a pair meet in one thread."""
+    if GATED:
+        r = tl.arange(0, 2 * BN)
+        row = tl.minimum(first + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
+    else:
+        row = tl.minimum(first + tl.arange(0, BN), N - 1)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def gate_and_up(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, 2·BN] in the order of `weight_rows` -> two of [BM, BN]."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, BN // 8, 2, 8)), (0, 1, 3, 2)))
+    return tl.reshape(gate, (BM, BN)), tl.reshape(up, (BM, BN))
+
+
+@triton.jit
 def tanh(x):
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 

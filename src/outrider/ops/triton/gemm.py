@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .common import epilogue, gdc_launch_dependents, gdc_wait, prefetch
+from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, prefetch, weight_rows
 from .gemm_config import (
     MAX_SMEM,
     NUM_SEMAPHORES,
@@ -36,13 +36,14 @@ from .gemm_config import (
 from .gemm_streamk import splitk_kernel, streamk_kernel, tile_descriptor
 from .gemm_tma import matrix_descriptor, tma_aligned, tma_kernel
 from .gemm_wgmma import Epilogue, GemmWgmma, WgmmaTile, flags_of
-from .lowrank import Shrunk, add_lowrank, range_slots
+from .lowrank import Shrunk, lowrank_delta, side_by_side
 from .precompile import Precompiler
 from .quant_config import max_smem, sm_count
 
 LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 L2_ROWS = 2048  # rows whose x stays in L2 while products of many rows go through the weights
 FUSED_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
+LORA_LINES = 4
 PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 
 
@@ -58,7 +59,7 @@ def linear_kernel(
 ):
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
     SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are
-    powers of two, batches not). RANGES: of rows that adapters change (`add_lowrank`); 0: none."""
+    powers of two, batches not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
@@ -72,14 +73,19 @@ def linear_kernel(
         if PREFETCH > 0:
             lines = split * k_span + tl.arange(0, PREFETCH) * 64  # bf16: 64 columns a line
             prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
-        if RANGES > 0:
-            slots = range_slots(ranges, num_ranges, RANGES, 1)
-            prefetch(lora_b + (slots[None, :] * (N * SIDES) + w_rows[:, None]) * RANK)
+    if RANGES > 0:
+        head = side_by_side(lora_b, ranges, num_ranges, w_rows, N * SIDES, 0, BN * SIDES, RANK, RANK, RANGES)
+    if PDL:
         gdc_wait()
     x_row = x + rows.to(tl.int64) * x_stride
     k_from = split * k_span
     k_to = tl.minimum(k_from + k_span, K)
     WIDE: tl.constexpr = BN * SIDES
+    if RANGES > 0:  # before the sums: behind them every load would wait for the weights of other programs
+        delta = lowrank_delta(
+            head, lora_b, sums, lora_scale, ranges, num_ranges, rows, rows < M, M, w_rows, N * SIDES, END_0, END_1, BM,
+            WIDE, PARTS, RANK, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
+        )
     if BM2 > 0:
         more = pid_m * (BM + BM2) + BM + tl.arange(0, BM2)
         y_row = x + more.to(tl.int64) * x_stride
@@ -123,10 +129,7 @@ def linear_kernel(
             acc = _gather(base, rows < M, BM, WIDE, SIZE, SPLITS)
             tl.store(semaphores + tile, 0)
             if RANGES > 0:
-                acc = _with_changes(
-                    acc, bias, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, N * SIDES, END_0, END_1,
-                    out.dtype.element_ty, BIAS, BM, WIDE, PARTS, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
-                )
+                acc = _changed(acc, delta, bias, w_rows, out.dtype.element_ty, BIAS)
             _finish(
                 acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS and RANGES == 0,
                 MUL, SOFTCAP,
@@ -139,10 +142,7 @@ def linear_kernel(
                 )
     else:
         if RANGES > 0:
-            acc = _with_changes(
-                acc, bias, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, N * SIDES, END_0, END_1,
-                out.dtype.element_ty, BIAS, BM, WIDE, PARTS, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
-            )
+            acc = _changed(acc, delta, bias, w_rows, out.dtype.element_ty, BIAS)
         _finish(
             acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS and RANGES == 0, MUL,
             SOFTCAP,
@@ -154,18 +154,11 @@ def linear_kernel(
 
 
 @triton.jit
-def _with_changes(
-    acc, bias, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, OUT, END_0, END_1,
-    KIND: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-    RANK: tl.constexpr, LORA_SPANS: tl.constexpr, RANGES: tl.constexpr, SWAP_AB: tl.constexpr, PREC: tl.constexpr,
-):
-    """The bias comes before the changes."""
+def _changed(acc, delta, bias, w_rows, KIND: tl.constexpr, BIAS: tl.constexpr):
+    """Rounded as without changes, bias and all, before these are added."""
     if BIAS:
         acc += tl.load(bias + w_rows).to(tl.float32)[None, :]
-    return add_lowrank(
-        acc, sums, lora_b, lora_scale, ranges, num_ranges, rows, M, w_rows, OUT, END_0, END_1,
-        KIND, BM, WIDE, PARTS, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
-    )
+    return acc.to(KIND).to(tl.float32) + delta
 
 
 @triton.jit
@@ -188,25 +181,6 @@ def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
         for s in tl.static_range(SPLITS):  # unrolled: the loads fly together, and there are registers for them
             acc += tl.load(of + s * SIZE + at, mask=live, other=0.0, cache_modifier=".cg")
     return acc
-
-
-@triton.jit
-def weight_rows(first, N, BN: tl.constexpr, GATED: tl.constexpr):
-    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate
-    and eight of up in turns, so that the two halves of a pair meet in one thread."""
-    if GATED:
-        r = tl.arange(0, 2 * BN)
-        row = tl.minimum(first + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
-    else:
-        row = tl.minimum(first + tl.arange(0, BN), N - 1)
-    return row.to(tl.int64)
-
-
-@triton.jit
-def gate_and_up(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, 2·BN] in the order of `weight_rows` -> two of [BM, BN]."""
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, BN // 8, 2, 8)), (0, 1, 3, 2)))
-    return tl.reshape(gate, (BM, BN)), tl.reshape(up, (BM, BN))
 
 
 @triton.jit
@@ -441,7 +415,7 @@ def _call(
         BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SWAP_AB=shape.swap_ab,
         EVEN=k % shape.bk == 0 and span % shape.bk == 0, SERIAL_SPLITK=serial_splitk,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
-        PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
+        PREFETCH=(PREFETCH_LINES if lora is None else LORA_LINES) if pdl and w.element_size() == 2 else 0,
         TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
         PARTS=lora.parts if lora else 0, RANK=lora.rank if lora else 0, LORA_SPANS=len(lora.sums) if lora else 0,
         RANGES=triton.next_power_of_2(len(lora.ranges)) if lora else 0,

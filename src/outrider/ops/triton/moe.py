@@ -19,8 +19,8 @@ from torch import Tensor
 from ..backend import MoeResidual
 from ..formats import DeviceWeight
 from ..reference import as_tensor
-from .common import activate, pdl_start
-from .gemm import chain, gate_and_up, weight_rows
+from .common import activate, gate_and_up, pdl_start, weight_rows
+from .gemm import chain
 from .norm import PROMPT, residual_norm, width_warps
 from .quant_config import max_smem
 from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product

@@ -81,7 +81,7 @@ class TritonOps(ReferenceOps):
     def adapted_linear(
         self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: LinearEpilogue = NO_EPILOGUE
     ) -> Tensor:
-        shrunk = lowrank.shrink(x, change, ranges, self.pdl)
+        shrunk = lowrank.shrink(x, change, ranges, self.semaphores, self.pdl)
         if isinstance(w, Tensor) and len(x) <= FUSED_ROWS and shrunk.fits:
             return dense_gemm(
                 x, w, self.semaphores, bias=end.bias, mul=end.mul, act=end.act, gated=end.gated, pdl=self.pdl,
