@@ -34,11 +34,12 @@ from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.adapter_slots import SlotWeight
-from outrider.ops.backend import LinearEpilogue
+from outrider.ops.backend import Epilogue
 from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise
 from outrider.ops.triton import TritonOps, attention, gemm, moe, quant
+from outrider.ops.triton import ops as triton_ops
 from outrider.ops.triton.lowrank import expand, shrink
-from outrider.ops.triton.quant import Extras, quant_linear
+from outrider.ops.triton.quant import quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
 from outrider.ops.triton.routing import list_pairs
@@ -122,7 +123,7 @@ def product(kind: str, rows: int, pdl: bool) -> None:
     """A quantised gate_up of 31B, one of the dense products, attention, or a layer of quantised experts."""
     seen = shell(1 << 16, dtype=torch.int32)
     if kind in FORMATS:
-        gated = Extras(act="gelu_tanh", gated=True) if rows == 1 else Extras()
+        gated = Epilogue(act="gelu_tanh") if rows == 1 else Epilogue()
         quant_linear(shell(rows, 5376), weight(kind, 21504, 5376), seen, gated, pdl=pdl)
     elif kind.startswith(EXPERTS):
         count, hidden, inner, format = 128, 2816, 704, kind.removeprefix(EXPERTS)
@@ -134,9 +135,9 @@ def product(kind: str, rows: int, pdl: bool) -> None:
     elif kind == ADAPTERS:
         ranges, mul, ops = shell(rows, 3, dtype=torch.int32), shell(rows, 256), TritonOps("meta", pdl=pdl)
         for rank, parts, end in (
-            (16, (21504, 21504), LinearEpilogue(act="gelu_tanh")),
-            (64, (8192, 4096, 4096), LinearEpilogue()),
-            (16, (256,), LinearEpilogue(act="gelu_tanh", mul=mul)),
+            (16, (21504, 21504), Epilogue(act="gelu_tanh")),
+            (64, (8192, 4096, 4096), Epilogue()),
+            (16, (256,), Epilogue(act="gelu_tanh", mul=mul)),
         ):
             a, b, scale = (
                 shell(8, len(parts), rank, 5376),
@@ -153,9 +154,8 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         attention.attend(shell(rows, spec.heads * spec.head_dim), spec, kv, pdl)
     else:
         n, k, both = DENSE[kind]
-        gemm.dense_gemm(
-            shell(rows, k), shell(n * (1 + both), k), seen, gated=both, act="gelu_tanh" if both else "", pdl=pdl
-        )
+        device, end = TritonOps("meta", pdl=pdl).gemm, Epilogue(act="gelu_tanh" if both else "")
+        gemm.dense_gemm(shell(rows, k), shell(n * (1 + both), k), device, end)
 
 
 def view(
@@ -262,7 +262,8 @@ def main() -> None:
     for arch in args.only:
         room = SHARED[arch]
         Stub.target = GPUTarget("cuda", arch, 32)
-        attention.max_smem = gemm.max_smem = moe.max_smem = quant.max_smem = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
+        for module in (attention, triton_ops, moe, quant):
+            module.max_smem = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
             made.clear()
             call()

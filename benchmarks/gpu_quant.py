@@ -33,6 +33,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
+from outrider.ops.backend import Epilogue
 from outrider.ops.formats import (
     BLOCKS,
     MODES,
@@ -44,7 +45,7 @@ from outrider.ops.formats import (
     Weight,
     stays_dense,
 )
-from outrider.ops.triton.quant import Extras, quant_linear
+from outrider.ops.triton.quant import quant_linear
 from outrider.ops.triton.quant_ops import QuantTritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights.load import dummy_weights
@@ -79,14 +80,14 @@ def products(formats: list[str], shapes: list[str]) -> None:
     seen = ops.semaphores
     for shape in shapes:
         n, k = SHAPES[shape]
-        extras = Extras(act="gelu_tanh", gated=True) if shape == "gate_up" else Extras()
+        extras = Epilogue(act="gelu_tanh") if shape == "gate_up" else Epilogue()
         for name in formats:
             weight = made(name, n, k)
             held = repack(weight)
             assert held is not None
             x = torch.randn((320, k), device="cuda", dtype=torch.bfloat16)
             want = (x.float() @ weight.dense().T)[:, : n // 2] if extras.gated else x.float() @ weight.dense().T
-            got = quant_linear(x, held, seen, Extras(), True)[:, : want.shape[1]]
+            got = quant_linear(x, held, seen, Epilogue(), True)[:, : want.shape[1]]
             error = float((got.float() - want).norm() / want.norm())
             together = quant_linear(x, held, seen, extras, True)
             alone = all(

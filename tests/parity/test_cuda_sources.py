@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from tests.unit.ops import test_cuda_experts as experts
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
+from outrider.ops.backend import Epilogue
 from outrider.ops.cuda import runtime
 from outrider.ops.triton import gemm_wgmma, moe_gemv_int8, w4a16_wgmma, wna16_gemv
-from outrider.ops.triton.quant import Extras
 
 pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
 
@@ -28,7 +28,7 @@ def test_few_rows(name: str) -> None:
     turns."""
     w = every_code()[name]
     gated = list(every_code()).index(name) % 2 == 0
-    flags = wna16_gemv.flags_of(w, Extras(act="silu" if gated else "", gated=gated), 1 if gated else 8, 24)
+    flags = wna16_gemv.flags_of(w, Epilogue(act="silu" if gated else ""), 1 if gated else 8, 24)
     chunk, code = wna16_gemv.WeightChunk.of(w), "Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR>"
     check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
     assert compiles(f"{wna16_gemv.SOURCE.read_text()}\n{check}\n", "90", flags)
@@ -42,7 +42,7 @@ def test_more_rows(rows: int, form: str) -> None:
     block = w4a16_wgmma.choose_block(rows, groups, has_zero_point, ROOM)
     assert block is not None
     check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"
-    flags = w4a16_wgmma.flags_of(w, Extras(act="silu", gated=True), block)
+    flags = w4a16_wgmma.flags_of(w, Epilogue(act="silu"), block)
     assert compiles(f"{w4a16_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
 
 
@@ -58,13 +58,13 @@ def test_experts(rows: int) -> None:
 @pytest.mark.parametrize(
     "tile,splits,end",
     [
-        (gemm_wgmma.WgmmaTile(256), 1, gemm_wgmma.Epilogue(act="gelu_tanh", gated=True)),
-        (gemm_wgmma.WgmmaTile(192), 3, gemm_wgmma.Epilogue()),
-        (gemm_wgmma.WgmmaTile(160, True), 1, gemm_wgmma.Epilogue(act="silu", gated=True)),
-        (gemm_wgmma.WgmmaTile(256), 1, gemm_wgmma.Epilogue(softcap=30.0, out_dtype=torch.float32)),
+        (gemm_wgmma.WgmmaTile(256), 1, Epilogue(act="gelu_tanh")),
+        (gemm_wgmma.WgmmaTile(192), 3, Epilogue()),
+        (gemm_wgmma.WgmmaTile(160, True), 1, Epilogue(act="silu")),
+        (gemm_wgmma.WgmmaTile(256), 1, Epilogue(softcap=30.0, out_dtype=torch.float32)),
     ],
 )
-def test_many_rows(tile: gemm_wgmma.WgmmaTile, splits: int, end: gemm_wgmma.Epilogue) -> None:
+def test_many_rows(tile: gemm_wgmma.WgmmaTile, splits: int, end: Epilogue) -> None:
     """And the stages take as much of shared memory there as is asked for here."""
     check = f"static_assert(STAGES * (STAGE + 16) + 1024 == {tile.shared()});"
     flags = gemm_wgmma.flags_of(end, tile, splits > 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ if not CUDA:
 
 triton = pytest.importorskip("triton")
 
-from outrider.ops.backend import ExpertWeights, MoeResidual  # noqa: E402
+from outrider.ops.backend import Epilogue, ExpertWeights, MoeResidual  # noqa: E402
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
@@ -74,10 +75,7 @@ def test_linear_split(ops: TritonOps, splits: int, turned: bool) -> None:
     x, w = rand(18, 160), rand(48, 160, seed=1)
     for serial_splitk in (False, True):
         shape = Rows(32, 16, 32, 2, swap_ab=turned, serial_splitk=serial_splitk)
-        near(
-            dense_gemm(x, w, ops.semaphores, tile=GemmReduction(16, 32, splits, 2, turned), shape=shape),
-            REF.linear(x, w),
-        )
+        near(dense_gemm(x, w, ops.gemm, tile=GemmReduction(16, 32, splits, 2, turned), shape=shape), REF.linear(x, w))
         assert int(ops.semaphores.abs().sum()) == 0
 
 
@@ -97,7 +95,7 @@ def test_gated(ops: TritonOps, act: str) -> None:
         GemmReduction(32, 16, 2, 2),
         GemmReduction(8, 16, 2, 2, swap_ab=True),
     ):
-        near(dense_gemm(x, w, ops.semaphores, gated=True, act=act, tile=tile), REF.gated_linear(x, w, act))
+        near(dense_gemm(x, w, ops.gemm, Epilogue(act=act), tile), REF.gated_linear(x, w, act))
     y = rand(3, 4, 48, seed=2)[:, 1]
     near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
     near(ops.act_mul(x[:, :48], y, act), REF.act_mul(x[:, :48], y, act))
@@ -115,9 +113,8 @@ def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
     x, w = rand(136, 96), rand(64, 96, seed=1)
     for gated in (False, True):
         tile = GemmReduction(16, 32, 3, 2, swap_ab=True)
-        run = lambda a, shape=None: dense_gemm(
-            a, w, ops.semaphores, tile=tile, shape=shape, gated=gated, act="silu" if gated else ""
-        )
+        end = Epilogue(act="silu" if gated else "")
+        run = lambda a, shape=None: dense_gemm(a, w, ops.gemm, end, tile, shape)
         whole = run(x)
         same(run(x[:rows]), whole[:rows])
         for shape in (Rows(64, 32, 32, 2, serial_splitk=True), Rows(32, 16, 32, 2, swap_ab=False)):
@@ -131,15 +128,8 @@ def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
         for gated in (False, True):
             for splits in (1, 2):
                 shape = Rows(64, 16, 32, 2, bm2=16)
-                got = dense_gemm(
-                    x[:rows],
-                    w,
-                    ops.semaphores,
-                    tile=GemmReduction(16, 32, splits, 2),
-                    shape=shape,
-                    gated=gated,
-                    act="silu" if gated else "",
-                )
+                end = Epilogue(act="silu" if gated else "")
+                got = dense_gemm(x[:rows], w, ops.gemm, end, GemmReduction(16, 32, splits, 2), shape)
                 near(got, REF.gated_linear(x[:rows], w, "silu") if gated else REF.linear(x[:rows], w))
     assert int(ops.semaphores.abs().sum()) == 0
 
@@ -154,14 +144,14 @@ def test_tiles_that_the_copy_engine_fetches(ops: TritonOps, gated: bool, splits:
         GemmReduction(32, 16, splits, 2),
         Rows(16, 16, 16, 2, swap_ab=False, serial_splitk=splits > 1, tma=True),
     )
-    extra = dict(gated=True, act="silu") if gated else dict(mul=y, act="gelu_tanh")
-    for more in (extra, {**extra, "bias": bias}):
-        want = dense_gemm(x, w, ops.semaphores, tile=tile, **more)
-        same(dense_gemm(x, w, ops.semaphores, tile=tile, shape=fetched, **more), want)
+    extra = Epilogue(act="silu") if gated else Epilogue(mul=y, act="gelu_tanh")
+    for more in (extra, replace(extra, bias=bias)):
+        want = dense_gemm(x, w, ops.gemm, more, tile)
+        same(dense_gemm(x, w, ops.gemm, more, tile, fetched), want)
     strided = torch.cat((x, x), dim=1)[:, 1 : k + 1]  # rows that do not begin at whole 16 bytes take the plain loads
     near(
-        dense_gemm(strided, w, ops.semaphores, tile=tile, shape=fetched, **extra),
-        dense_gemm(strided.contiguous(), w, ops.semaphores, tile=tile, **extra),
+        dense_gemm(strided, w, ops.gemm, extra, tile, fetched),
+        dense_gemm(strided.contiguous(), w, ops.gemm, extra, tile),
         1e-6,
     )
 
@@ -176,19 +166,14 @@ def test_tiles_that_are_cut_among_programs(
     x, w = rand(50, k), rand(n * (2 if gated else 1), k, seed=1)
     tile, extra = (
         GemmReduction(16, 16, splits, 2),
-        dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {},
+        Epilogue(act="silu", bias=rand(2 * n, seed=2)) if gated else Epilogue(),
     )
     monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
     monkeypatch.setattr(gemm, "STREAMK_MAX_WHOLE_TILES", 0)
-    want = dense_gemm(x, w, ops.semaphores, tile=tile, shape=Rows(64, 16, 16, 2), **extra)
+    want = dense_gemm(x, w, ops.gemm, extra, tile, Rows(64, 16, 16, 2))
     for rows in (50, 30):
         for more in (16, 32):
-            same(
-                dense_gemm(
-                    x[:rows], w, ops.semaphores, tile=tile, shape=Rows(16, 16, 16, 2, bm2=more, tma=True), **extra
-                ),
-                want[:rows],
-            )
+            same(dense_gemm(x[:rows], w, ops.gemm, extra, tile, Rows(16, 16, 16, 2, bm2=more, tma=True)), want[:rows])
             assert int(ops.semaphores.abs().sum()) == 0
 
 
@@ -199,20 +184,9 @@ def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.M
     x, w, seen = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,))
     )
-    rest = dict(
-        bias=None,
-        mul=None,
-        act="",
-        gated=False,
-        softcap=None,
-        out_dtype=torch.bfloat16,
-        pdl=False,
-        tile=None,
-        shape=None,
-    )
     monkeypatch.setattr(gemm, "tma_aligned", lambda t: True)
     monkeypatch.setattr(gemm, "tile_descriptor", lambda t, rows, columns: t)
-    launch = gemm._call(x, w, seen, shared=gemm.MAX_SMEM, **rest)  # type: ignore[arg-type]
+    launch = gemm.launch_of(x, w, gemm.GemmDevice(seen), Epilogue())
     assert launch.kernel is gemm.streamk_kernel and launch.grid == (128,) and launch.options["CUT"] is False
 
 
@@ -260,11 +234,12 @@ def test_where_wgmma_takes_no_product_triton_does(ops: TritonOps, monkeypatch: p
 
     kernels, x, w = Kernels(), rand(130, 32), rand(16, 32, seed=1)
     monkeypatch.setattr(gemm, "config_for_rows", lambda *a: Rows(16, 16, 16, 2, wgmma=len(a) > 6))
-    run = lambda rows, **more: dense_gemm(x[:rows], w, ops.semaphores, wgmma=kernels, **more)
+    device = replace(ops.gemm, wgmma=kernels)
+    run = lambda rows, end=Epilogue(): dense_gemm(x[:rows], w, device, end)
     near(run(130), REF.linear(x, w))
     kernels.made = torch.zeros(1)
     assert run(129) is kernels.made and asked == [130, 129]
-    run(128), run(130, mul=rand(130, 16), act="silu")
+    run(128), run(130, Epilogue(mul=rand(130, 16), act="silu"))
     assert asked == [130, 129]
 
 
@@ -344,9 +319,9 @@ def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, 
     """A tile for 17 rows that steps over the end of a span, or cuts the sum elsewhere than the tile for one row."""
     x, w = rand(20, 160), rand(48, 160, seed=1)
     tile = GemmReduction(16, 32, 2, 2, many=many)
-    whole = dense_gemm(x, w, ops.semaphores, tile=tile)
+    whole = dense_gemm(x, w, ops.gemm, tile=tile)
     near(whole, REF.linear(x, w))
-    same(dense_gemm(x[:3], w, ops.semaphores, tile=tile), whole[:3])
+    same(dense_gemm(x[:3], w, ops.gemm, tile=tile), whole[:3])
 
 
 # ---- experts
@@ -392,7 +367,7 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
 
     h, gate_up, down = rand(SIDE_STREAM_ROWS + 1, 48), rand(64, 48, seed=1), rand(48, 32, seed=2)
     ops, twin = TritonOps(DEVICE, pdl=False), TritonOps(DEVICE, pdl=False)
-    want, join = ops.dense_mlp(h, gate_up, down, "gelu_tanh")
+    want, join = ops.dense_mlp(h, (gate_up, down), "gelu_tanh")
     ops.pdl = True
     assert join() is True and not waits
     assert CUDA or "side_stream" not in vars(ops)
@@ -400,7 +375,7 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
     ops.__dict__["side_stream"] = twin, Stream("side")
     ops.semaphores = SimpleNamespace(is_cuda=True, device=DEVICE)  # type: ignore[assignment]  # no counters: nothing runs here
-    got, join = ops.dense_mlp(h[:SIDE_STREAM_ROWS], gate_up, down, "gelu_tanh")
+    got, join = ops.dense_mlp(h[:SIDE_STREAM_ROWS], (gate_up, down), "gelu_tanh")
     assert waits == [("side", "main")]
     assert join() is False and waits == [("side", "main"), ("main", "side")]
     same(got, want[:SIDE_STREAM_ROWS])

@@ -18,10 +18,11 @@ triton = pytest.importorskip("triton")
 from tests import quantised, tiny  # noqa: E402
 from tests.unit.ops.test_cpu_packing import part  # noqa: E402
 
+from outrider.ops.backend import Epilogue  # noqa: E402
 from outrider.ops.formats import Float8Format, IntegerFormat, NvFp4Format, Weight, base  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.ops.triton.quant import Extras, quant_linear  # noqa: E402
+from outrider.ops.triton.quant import quant_linear  # noqa: E402
 from outrider.ops.triton.quant_config import QuantTile, fit  # noqa: E402
 from outrider.ops.triton.quant_ops import QuantTritonOps  # noqa: E402
 from outrider.ops.triton.repack import Parts, QuantWeight, repack  # noqa: E402
@@ -97,8 +98,8 @@ def test_product_is_its_definition(name: str) -> None:
         name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name
     )  # factors or offsets rounded to float16
     limit = 1e-2 if CUDA else 5e-4 if rounded else 1e-5
-    near(quant_linear(x, held, seen, Extras(), False), REF.linear(x.float(), dense), limit)
-    near(quant_linear(x, held, seen, Extras(), False, QuantTile(64, 2, 2)), REF.linear(x.float(), dense), limit)
+    near(quant_linear(x, held, seen, Epilogue(), False), REF.linear(x.float(), dense), limit)
+    near(quant_linear(x, held, seen, Epilogue(), False, QuantTile(64, 2, 2)), REF.linear(x.float(), dense), limit)
     assert int(seen.abs().sum()) == 0
 
 
@@ -108,7 +109,7 @@ def test_columns_that_fill_no_chunk() -> None:
     assert held is not None and held.chunks == 2
     x = rand(2, 352).to(DEVICE, DTYPE)
     near(
-        quant_linear(x, held, torch.zeros(8, dtype=torch.int32, device=DEVICE), Extras(), False),
+        quant_linear(x, held, torch.zeros(8, dtype=torch.int32, device=DEVICE), Epilogue(), False),
         REF.linear(x.float(), weight.dense()),
         1e-2,
     )
@@ -120,15 +121,15 @@ def test_gated_bias_and_multiplied() -> None:
     assert held is not None
     seen = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     x, y, bias = (rand(*s).to(DEVICE, DTYPE) for s in ((2, 256), (2, 144), (144,)))
-    near(quant_linear(x, held, seen, Extras(act="silu", gated=True), False), REF.gated_linear(x, dense, "silu"), 1e-2)
-    near(quant_linear(x, held, seen, Extras(bias=bias), False), REF.linear(x, dense, bias), 1e-2)
+    near(quant_linear(x, held, seen, Epilogue(act="silu"), False), REF.gated_linear(x, dense, "silu"), 1e-2)
+    near(quant_linear(x, held, seen, Epilogue(bias=bias), False), REF.linear(x, dense, bias), 1e-2)
     near(
-        quant_linear(x, held, seen, Extras(mul=y, act="gelu_tanh"), False),
+        quant_linear(x, held, seen, Epilogue(mul=y, act="gelu_tanh"), False),
         REF.linear_act_mul(x, dense, y, "gelu_tanh"),
         1e-2,
     )
     near(
-        quant_linear(x, held, seen, Extras(softcap=3.0, out_dtype=torch.float32), False),
+        quant_linear(x, held, seen, Epilogue(softcap=3.0, out_dtype=torch.float32), False),
         REF.logits(x, dense, 3.0),
         1e-2,
     )
@@ -154,7 +155,7 @@ def test_rows_stand_alone(name: str) -> None:
             held.zero_point is not None,
             held.per == 1,
         )
-        extras = Extras(act="silu" if gated else "", gated=gated)
+        extras = Epilogue(act="silu" if gated else "")
         alone = torch.cat([quant_linear(x[i : i + 1], held, seen, extras, False, tile) for i in some])
         for count in (5, 17, 40, 130) if tile is None else (40,):
             bm, cut = spans or (None, None)
@@ -244,7 +245,7 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
         assert held is not None
         x, extras = (
             rand(8, k).to(DEVICE, DTYPE),
-            Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras(),
+            Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue(),
         )
         want = quant_linear(x, held, few.semaphores, extras, True)
         for rows in range(1, 9):
@@ -265,7 +266,7 @@ def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> 
         assert held is not None
         x, extras = (
             rand(40, k).to(DEVICE, DTYPE),
-            Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras(),
+            Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue(),
         )
         want = quant_linear(x, held, ops.semaphores, extras, True)
         for rows in (9, 16, 17, 25, 40):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..types import OutriderError
-from .backend import Backend, ExpertWeights, LinearEpilogue, MlpWeights, MoeResidual
+from .backend import Backend, Epilogue, ExpertWeights, MlpWeights, MoeResidual
 from .formats import DeviceWeight
 from .lowrank import Adapter, LowRank
 
@@ -156,19 +156,19 @@ class SlotOps:
         change = self.changed(w)
         if change is None:
             return self.base.linear(x, w, bias)
-        return self.base.adapted_linear(x, w, change, self.ranges, LinearEpilogue(bias))
+        return self.base.adapted_linear(x, w, change, self.ranges, Epilogue(bias))
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         change = self.changed(w)
         if change is None:
             return self.base.gated_linear(x, w, act)
-        return self.base.adapted_linear(x, w, change, self.ranges, LinearEpilogue(act=act))
+        return self.base.adapted_linear(x, w, change, self.ranges, Epilogue(act=act))
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         change = self.changed(w)
         if change is None:
             return self.base.linear_act_mul(x, w, y, act)
-        return self.base.adapted_linear(x, w, change, self.ranges, LinearEpilogue(act=act, mul=y))
+        return self.base.adapted_linear(x, w, change, self.ranges, Epilogue(act=act, mul=y))
 
     def moe_with_shared_mlp(
         self,

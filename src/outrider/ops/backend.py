@@ -44,19 +44,21 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class LinearEpilogue:
-    """What follows a product y = x · wᵀ: + bias, then act(y) * mul, or with `act` alone act(gate) * up."""
+class Epilogue:
+    """What follows a product y = x · wᵀ: + bias, then act(y) * mul, or with `act` alone act(gate) * up; softcap."""
 
     bias: Tensor | None = None
-    act: str = ""
     mul: Tensor | None = None
+    act: str = ""
+    softcap: float | None = None
+    out_dtype: torch.dtype | None = None  # None: that of x
 
     @property
     def gated(self) -> bool:
         return bool(self.act) and self.mul is None
 
 
-NO_EPILOGUE = LinearEpilogue()
+NO_EPILOGUE = Epilogue()
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ class Backend(Protocol):
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor: ...
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor: ...
     def adapted_linear(
-        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: LinearEpilogue
+        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue
     ) -> Tensor: ...
     def clamp_columns(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor: ...
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...

@@ -19,9 +19,9 @@ from .backend import (
     NO_EPILOGUE,
     Capabilities,
     DraftChain,
+    Epilogue,
     ExpertWeights,
     HostCycle,
-    LinearEpilogue,
     M,
     MlpWeights,
     MoeResidual,
@@ -241,7 +241,7 @@ class ReferenceOps(TreeOps):
         return activation(act, x) * y
 
     def adapted_linear(
-        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: LinearEpilogue = NO_EPILOGUE
+        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue = NO_EPILOGUE
     ) -> Tensor:
         """x · wᵀ + scale · B (A x), [R, out], each row with the matrices of its slot, and what `end` makes of it.
         ranges int32 [n, 3]: (first row, rows, slot) of all rows; slot -1: no addition."""

@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 from tests.cuda.emulator import EmulatorError, Memory, missing
 from tests.unit.ops.test_cpu_packing import part
 
+from outrider.ops.backend import Epilogue
 from outrider.ops.cuda.runtime import FOLDER
 from outrider.ops.formats import Float8Format, IntegerFormat, NvFp4Format, Weight
 from outrider.ops.triton import nvrtc_kernels, wna16_gemv
-from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.repack import ROWS, Codes, QuantWeight, repack
 from outrider.ops.triton.wna16_gemv import SOURCE, WeightChunk, WNA16Gemv, WorkUnits
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA 
 
 PLANE, PLANES = 32, 8
 TENSORS = ("words", "high", "scale", "zero_point", "factor")
-PLAIN, GELU, SILU = Extras(), Extras(act="gelu_tanh", gated=True), Extras(act="silu", gated=True)
+PLAIN, GELU, SILU = Epilogue(), Epilogue(act="gelu_tanh"), Epilogue(act="silu")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
     half: bool = False
     has_zero_point: bool = False
     codes: Codes = Codes.INT4
-    extras: Extras = PLAIN
+    extras: Epilogue = PLAIN
 
 
 CASES = {

@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
+from outrider.ops.backend import Epilogue
 from outrider.ops.cuda import runtime
 from outrider.ops.formats import BLOCKS, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
 from outrider.ops.triton import nvrtc_kernels
-from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.quant_config import choose_quant_tile
 from outrider.ops.triton.repack import Codes, QuantWeight, repack
 from outrider.ops.triton.wna16_gemv import (
@@ -129,20 +129,20 @@ def test_what_does_not_fit_has_fewer_warps_or_goes_to_triton() -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    w, gated = weight(), Extras(act="gelu_tanh", gated=True)
+    w, gated = weight(), Epilogue(act="gelu_tanh")
     x = torch.zeros((8, 512), dtype=torch.bfloat16)
-    assert supports(x, w, Extras()) and supports(x[:1], w, gated) and supports(x, weight(group=128), Extras())
+    assert supports(x, w, Epilogue()) and supports(x[:1], w, gated) and supports(x, weight(group=128), Epilogue())
     not_these = [
-        (x.repeat(2, 1), w, Extras()), (x[:0], w, Extras()), (x.float(), w, Extras()), (x, weight(group=16), Extras()),
-        (x, replace(w, codes=Codes.FP4), Extras()), (x, weight(n=72), Extras()),
-        (x, weight(n=192), gated), (x, w, Extras(softcap=3.0)), (x, w, Extras(bias=torch.ones(128))),
-        (x, w, Extras(mul=x, act="gelu_tanh")), (x, w, Extras(out_dtype=torch.float32)),
+        (x.repeat(2, 1), w, Epilogue()), (x[:0], w, Epilogue()), (x.float(), w, Epilogue()), (x, weight(group=16), Epilogue()),
+        (x, replace(w, codes=Codes.FP4), Epilogue()), (x, weight(n=72), Epilogue()),
+        (x, weight(n=192), gated), (x, w, Epilogue(softcap=3.0)), (x, w, Epilogue(bias=torch.ones(128))),
+        (x, w, Epilogue(mul=x, act="gelu_tanh")), (x, w, Epilogue(out_dtype=torch.float32)),
     ]  # fmt: skip
     assert not any(supports(*case) for case in not_these)
     codes = every_code()
     assert {name: WeightChunk.of(codes[name]) for name in ("Q4_K", "fp8", "Q6_K", "nvfp4")}.items() <= CHUNKS.items()
     for name, other in codes.items():
-        assert supports(x, other, Extras()) and supports(x[:5], other, gated), name
+        assert supports(x, other, Epilogue()) and supports(x[:5], other, gated), name
 
 
 def test_where_the_halves_of_a_tile_begin() -> None:
@@ -187,5 +187,5 @@ def test_a_compiler_that_fails_leaves_it_to_triton(
     few, w = WNA16Gemv(torch.device("cpu"), torch.zeros(8, dtype=torch.int32)), weight()
     x = torch.zeros((2, 512), dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="outrider"):
-        assert few.product(x, w, Extras(), False) is None and few.product(x, w, Extras(), False) is None
+        assert few.product(x, w, Epilogue(), False) is None and few.product(x, w, Epilogue(), False) is None
     assert len(caplog.records) == 1 and "no machine code" in caplog.text

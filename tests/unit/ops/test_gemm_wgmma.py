@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ pytest.importorskip("triton")
 
 from tests.cuda.emulator import Emulated, EmulatorError, Memory, missing
 
+from outrider.ops.backend import Epilogue
 from outrider.ops.cuda.runtime import TensorMap
 from outrider.ops.triton import gemm_wgmma
 from outrider.ops.triton.gemm_config import GemmReduction
-from outrider.ops.triton.gemm_wgmma import NUMBERS, SOURCE, Epilogue, GemmWgmma, WgmmaTile, suits
+from outrider.ops.triton.gemm_wgmma import NUMBERS, SOURCE, GemmWgmma, WgmmaTile, suits
 from outrider.ops.triton.nvrtc_kernels import Flags
 
 emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
@@ -65,9 +67,7 @@ def product(x: Tensor, w: Tensor, end: Epilogue, tile: WgmmaTile, splits: int = 
     cut = GemmReduction(64, 64, splits, 4)
     with pytest.MonkeyPatch.context() as patch, Memory() as memory:
         patch.setattr(gemm_wgmma, "tensor_map", emulated_map)
-        held = Epilogue(
-            None if end.bias is None else memory.hold(end.bias), end.act, end.gated, end.softcap, end.out_dtype
-        )
+        held = end if end.bias is None else replace(end, bias=memory.hold(end.bias))
         kernels = Emulator(memory, **rig)  # type: ignore[arg-type]
         out = kernels.product(memory.hold(x), memory.hold(w), held, False, cut, tile)
         assert out is not None and not kernels.counters[0].any()  # the next launch finds no sums
@@ -115,7 +115,7 @@ def test_epilogues(tile: WgmmaTile, gated: bool) -> None:
     sums = chains(x, w, 64) + bias.float()
     act = torch.nn.functional.silu
     if gated:
-        end = Epilogue(bias, "silu", True)
+        end = Epilogue(bias, act="silu")
         want = act(sums[:, :200].bfloat16().float()).bfloat16().float() * sums[:, 200:].bfloat16().float()
     else:
         end, want = Epilogue(bias.float()), sums
@@ -163,14 +163,14 @@ def test_a_broken_kernel_is_found(name: str, tmp_path: Path) -> None:
 
 def test_what_the_kernel_takes() -> None:
     x, w = torch.zeros((256, 128), dtype=torch.bfloat16), torch.zeros((64, 128), dtype=torch.bfloat16)
-    gated, logits = Epilogue(act="silu", gated=True), Epilogue(out_dtype=torch.float32)
+    gated, logits = Epilogue(act="silu"), Epilogue(out_dtype=torch.float32)
     assert suits(x, w, Epilogue()) and suits(x, w, gated) and suits(x, w, logits) and suits(x[:, :64], w[:, :64], gated)
     others = [
         (x.float(), w, Epilogue()),
         (x, w[:60], Epilogue()),
         (x[:, 1:], w[:, 1:], Epilogue()),
         (x[:, :60].contiguous(), w[:, :60].contiguous(), Epilogue()),
-        (x, w, Epilogue(act="silu", gated=True, out_dtype=torch.float32)),
+        (x, w, Epilogue(act="silu", out_dtype=torch.float32)),
     ]
     assert not any(suits(*case) for case in others)
 

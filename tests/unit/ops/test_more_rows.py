@@ -17,9 +17,9 @@ from tests.cuda.emulator import EmulatorError, missing
 from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
+from outrider.ops.backend import Epilogue
 from outrider.ops.cuda import runtime
 from outrider.ops.triton import w4a16_wgmma, wna16_gemv
-from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.repack import Codes, QuantWeight
 from outrider.ops.triton.w4a16_wgmma import (
     NUMBERS,
@@ -70,18 +70,18 @@ def test_blocks_fit() -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    w, gated, x = weight(), Extras(act="gelu_tanh", gated=True), torch.zeros((40, 512), dtype=torch.bfloat16)
-    assert suits(x, w, Extras()) and suits(x[:9], w, gated) and suits(x, weight(group=128), Extras())
+    w, gated, x = weight(), Epilogue(act="gelu_tanh"), torch.zeros((40, 512), dtype=torch.bfloat16)
+    assert suits(x, w, Epilogue()) and suits(x[:9], w, gated) and suits(x, weight(group=128), Epilogue())
     others = [
-        (x[:8], w, Extras()),
-        (torch.cat((x, x[:1])), w, Extras()),
-        (x.float(), w, Extras()),
-        (x, w, Extras(softcap=3.0)),
+        (x[:8], w, Epilogue()),
+        (torch.cat((x, x[:1])), w, Epilogue()),
+        (x.float(), w, Epilogue()),
+        (x, w, Epilogue(softcap=3.0)),
         (x, weight(n=192), gated),
     ]
     assert not any(suits(*case) for case in others)
     for name, other in every_code().items():
-        assert suits(x, other, Extras()) == (other.codes in (Codes.INT4, Codes.UINT4)), name
+        assert suits(x, other, Epilogue()) == (other.codes in (Codes.INT4, Codes.UINT4)), name
 
 
 def test_the_kernel_is_told_what_it_reads() -> None:

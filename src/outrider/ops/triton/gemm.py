@@ -12,7 +12,7 @@ of two and some more to `gemm_streamk`; on Hopper `gemm_wgmma` takes those of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..backend import NO_EPILOGUE, Epilogue
 from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, prefetch, weight_rows
 from .gemm_config import (
     MAX_SMEM,
@@ -35,10 +36,10 @@ from .gemm_config import (
 )
 from .gemm_streamk import splitk_kernel, streamk_kernel, tile_descriptor
 from .gemm_tma import matrix_descriptor, tma_aligned, tma_kernel
-from .gemm_wgmma import Epilogue, GemmWgmma, WgmmaTile, flags_of
+from .gemm_wgmma import GemmWgmma, WgmmaTile, flags_of
 from .lowrank import Shrunk, lowrank_delta, side_by_side
 from .precompile import Precompiler
-from .quant_config import max_smem, sm_count
+from .quant_config import sm_count
 
 LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 L2_ROWS = 2048  # rows whose x stays in L2 while products of many rows go through the weights
@@ -268,66 +269,63 @@ def variant(kind: GemmKind, rows: int, wgmma: bool = False) -> GemmConfig:
     return config_for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize, wgmma)
 
 
-def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int, wgmma: GemmWgmma | None = None) -> None:
+@dataclass(frozen=True)
+class GemmDevice:
+    """What all products of one device share."""
+
+    semaphores: Tensor  # every kernel leaves its counters at 0
+    pdl: bool = False
+    shared: int = MAX_SMEM  # bytes of shared memory that a program may take
+    wgmma: GemmWgmma | None = None  # kernels for many rows, where the card has them
+    ahead: Precompiler[GemmKind] | None = None
+
+
+def compile_for(kind: GemmKind, rows: int, device: GemmDevice) -> None:
     """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the
     real ones."""
 
     def shell(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    sides = 2 if kind.gated else 1
+    sides, wgmma = 2 if kind.gated else 1, device.wgmma
     bias = None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias)
     mul = None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n]
-    softcap = 1.0 if kind.softcap else None
+    end = Epilogue(bias, mul, kind.act, 1.0 if kind.softcap else None, kind.out_dtype)
     config = variant(kind, rows, wgmma is not None and wgmma.usable)
     if wgmma is not None and config.wgmma and mul is None and kind.dtype == torch.bfloat16:
         tile = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
-        end = Epilogue(bias, kind.act, kind.gated, softcap, kind.out_dtype)
         form = WgmmaTile(config.bn, config.swap_ab, config.cut)
         wgmma.kernel("gemm_wgmma", flags_of(end, form, tile.span(kind.k) < kind.k))
         return
-    launch = _call(
-        shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype),
-        shell(NUM_SEMAPHORES, dtype=torch.int32),
-        bias=bias, mul=mul, act=kind.act, gated=kind.gated, softcap=softcap, out_dtype=kind.out_dtype, pdl=pdl,
-        tile=None, shape=None,
-        shared=shared,
-    )
+    x, w = shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype)
+    launch = launch_of(x, w, replace(device, semaphores=shell(NUM_SEMAPHORES, dtype=torch.int32)), end)
     launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
 
 
 def dense_gemm(
-    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None,
-    act: str = "",
-    gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
-    tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None,
-    shared: int | None = None, wgmma: GemmWgmma | None = None, lora: Shrunk | None = None,
+    x: Tensor, w: Tensor, device: GemmDevice, end: Epilogue = NO_EPILOGUE, tile: GemmReduction | None = None,
+    shape: GemmConfig | None = None, lora: Shrunk | None = None,
 ) -> Tensor:
-    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a
-    program may take, where the device is not to be asked; wgmma: kernels for many rows, where the card has them; lora:
-    changes to be added, of at most 128 rows."""
-    n = w.shape[0] // 2 if gated else w.shape[0]
-    if ahead is not None and lora is None:
-        beside = None if mul is None else (mul.dtype, mul.stride(0))
-        biased = None if bias is None else bias.dtype
-        ahead.before(
-            GemmKind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None),
-            x.shape[0],
+    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's; lora: changes to be added, of at most
+    FUSED_ROWS rows."""
+    n = w.shape[0] // 2 if end.gated else w.shape[0]
+    if device.ahead is not None and lora is None and tile is None:
+        beside = None if end.mul is None else (end.mul.dtype, end.mul.stride(0))
+        biased = None if end.bias is None else end.bias.dtype
+        kind = GemmKind(
+            n, w.shape[1], x.dtype, end.out_dtype or x.dtype, end.gated, end.act, biased, beside,
+            end.softcap is not None,
         )
-    if wgmma is not None and mul is None and x.shape[0] > 128:
-        reduction = tile or choose_reduction(n, x.shape[1], gated, w.element_size())
-        config = config_for_rows(reduction, n, x.shape[1], x.shape[0], gated, w.element_size(), True)
+        device.ahead.before(kind, x.shape[0])
+    if device.wgmma is not None and end.mul is None and tile is None and x.shape[0] > FUSED_ROWS:
+        reduction = choose_reduction(n, x.shape[1], end.gated, w.element_size())
+        config = config_for_rows(reduction, n, x.shape[1], x.shape[0], end.gated, w.element_size(), True)
         if config.wgmma:
-            end = Epilogue(bias, act, gated, softcap, out_dtype or x.dtype)
-            out = wgmma.product(x, w, end, pdl, reduction, WgmmaTile(config.bn, config.swap_ab, config.cut))
+            form = WgmmaTile(config.bn, config.swap_ab, config.cut)
+            out = device.wgmma.product(x, w, end, device.pdl, reduction, form)
             if out is not None:
                 return out
-    launch = _call(
-        x if x.stride(1) == 1 else x.contiguous(), w, semaphores, bias=bias, mul=mul, act=act, gated=gated,
-        softcap=softcap,
-        out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape, shared=shared or max_smem(x.device),
-        lora=lora,
-    )
+    launch = launch_of(x if x.stride(1) == 1 else x.contiguous(), w, device, end, tile, shape, lora)
     launch.kernel[launch.grid](*launch.arguments, **launch.options)
     return launch.out
 
@@ -341,12 +339,12 @@ class GemmLaunch:
     out: Tensor  # where the result will be
 
 
-def _call(
-    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool,
-    softcap: float | None,
-    out_dtype: torch.dtype, pdl: bool, tile: GemmReduction | None, shape: GemmConfig | None, shared: int,
-    lora: Shrunk | None = None,
+def launch_of(
+    x: Tensor, w: Tensor, device: GemmDevice, end: Epilogue, tile: GemmReduction | None = None,
+    shape: GemmConfig | None = None, lora: Shrunk | None = None,
 ) -> GemmLaunch:
+    bias, mul, act, softcap, out_dtype = end.bias, end.mul, end.act, end.softcap, end.out_dtype or x.dtype
+    gated, semaphores, pdl, shared = end.gated, device.semaphores, device.pdl, device.shared
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     tile = tile or choose_reduction(n, k, gated, w.element_size())

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..backend import Epilogue
 from ..cuda.runtime import FOLDER, TensorMap, tensor_map
 from .gemm_config import GemmReduction
 from .nvrtc_kernels import Flags, NvrtcKernels
@@ -25,17 +26,6 @@ class Problem(ctypes.Structure):
     """`Problem` of gemm_wgmma.cu."""
 
     _fields_ = [*((name, ctypes.c_int) for name in NUMBERS), ("softcap", ctypes.c_float)]
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What is done with the sums."""
-
-    bias: Tensor | None = None
-    act: str = ""
-    gated: bool = False
-    softcap: float | None = None
-    out_dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class GemmWgmma(NvrtcKernels):
         kernel = self.kernel("gemm_wgmma", flags_of(end, tile, span < k))
         if kernel is None:
             return None
-        out = torch.empty((rows, n), dtype=end.out_dtype, device=x.device)
+        out = torch.empty((rows, n), dtype=end.out_dtype or x.dtype, device=x.device)
         room = out
         if tile.cut:
             sums = 2 * clusters * BM * tile.bn * (1 if span >= k else 2)
@@ -96,7 +86,7 @@ def map_of(x: Tensor, rows: int, paired: bool) -> TensorMap:
 def suits(x: Tensor, w: Tensor, end: Epilogue) -> bool:
     """Whether the kernel knows this product; the device aside."""
     n = w.shape[0] // (2 if end.gated else 1)
-    plain = end.out_dtype == torch.bfloat16 or not end.gated
+    plain = end.mul is None and (end.out_dtype in (None, torch.bfloat16) or not end.gated)
     aligned = all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, w))
     return x.dtype == w.dtype == torch.bfloat16 and n % 8 == 0 and plain and aligned
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, KVView, OutriderError
 from ..adapter_slots import SlotWeight
-from ..backend import NO_EPILOGUE, Capabilities, ExpertWeights, LinearEpilogue, M, MlpWeights, MoeResidual, Norms
+from ..backend import NO_EPILOGUE, Capabilities, Epilogue, ExpertWeights, M, MlpWeights, MoeResidual, Norms
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
 from ..trees import Frontier, Nodes, Noise, TreeRows
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
-from .gemm import FUSED_ROWS, GemmKind, compile_for, dense_gemm, variant
+from .gemm import FUSED_ROWS, GemmDevice, GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .gemm_wgmma import GemmWgmma
 from .precompile import Precompiler
@@ -47,15 +47,12 @@ class TritonOps(ReferenceOps):
         self.shared = max_smem(torch.device(device))
         # what tiles of prompts were made for and seen on
         self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
-        self.wgmma = GemmWgmma.of(torch.device(device), self.semaphores)
-        self.ahead = (
-            Precompiler[GemmKind](
-                lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared, self.wgmma),
-                lambda kind, rows: variant(kind, rows, self.wgmma is not None),
-            )
-            if on_gpu
-            else None
+        wgmma = GemmWgmma.of(torch.device(device), self.semaphores)
+        alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma)
+        ahead = Precompiler[GemmKind](
+            lambda kind, rows: compile_for(kind, rows, alone), lambda kind, rows: variant(kind, rows, wgmma is not None)
         )
+        self.gemm = replace(alone, ahead=ahead) if on_gpu else alone
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         if (
@@ -71,22 +68,17 @@ class TritonOps(ReferenceOps):
         return norm.embed(ids, as_tensor(table), scale, self.pdl)
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        return dense_gemm(x, as_tensor(w), self.semaphores, bias=bias, pdl=self.pdl, ahead=self.ahead, wgmma=self.wgmma)
+        return dense_gemm(x, as_tensor(w), self.gemm, Epilogue(bias))
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        return dense_gemm(
-            x, as_tensor(w), self.semaphores, act=act, gated=True, pdl=self.pdl, ahead=self.ahead, wgmma=self.wgmma
-        )
+        return dense_gemm(x, as_tensor(w), self.gemm, Epilogue(act=act))
 
     def adapted_linear(
-        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: LinearEpilogue = NO_EPILOGUE
+        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue = NO_EPILOGUE
     ) -> Tensor:
         shrunk = lowrank.shrink(x, change, ranges, self.semaphores, self.pdl)
         if isinstance(w, Tensor) and len(x) <= FUSED_ROWS and shrunk.fits:
-            return dense_gemm(
-                x, w, self.semaphores, bias=end.bias, mul=end.mul, act=end.act, gated=end.gated, pdl=self.pdl,
-                lora=shrunk,
-            )
+            return dense_gemm(x, w, self.gemm, end, lora=shrunk)
         y = self.gate_and_up(x, w) if end.gated else self.linear(x, w, end.bias)
         return lowrank.expand(y, shrunk, end.act, end.mul, self.pdl)
 
@@ -95,12 +87,10 @@ class TritonOps(ReferenceOps):
         w = as_tensor(w)
         cut = choose_reduction(w.shape[0] // 2, w.shape[1], True, w.element_size())  # the gated product's sums
         many = cut.many and (2 * cut.many[0], *cut.many[1:])
-        return dense_gemm(x, w, self.semaphores, pdl=self.pdl, tile=replace(cut, bn=2 * cut.bn, many=many))
+        return dense_gemm(x, w, self.gemm, tile=replace(cut, bn=2 * cut.bn, many=many))
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
-        return dense_gemm(
-            x, as_tensor(w), self.semaphores, mul=y, act=act, pdl=self.pdl, ahead=self.ahead, wgmma=self.wgmma
-        )
+        return dense_gemm(x, as_tensor(w), self.gemm, Epilogue(mul=y, act=act))
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
@@ -127,10 +117,7 @@ class TritonOps(ReferenceOps):
         return norm.clamp_columns(x, low, high, self.pdl)
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
-        return dense_gemm(
-            h, as_tensor(w), self.semaphores, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl,
-            ahead=self.ahead, wgmma=self.wgmma,
-        )
+        return dense_gemm(h, as_tensor(w), self.gemm, Epilogue(softcap=softcap, out_dtype=torch.float32))
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,12 @@ group) is added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backend import Epilogue
 from .common import epilogue, gdc_launch_dependents, gdc_wait, prefetch
 from .quant_config import QuantTile, choose_quant_tile, fit, max_smem
 from .repack import QuantWeight
@@ -299,20 +298,8 @@ def sums_kernel(x, out, K, x_stride, groups, out_stride, GROUP: tl.constexpr, BL
     tl.store(out + g * out_stride + row, total, mask=g < groups)
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What is done with a product before it is stored."""
-
-    bias: Tensor | None = None
-    mul: Tensor | None = None
-    act: str = ""
-    gated: bool = False
-    softcap: float | None = None
-    out_dtype: torch.dtype | None = None
-
-
 def quant_linear(
-    x: Tensor, w: QuantWeight, semaphores: Tensor, extras: Extras, pdl: bool,
+    x: Tensor, w: QuantWeight, semaphores: Tensor, extras: Epilogue, pdl: bool,
     tile: QuantTile | None = None, bm: int | None = None, shared: int | None = None,
 ) -> Tensor:
     """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up."""

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ...types import OutriderError
-from ..backend import ExpertWeights, MlpWeights, MoeResidual
+from ..backend import Epilogue, ExpertWeights, MlpWeights, MoeResidual
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from . import moe
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
 from .ops import TritonOps
-from .quant import Extras, quant_linear
+from .quant import quant_linear
 from .quant_moe import QuantExperts, hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 from .w4a16_wgmma import W4A16Wgmma
@@ -61,22 +61,22 @@ class QuantTritonOps(TritonOps):
         return self.linear(one, weight).t().to(torch.bfloat16).contiguous()
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        return super().linear(x, w, bias) if isinstance(w, Tensor) else self._product(x, w, Extras(bias=bias))
+        return super().linear(x, w, bias) if isinstance(w, Tensor) else self._product(x, w, Epilogue(bias=bias))
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         if isinstance(w, Tensor):
             return super().gated_linear(x, w, act)
         if isinstance(w, QuantWeight):
-            return self._product(x, w, Extras(act=act, gated=True))
-        gate, up = self._product(x, w, Extras()).chunk(2, dim=-1)
+            return self._product(x, w, Epilogue(act=act))
+        gate, up = self._product(x, w, Epilogue()).chunk(2, dim=-1)
         return self.act_mul(gate, up, act)
 
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
-        return super().gate_and_up(x, w) if isinstance(w, Tensor) else self._product(x, w, Extras())
+        return super().gate_and_up(x, w) if isinstance(w, Tensor) else self._product(x, w, Epilogue())
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         if isinstance(w, QuantWeight):
-            return self._product(x, w, Extras(mul=y, act=act))
+            return self._product(x, w, Epilogue(mul=y, act=act))
         return (
             super().linear_act_mul(x, w, y, act) if isinstance(w, Tensor) else self.act_mul(self.linear(x, w), y, act)
         )
@@ -84,9 +84,9 @@ class QuantTritonOps(TritonOps):
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         if isinstance(w, Tensor):
             return super().logits(h, w, softcap)
-        return self._product(h, w, Extras(softcap=softcap, out_dtype=torch.float32))
+        return self._product(h, w, Epilogue(softcap=softcap, out_dtype=torch.float32))
 
-    def _product(self, x: Tensor, w: DeviceWeight, extras: Extras) -> Tensor:
+    def _product(self, x: Tensor, w: DeviceWeight, extras: Epilogue) -> Tensor:
         if isinstance(w, QuantWeight):
             return self.multiply(x, w, extras)
         assert isinstance(w, Parts)
@@ -133,7 +133,7 @@ class QuantTritonOps(TritonOps):
         made = few.answers(layer, z, x, h, self.pdl)
         return moe.mix(made.pairs, made.weight, made.dense if dense is None else dense, stream, end, join())
 
-    def multiply(self, x: Tensor, w: QuantWeight, extras: Extras) -> Tensor:
+    def multiply(self, x: Tensor, w: QuantWeight, extras: Epilogue) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""
         kernels = self.few if x.shape[0] <= MAX_GEMV_TOKENS else self.more
         out = kernels.product(x, w, extras, self.pdl) if kernels is not None else None

@@ -15,9 +15,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..backend import Epilogue
 from ..cuda.runtime import FOLDER
 from .nvrtc_kernels import Flags
-from .quant import Extras, group_sums
+from .quant import group_sums
 from .repack import Codes, QuantWeight
 from .wna16_gemv import ACTS, MAX_GEMV_TOKENS, QuantGemmKernels, WorkUnits, aligned, compared, units_of, weights_of
 
@@ -71,7 +72,7 @@ class W4A16Wgmma(QuantGemmKernels):
 
     source, what, own = SOURCE, "4-bit weights at 9 to 40 tokens go", True
 
-    def product(self, x: Tensor, w: QuantWeight, extras: Extras, pdl: bool) -> Tensor | None:
+    def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
         if not self.usable or not suits(x, w, extras):
             return None
@@ -100,13 +101,13 @@ class W4A16Wgmma(QuantGemmKernels):
         return out
 
 
-def suits(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
+def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     """Whether the kernel knows this product; the device aside."""
     four = w.codes in (Codes.INT4, Codes.UINT4) and w.plane == 32 and w.per > 0 and w.factor is None
     return four and MAX_GEMV_TOKENS < x.shape[0] <= MAX_WGMMA_TOKENS and compared(x, w, extras)
 
 
-def flags_of(w: QuantWeight, extras: Extras, block: WgmmaBlock) -> Flags:
+def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock) -> Flags:
     """What the source is compiled with."""
     flags: dict[str, int | str] = dict(
         NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated),

@@ -17,9 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..backend import Epilogue
 from ..cuda.runtime import FOLDER
 from .nvrtc_kernels import Flags, NvrtcKernels
-from .quant import Extras
 from .quant_config import choose_quant_tile
 from .repack import ROWS, Codes, QuantWeight
 
@@ -143,7 +143,7 @@ class WNA16Gemv(QuantGemmKernels):
 
     source, what = SOURCE, "quantised weights at 1 to 8 tokens go"
 
-    def product(self, x: Tensor, w: QuantWeight, extras: Extras, pdl: bool) -> Tensor | None:
+    def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
         if not self.usable or not supports(x, w, extras):
             return None
@@ -170,12 +170,12 @@ class WNA16Gemv(QuantGemmKernels):
         return out
 
 
-def supports(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
+def supports(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     """Whether the kernel knows this product; the device aside."""
     return 0 < x.shape[0] <= MAX_GEMV_TOKENS and compared(x, w, extras)
 
 
-def compared(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
+def compared(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     """The same for any number of tokens."""
     n, k = w.shape
     if (
@@ -222,7 +222,7 @@ def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
     return WeightPointers(*both)
 
 
-def flags_of(w: QuantWeight, extras: Extras, rows: int, warps: int) -> Flags:
+def flags_of(w: QuantWeight, extras: Epilogue, rows: int, warps: int) -> Flags:
     """What the source is compiled with."""
     flags: dict[str, int | str] = dict(
         TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0],
