@@ -92,6 +92,8 @@ def drafters() -> str:
     named = {
         "smollm2, shipped: greedy": "smollm2 as shipped, again: Spec-Bench greedy clustered, 4 bits",
         "smollm2, shipped: T = 1": "smollm2 as shipped, again: Spec-Bench T=1 clustered, 4 bits",
+        "smollm2, DFlash of 9 minutes: greedy": "smollm2, recipe dflash: Spec-Bench greedy",
+        "smollm2, DFlash of 9 minutes: T = 1": "smollm2, recipe dflash: Spec-Bench T=1",
         "Qwen2.5-Coder-0.5B: greedy": "qwen2.5-coder-0.5b: Spec-Bench greedy clustered, 4 bits",
         "Qwen2.5-Coder-0.5B: T = 1": "qwen2.5-coder-0.5b: Spec-Bench T=1 clustered, 4 bits",
     }
