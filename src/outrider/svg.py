@@ -23,15 +23,12 @@ def bars(
     height = 58 + row * len(groups) + 20 * ((len(series) + 3) // 4)
     x = lambda v: left + (width - left - 60) * v / high  # noqa: E731
     out = [_open(width, height, title)]
-    top = 34
+    top, end = 34, 34 + row * len(groups)
     for tick in _ticks(0.0, high):
-        out.append(f'<line x1="{x(tick):.1f}" y1="{top}" x2="{x(tick):.1f}" y2="{top + row * len(groups)}" class="g"/>')
-        out.append(f'<text x="{x(tick):.1f}" y="{top + row * len(groups) + 14}" text-anchor="middle">{tick:g}</text>')
+        out += [_line(x(tick), top, x(tick), end, "g"), _text(x(tick), end + 14, f"{tick:g}", "middle")]
     for g, name in enumerate(groups):
         y = top + g * row + gap / 2
-        out.append(
-            f'<text x="{left - 8}" y="{y + bar * len(series) / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>'
-        )
+        out.append(_text(left - 8, y + bar * len(series) / 2 + 4, name, "end"))
         for s, (_, values) in enumerate(series):
             entry = values[g]
             if entry is None:
@@ -42,10 +39,10 @@ def bars(
                 f'<rect x="{left}" y="{at:.1f}" width="{x(value) - left:.1f}" height="{bar - 2}" '
                 f'fill="{COLOURS[s % 6]}"/>'
             )
-            out.append(f'<line x1="{x(low):.1f}" y1="{at + 5:.1f}" x2="{x(up):.1f}" y2="{at + 5:.1f}" class="i"/>')
+            out.append(_line(x(low), at + 5, x(up), at + 5, "i"))
             out.append(f'<text x="{x(up) + 4:.1f}" y="{at + 9:.1f}" class="s">{value:.2f}</text>')
-    out.append(f'<line x1="{x(1.0):.1f}" y1="{top}" x2="{x(1.0):.1f}" y2="{top + row * len(groups)}" class="one"/>')
-    out += _legend([name for name, _ in series], left, top + row * len(groups) + 34)
+    out.append(_line(x(1.0), top, x(1.0), end, "one"))
+    out += _legend([name for name, _ in series], left, end + 34)
     return "\n".join([*out, "</svg>"])
 
 
@@ -73,11 +70,9 @@ def lines(
     y = lambda v: bottom - (bottom - 40) * (scale(v) - scale(lo_y)) / ((scale(hi_y) - scale(lo_y)) or 1.0)  # noqa: E731
     out = [_open(width, height, title)]
     for tick in _decades(lo_x, hi_x) if log else [t for t in _ticks(lo_x, hi_x) if t == int(t)]:
-        out.append(f'<line x1="{x(tick):.1f}" y1="40" x2="{x(tick):.1f}" y2="{bottom}" class="g"/>')
-        out.append(f'<text x="{x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{tick:g}</text>')
+        out += [_line(x(tick), 40, x(tick), bottom, "g"), _text(x(tick), bottom + 15, f"{tick:g}", "middle")]
     for tick in _decades(lo_y, hi_y) if log else _ticks(lo_y, hi_y):
-        out.append(f'<line x1="{left}" y1="{y(tick):.1f}" x2="{width - 30}" y2="{y(tick):.1f}" class="g"/>')
-        out.append(f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        out += [_line(left, y(tick), width - 30, y(tick), "g"), _text(left - 6, y(tick) + 4, f"{tick:g}", "end")]
     for i, (_, line) in enumerate(series):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
         out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % 6]}" stroke-width="2"/>')
@@ -85,14 +80,12 @@ def lines(
             out += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.5" fill="{COLOURS[i % 6]}"/>' for a, b in line]
     if divide is not None:
         before, at, behind = divide
-        out.append(f'<line x1="{x(at):.1f}" y1="40" x2="{x(at):.1f}" y2="{bottom}" class="one"/>')
-        out.append(f'<text x="{x(at) - 8:.1f}" y="{bottom - 8}" text-anchor="end">{escape(before)}</text>')
-        out.append(f'<text x="{x(at) + 8:.1f}" y="{bottom - 8}">{escape(behind)}</text>')
+        out.append(_line(x(at), 40, x(at), bottom, "one"))
+        out += [_text(x(at) - 8, bottom - 8, before, "end"), _text(x(at) + 8, bottom - 8, behind)]
     for name, a, b in marks:
         out.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="4" class="m"/>')
-        out.append(f'<text x="{x(a) + 7:.1f}" y="{y(b) + 4:.1f}">{escape(name)}</text>')
-    out.append(f'<text x="{(left + width) / 2:.0f}" y="{bottom + 32}" text-anchor="middle">{escape(x_label)}</text>')
-    out.append(f'<text x="14" y="30">{escape(y_label)}</text>')
+        out.append(_text(x(a) + 7, y(b) + 4, name))
+    out += [_text((left + width) / 2, bottom + 32, x_label, "middle"), _text(14, 30, y_label)]
     out += _legend([name for name, _ in series], left, bottom + 50)
     return "\n".join([*out, "</svg>"])
 
@@ -122,12 +115,20 @@ def _open(width: int, height: int, title: str) -> str:
     )
 
 
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
 def _legend(names: Sequence[str], left: float, top: float) -> list[str]:
     out = []
     for i, name in enumerate(names):
         at, y = left + 150 * (i % 4), top + 20 * (i // 4)
         out.append(f'<rect x="{at}" y="{y - 9}" width="10" height="10" fill="{COLOURS[i % 6]}"/>')
-        out.append(f'<text x="{at + 15}" y="{y}">{escape(name)}</text>')
+        out.append(_text(at + 15, y, name))
     return out
 
 

@@ -76,18 +76,18 @@ def remove(name: Name) -> None:
     name = model_of(name)
     if Path(name).expanduser().exists():
         raise OutriderError(f"{name} is a file or folder of yours, not one of the caches': remove it yourself")
+    freed, named = 0, repos.parse(name)
     if name == "smollm2":
         path = hub.cache_path("smollm2", hub.SMOLLM2_FILE)
         freed = stored(path)
         path.unlink(missing_ok=True)
-    elif (named := repos.parse(name)) is not None and named[1] is not None:
+    elif named is not None and named[1] is not None:
         kept = {str(p): p for p in repos.in_cache(named[0])}
-        if not any(repos.quantisation(p) == named[1].upper() for p in kept):
-            raise OutriderError(f"{name} is not in the cache: `outrider list` shows what is")
-        path = kept[repos.choose(kept, *named)]
-        freed = stored(path)
-        path.resolve().unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        if any(repos.quantisation(p) == named[1].upper() for p in kept):
+            path = kept[repos.choose(kept, *named)]
+            freed = stored(path)
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
     else:
         from huggingface_hub import scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
@@ -95,12 +95,10 @@ def remove(name: Name) -> None:
         repo = named[0] if named is not None else name
         with suppress(CacheNotFound):
             cache = scan_cache_dir()
-            revisions = [r.commit_hash for found in cache.repos if found.repo_id == repo for r in found.revisions]
-        if not revisions:
-            raise OutriderError(f"{name} is not in the cache: `outrider list` shows what is")
-        strategy = cache.delete_revisions(*revisions)
-        freed = strategy.expected_freed_size
-        strategy.execute()
+            if revisions := [r.commit_hash for one in cache.repos if one.repo_id == repo for r in one.revisions]:
+                strategy = cache.delete_revisions(*revisions)
+                freed = strategy.expected_freed_size
+                strategy.execute()
     if not freed:
         raise OutriderError(f"{name} is not in the cache: `outrider list` shows what is")
     out.print(f"{name} removed: {size(freed)} freed")

@@ -211,11 +211,10 @@ class VisionModel:
             self.weights[matrix] = self.weights[matrix].view(heads, config.head_dim, -1)[:, pairs].flatten(0, 1)
         norms = [take(f"{n}_layernorm") for n in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
         stack = lambda *names: self._stack([here + name for name in names])  # noqa: E731
-        return TowerLayer(
-            stack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), stack("self_attn.o_proj")[0],
-            stack("mlp.gate_proj", "mlp.up_proj"), stack("mlp.down_proj")[0],
-            (norms[0], norms[1], norms[2], norms[3]), take("self_attn.q_norm")[pairs], take("self_attn.k_norm")[pairs],
-        )  # fmt: skip
+        attention = stack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), stack("self_attn.o_proj")[0]
+        mlp = stack("mlp.gate_proj", "mlp.up_proj"), stack("mlp.down_proj")[0]
+        head_norms = take("self_attn.q_norm")[pairs], take("self_attn.k_norm")[pairs]
+        return TowerLayer(*attention, *mlp, (norms[0], norms[1], norms[2], norms[3]), *head_norms)
 
     def _stack(self, names: Sequence[str]) -> tuple[StackedLinear, ...]:
         matrices = [self.weights.pop(f"{name}.linear.weight") for name in names]

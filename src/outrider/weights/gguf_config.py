@@ -26,6 +26,12 @@ ARCHITECTURES = {
     "gemma4_assistant": "gemma4_assistant",
     "gemma4-assistant": "gemma4_assistant",
 }
+# numbers that every architecture has under the same key
+NUMBERS = {
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "hidden_size": "embedding_length",
+}
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")  # chat models stop here too
 
 TOP = {
@@ -132,6 +138,11 @@ class _Meta:
             raise OutriderError(f"{self.file.path}: metadata {self.arch}.{key} is {value}")
         return value
 
+    def base(self) -> ForeignDict:
+        """What every model states alike."""
+        numbers: ForeignDict = {name: self.whole(key) for name, key in NUMBERS.items()}
+        return numbers | {"rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
+
     def per_layer(self, key: str, layers: int) -> list[int]:
         """A scalar for all layers, or an array with one value each."""
         value = self.get(key)
@@ -160,17 +171,13 @@ def hf_config(file: GGUF) -> ForeignDict:
     if file.arch not in ARCHITECTURES:
         raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported: supported are {FAMILIES}")
     meta, tensors = _Meta(file), file.tensors
-    layers, heads = meta.whole("block_count"), meta.whole("attention.head_count")
-    embedding = tensors.get("token_embd.weight")
+    config, embedding = meta.base(), tensors.get("token_embd.weight")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     if not 1 <= layers <= 1000 or not heads or embedding is None or len(embedding.shape) != 2:
         raise OutriderError(f"{file.path}: no layers, no heads or no token_embd.weight: is this a language model?")
-    config: ForeignDict = {
+    config |= {
         "model_type": ARCHITECTURES[file.arch],
         "vocab_size": embedding.shape[0],
-        "hidden_size": meta.whole("embedding_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": meta.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": file.meta.get("tokenizer.ggml.bos_token_id"),
@@ -198,20 +205,14 @@ def _block(file: GGUF) -> ForeignDict:
     """A block drafter as z-lab's or EAGLE-3's config.json has it. Tapped layers are named there by the layer that reads
     the stream, one more than the layer that leaves it."""
     meta, tensors = _Meta(file), file.tensors
-    layers, heads, hidden = (meta.whole(key) for key in ("block_count", "attention.head_count", "embedding_length"))
+    config = meta.base()
+    layers, heads, hidden = (config[key] for key in NUMBERS)
     words = file.meta.get("tokenizer.ggml.tokens")
     vocab = meta.whole("vocab_size", len(words) if isinstance(words, list) else 0)
     taps = meta.get("target_layers" if file.arch == "dflash" else "extract_layers")
     if not layers or not heads or not vocab or not isinstance(taps, np.ndarray) or taps.dtype.kind not in "iu":
         raise OutriderError(f"{file.path}: no layers, heads, vocabulary or target layers for a {file.arch} drafter")
-    config: ForeignDict = {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "hidden_size": hidden,
-        "vocab_size": vocab,
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
-        **_plain(meta, heads, layers, hidden),
-    }
+    config |= {"vocab_size": vocab, **_plain(meta, heads, layers, hidden)}
     if file.arch == "eagle3":
         head = tensors.get("output.weight")
         return config | {
@@ -277,13 +278,10 @@ def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
 
 
 def _layer_types(meta: _Meta, layers: int) -> list[str]:
-    pattern = meta.get("attention.sliding_window_pattern")
-    if isinstance(pattern, np.ndarray):
-        return [
-            "sliding_attention" if s else "full_attention"
-            for s in meta.per_layer("attention.sliding_window_pattern", layers)
-        ]
-    every = meta.whole("attention.sliding_window_pattern", 6) or 1
+    key = "attention.sliding_window_pattern"
+    if isinstance(meta.get(key), np.ndarray):
+        return ["sliding_attention" if s else "full_attention" for s in meta.per_layer(key, layers)]
+    every = meta.whole(key, 6) or 1
     return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
 
 

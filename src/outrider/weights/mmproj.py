@@ -87,32 +87,31 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
         vision |= {"image_size": across * patch[-1], "patch_size": patch[-1], "layer_norm_eps": eps}
         vision |= {"intermediate_size": wide if wide != patch[0] else min(shape(file, "v.blk.0.ffn_up.weight"))}
         indices = {key.replace("_id", "_index"): value for key, value in ids.items()}
-        tokens_per_image = (across // max(1, scale)) ** 2
-        return {
-            "model_type": "gemma3", "text_config": dict(text), "vision_config": vision,
-            "mm_tokens_per_image": tokens_per_image, **indices,
-        }  # fmt: skip
-    pool = int(number(file, "projector.scale_factor", 3))
-    body = dict(text)
+        found = {"model_type": "gemma3", "text_config": dict(text), "vision_config": vision, **indices}
+        return found | {"mm_tokens_per_image": (across // max(1, scale)) ** 2}
+    pool = {"pooling_kernel_size": int(number(file, "projector.scale_factor", 3))}
+    body, model_type = dict(text), "gemma4_unified" if kind == "gemma4uv" else "gemma4"
     if not text.get("hidden_size_per_layer_input"):  # the file does not say it; E2B and E4B alone are causal
         body["use_bidirectional_attention"] = "vision"
     if kind == "gemma4uv":
         side = isqrt(shape(file, "v.patch_norm.1.weight")[0] // 3)
-        vision = {"mm_embed_dim": patch[0], "mm_posemb_size": positions[1], "patch_size": side // pool}
-        return {"model_type": "gemma4_unified", "text_config": body, "vision_config": vision | _pool(pool), **ids}
-    dim = shape(file, "v.blk.0.attn_q_norm.weight")[0]
-    vision |= {
-        "patch_size": patch[-1], "position_embedding_size": positions[1], "rms_norm_eps": eps, "head_dim": dim,
-        "num_attention_heads": shape(file, "v.blk.0.attn_q.weight")[0] // dim,
-        "num_key_value_heads": shape(file, "v.blk.0.attn_k.weight")[0] // dim,
-        "intermediate_size": shape(file, "v.blk.0.ffn_gate.weight")[0],
-        "use_clipped_linears": "v.blk.0.attn_q.input_max" in file.tensors, "standardize": "v.std_bias" in file.tensors,
-    }  # fmt: skip
-    return {"model_type": "gemma4", "text_config": body, "vision_config": vision | _pool(pool), **ids}
-
-
-def _pool(pool: int) -> ForeignDict:
-    return {"pooling_kernel_size": pool}
+        patch_size = side // pool["pooling_kernel_size"]
+        vision = {"mm_embed_dim": patch[0], "mm_posemb_size": positions[1], "patch_size": patch_size}
+    else:
+        dim = shape(file, "v.blk.0.attn_q_norm.weight")[0]
+        rows = {name: shape(file, f"v.blk.0.{name}.weight")[0] for name in ("attn_q", "attn_k", "ffn_gate")}
+        vision |= {
+            "patch_size": patch[-1],
+            "position_embedding_size": positions[1],
+            "rms_norm_eps": eps,
+            "head_dim": dim,
+            "num_attention_heads": rows["attn_q"] // dim,
+            "num_key_value_heads": rows["attn_k"] // dim,
+            "intermediate_size": rows["ffn_gate"],
+            "use_clipped_linears": "v.blk.0.attn_q.input_max" in file.tensors,
+            "standardize": "v.std_bias" in file.tensors,
+        }
+    return {"model_type": model_type, "text_config": body, "vision_config": vision | pool, **ids}
 
 
 def shape(file: GGUF, name: str) -> tuple[int, ...]:

@@ -18,10 +18,8 @@ import numpy as np
 from ..ops.formats import BLOCKS
 from ..types import OutriderError
 
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
-    "F8_E5M2": 1,
-}  # fmt: skip
+KINDS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "I8 U8 BOOL F8_E4M3 F8_E5M2"}  # dense types by their size
+ITEM_BYTES = {kind: size for size, kinds in KINDS.items() for kind in kinds.split()}
 
 
 class Mapped:
