@@ -33,8 +33,9 @@ from outrider.ops.formats import BLOCKS
 from outrider.ops.noise import gumbel
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.trees import TreeRows
+from outrider.spec.choose import SamplingBatch
 from outrider.train import design
-from outrider.types import AttnSpec, DraftNoise, DraftTree, KVView
+from outrider.types import AttnSpec, DraftNoise, DraftTree, KVView, SamplingParams
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.load import dummy_weights, load_target
 
@@ -554,3 +555,32 @@ def test_rows_in_another_order(ops: CpuOps) -> None:
     for kind in ("Q4_1", "Q8_0", "float32"):
         w = weight(ops, kind, 40, 64)
         assert torch.equal(ops.unpack(ops.take_rows(w, order)), ops.unpack(w)[order])
+
+
+@pytest.mark.parametrize("vocab", [61, 600, 20_000])
+def test_filters_are_their_definition(ops: CpuOps, vocab: int) -> None:
+    """Peaked and flat rows, rows with ties and masks; every filter alone and with others."""
+    how = [
+        {"top_k": 1}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.05}, {"top_k": 300, "top_p": 0.95},
+        {"top_k": 50, "top_p": 0.3, "min_p": 0.02}, {},
+    ]  # fmt: skip
+    params = [SamplingParams(temperature=t, **one) for one in how for t in (0.3, 1.0, 3.0)]
+    batch = SamplingBatch.build(params, [[0]] * len(params), [[]] * len(params), vocab, "cpu")
+    rows, none = torch.arange(len(params)), torch.zeros(len(params), 0, dtype=torch.int64)
+    for seed in range(3):
+        logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(seed)) * 4
+        if seed == 1:
+            logits = (2 * logits).round() / 2
+        if seed == 2:
+            logits[:, 7 : vocab // 2] = -torch.inf
+        want = batch.process(logits, rows, torch.zeros_like(rows), none)
+        assert (want == -torch.inf).any()
+        got = batch.process(logits, rows, torch.zeros_like(rows), none, ops=ops)
+        assert torch.equal(got, want), [i for i in rows.tolist() if not torch.equal(got[i], want[i])]
+
+
+def test_filters_of_what_is_no_number_come_to_an_end(ops: CpuOps) -> None:
+    z = torch.full((2, 400), torch.nan)
+    z[1, ::3] = 1.0
+    how = torch.tensor([1 << 40, 500]), torch.tensor([0.9, 0.9], dtype=torch.float64), torch.zeros(2)
+    assert ops.filter_logits(z, *how).shape == z.shape

@@ -162,13 +162,13 @@ def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
         ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1))  # [R]
         # [R, D]: the drafted tokens up to and including each row's own
         lines = ids[rows.start[:-1][rows.seq][:, None] + tree.ancestors[:, 1:]] if sampling.looks_back else None
-        z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, lines)
+        z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, lines, x.ops)
         chosen = sampling.choose(z, rows.seq, position, x.ops)
         accepted, tokens, path = x.ops.accept_path(
             chosen, ids, tree.parent_rows, rows.seq, rows.start, tree.deepest, draft.lengths
         )
         return Verdict(accepted, tokens, accepted + 1, path)
-    z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
+    z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask, ops=x.ops)
     chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]
     if not rows.k:
         none = torch.zeros_like(x.position)
@@ -182,7 +182,7 @@ def verify_drawn(
     """A rule of spec.rejection: it keeps the target's distribution, not its text."""
     rows, sampling = x.rows, x.sampling
     mask = x.masks(draft.tokens) if x.masks is not None else None
-    z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
+    z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask, ops=x.ops)
     p = spread(sampling.probs(z, rows.seq), rows, x.position.shape[0])  # [B, K + 1, V]
     u, noise = randomness(sampling.seed, x.position + 1, rows.k, p.shape[-1])
     return rule(p, draft, u, noise)

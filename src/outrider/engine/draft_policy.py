@@ -99,7 +99,7 @@ class DraftPolicy:
         if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
             return 0
         if asked is None:
-            pays = not params.processed if self.graphs else seq.temperature_only and params.temperature >= GREEDY_EPS
+            pays = not params.processed if self.graphs else params.temperature_only and params.temperature >= GREEDY_EPS
             asked = AUTO_NODES if self.trees and pays and not (self.graphs and seq.adapter) else 0
         return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 

@@ -1,5 +1,5 @@
-"""The step as one call of a C library (`Backend.host_cycle`), for requests whose tokens are chosen greedily or by a
-temperature alone, with or without logprobs.
+"""The step as one call of a C library (`Backend.host_cycle`), for requests whose tokens are chosen greedily or by
+temperature, top-k, top-p and min-p, with or without logprobs.
 
 Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept
 short: no tensor operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`. An
@@ -43,7 +43,9 @@ class HostExecutor(Executor):
     def plan(self, batch: StepBatch) -> Plan | None:
         for item in batch.decode:
             seq = item.seq
-            if not seq.temperature_only or item.plan.drafter not in self.drafters:
+            if seq.altered or item.plan.drafter not in self.drafters:
+                return None
+            if item.plan.nodes and not seq.request.params.temperature_only:  # the library's trees know no filters
                 return None
             if seq.adapter is not None and not self.cycle.takes(seq.adapter):
                 return None

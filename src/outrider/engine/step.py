@@ -74,13 +74,12 @@ class Seq:
     num_inflight_tokens: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
     answer: OutputProcessor = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
-    # its tokens are chosen by temperature and seed alone: no filter, history or mask
-    temperature_only: bool = field(init=False)
+    altered: bool = field(init=False)  # history or masks change its logits before a token is chosen
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
 
     def __post_init__(self) -> None:
-        self.temperature_only, self.prompt_len = self.request.params.temperature_only, len(self.request.prompt)
+        self.altered, self.prompt_len = self.request.params.altered, len(self.request.prompt)
         self.max_total_tokens = self.prompt_len + self.request.params.max_tokens
 
     @property

@@ -174,17 +174,21 @@ class CycleResult(NamedTuple):
     drafts: list[int] | None = None  # the tokens drafted
 
 
-class TemperatureSampling(Protocol):
+class HostSampling(Protocol):
     """As much of spec.choose.SamplingBatch as a host cycle reads."""
 
     temperature: Tensor  # float32 [B]
     sampled: Tensor  # bool [B]
     seed: Tensor  # int64 [B]
+    top_k: Tensor  # int64 [B]
+    top_p: Tensor  # float64 [B]
+    min_logp: Tensor  # float32 [B]
+    any_filter: bool
 
 
 class HostCycle(Protocol):
-    """Draft, verify, choose and accept in one call, for requests whose tokens are chosen greedily or by a temperature
-    alone."""
+    """Draft, verify, choose and accept in one call, for requests whose tokens are chosen greedily or by temperature and
+    filters alone."""
 
     drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
 
@@ -193,7 +197,7 @@ class HostCycle(Protocol):
         ...
 
     def run(
-        self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None
+        self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
     ) -> list[CycleResult]:
         """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
         ...
@@ -230,7 +234,7 @@ class DraftChain(Protocol):
         behind: Sequence[DraftRequest],
         cache: KVPages,
         k: int,
-        sampling: TemperatureSampling,
+        sampling: HostSampling,
         trust: Sequence[float] | None,
     ) -> list[DraftResult]:
         """Up to k guesses for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as of
@@ -361,4 +365,8 @@ class Backend(Protocol):
     def gumbel_argmax(
         self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
     ) -> Tensor: ...
+    def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor | None:
+        """Top-k, top-p and min-p of each row of z [R, V], as `SamplingBatch` defines them; None: no kernel for it."""
+        ...
+
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor: ...

@@ -494,6 +494,9 @@ class ReferenceOps(TreeOps):
         )
         return torch.where(sampled[:, None], z + noise, z).argmax(-1)
 
+    def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor | None:
+        return None
+
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
         """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest
         ones' logprobs and ids (a float32 holds ids up to 2^24)."""

@@ -151,6 +151,7 @@ class SamplingBatch:
         grammar: Tensor | None = None,  # bool [R, V] True: allowed
         lines: Tensor
         | None = None,  # int64 [R, D] of a tree: row r, at depth row_offset[r], sees lines[r, :row_offset[r]]
+        ops: Backend | None = None,  # its kernel for filters, where it has one
     ) -> Tensor:
         """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned as it is."""
         z = logits
@@ -171,7 +172,11 @@ class SamplingBatch:
             z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
         if self.any_sampled:
             z = z / self.temperature[row_seq][:, None]
-        return self._filter(z, row_seq, exact=True) if self.any_filter else z
+        if not self.any_filter:
+            return z
+        of_row = (self.top_k[row_seq], self.top_p[row_seq], self.min_logp[row_seq])
+        made = ops.filter_logits(z, *of_row) if ops is not None else None
+        return made if made is not None else self._filter(z, row_seq, exact=True)
 
     def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: Backend) -> Tensor:
         """Tokens [R]; `position` [R] is where the chosen token will stand in its sequence."""

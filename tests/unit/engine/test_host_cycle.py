@@ -91,7 +91,16 @@ def cycle_of(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize(("shape", "taps"), [("llama", ()), ("llama", (0, 1)), ("sliding", (1,)), ("ties", ())])
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "T0.9"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 0.9, "seed": 7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 2.0, "seed": 8, "top_p": 0.7, "min_p": 0.01},
+    ],
+    ids=["greedy", "T0.9", "top-k", "top-p"],
+)
 def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], params: dict[str, Any]) -> None:
     """Sequences that draft differently side by side: by the drafter, by a match, not at all; some end before others."""
     one, many = engines(shape, taps)
@@ -115,7 +124,7 @@ def test_logprobs_in_one_call(shape: str) -> None:
     prompt = [token % SHAPES[shape]["vocab_size"] for token in PROMPT]
     asked = [
         request("a", prompt, k=3, drafter="mtp", logprobs=5),
-        request("b", prompt[2:], k=5, drafter="ngram", logprobs=0, temperature=0.8, seed=3),
+        request("b", prompt[2:], k=5, drafter="ngram", logprobs=0, temperature=0.8, seed=3, top_p=0.9),
         request("c", prompt[4:], k=4, drafter="mtp", temperature=1.3, seed=7),
         request("d", prompt[1:], k=4, drafter="mtp", logprobs=8, temperature=1.3, seed=9, max_tokens=30),
     ]
@@ -143,7 +152,7 @@ def test_logprobs_in_one_call(shape: str) -> None:
 
 
 def test_what_the_call_cannot_do_goes_the_other_way() -> None:
-    """Filters, penalties: beside and after plain requests, with the same tokens as ever."""
+    """Penalties, trees with filters: beside and after plain requests, with the same tokens as ever."""
     one, many = engines("llama")
     ran = []
     host_run = cycle_of(one).run
@@ -152,8 +161,13 @@ def test_what_the_call_cannot_do_goes_the_other_way() -> None:
         request("p", PROMPT, k=2, repetition_penalty=1.3),
         request("l", PROMPT, k=2, logprobs=1, temperature=0.7, top_k=5),
     ]
+    special[1].tree = 6
     assert run(one, special) == run(many, special) and not ran
-    mixed = [request("x", PROMPT, k=2), request("y", PROMPT[3:], k=2, top_p=0.8, temperature=1.0, max_tokens=6)]
+    # one whose tokens are filtered here and there
+    mixed = [
+        request("x", PROMPT, k=2, top_p=0.8, temperature=1.0),
+        request("y", PROMPT[3:], k=2, presence_penalty=0.5, max_tokens=6),
+    ]
     assert run(one, mixed) == run(many, mixed) and set(ran) == {1}, "one call once the other request has ended"
 
 

@@ -38,6 +38,9 @@ typedef struct {
     const float *temperature;      /* [B]; 1 where cold */
     const uint8_t *sampled;            /* [B] */
     const int64_t *seed;           /* [B] */
+    const int64_t *top_k;          /* [B] as filter_row; NULL: nobody's tokens are filtered */
+    const double *top_p;           /* [B] */
+    const float *min_logp;         /* [B] */
     const double *trust;           /* as in Draft */
     int64_t *chosen;               /* [rows] the target's own tokens */
     float *logprobs;               /* [rows, 1 + 2·likely] out, of the rows of those who want them: as logprob_row */
@@ -46,7 +49,7 @@ typedef struct {
     int32_t likely;                /* the most that anybody wants; -1: nobody wants logprobs */
 } Cycle;
 
-typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V] */
+typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V + FILTER_ROOM(V)] */
 static void verdict_region(ThreadPool *team, int me, void *job) {
     const VerdictJob *j = job;
     const Cycle *c = j->c;
@@ -54,16 +57,18 @@ static void verdict_region(ThreadPool *team, int me, void *job) {
     int lo, hi;
     while (team_next(team, j->rows, 1, &lo, &hi)) {
         const int64_t b = j->row_seq[lo];
-        const int told = c->asked[b].likely >= 0;
-        float *z = c->z + (long)lo * n, *warm = told ? j->warm + (long)me * n : z; /* logprobs are those of the raw logits */
-        const int heat = c->sampled[b] && c->temperature[b] != 1.0f;
+        const int told = c->asked[b].likely >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f, filter = c->sampled[b] && c->top_k;
+        float *z = c->z + (long)lo * n, *own = j->warm + me * (n + FILTER_ROOM(n));
+        float *warm = told && (heat || filter) ? own : z; /* logprobs are those of the raw logits */
         if (heat) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
-        c->chosen[lo] = choose_row(heat ? warm : z, n, c->sampled[b], c->seed[b], j->position[lo] + 1, NULL);
+        else if (warm != z) memcpy(warm, z, (size_t)n * 4);
+        if (filter) filter_row(warm, n, c->top_k[b], c->top_p[b], c->min_logp[b], own + n);
+        c->chosen[lo] = choose_row(warm, n, c->sampled[b], c->seed[b], j->position[lo] + 1, NULL);
         if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->logprobs + lo * (1L + 2 * c->likely));
     }
 }
 
-/* Choosing needs no logits in memory where nobody wants logprobs: every member keeps the best of its outputs, of z or of z with its noise,
+/* Choosing needs no logits in memory where nobody wants logprobs or filters: every member keeps the best of its outputs, of z or of z with its noise,
  * while it waits for the next weights. */
 typedef struct { const Cycle *c; QActs a; int rows; const Draw *draw; Best *best; } BestJob; /* best: [members, rows] */
 static void best_region(ThreadPool *team, int me, void *job) {
@@ -134,13 +139,13 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
         if (!c->asked[b].given && c->asked[b].k > 0 && !c->asked[b].nodes) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
     if (!n) return 0;
     Draft d = *c->draft;
-    const size_t floats = (size_t)n * (wide + 1 + steps), longs = (size_t)n * (6 + steps), doubles = 2 * (size_t)n;
+    const size_t floats = (size_t)n * (wide + 2 + steps), longs = (size_t)n * (7 + steps), doubles = 3 * (size_t)n;
     char *room = malloc(floats * 4 + longs * 8 + doubles * 8 + (size_t)(n + 1 + 2 * n * width) * 4 + n), *at = room;
     if (!room) return 1;
     int64_t *last = (int64_t *)at, *seed = last + n, *guess = seed + n, *lengths = guess + n, *position = lengths + n, *row_seq = position + n,
-            *out = row_seq + n;
-    double *stop = (double *)(out + (size_t)n * steps), *drop = stop + n;
-    float *start = (float *)(drop + n), *taps = start + (size_t)n * H, *temperature = taps + (size_t)n * c->streams * H, *sure = temperature + n;
+            *top_k = row_seq + n, *out = top_k + n;
+    double *stop = (double *)(out + (size_t)n * steps), *drop = stop + n, *top_p = drop + n;
+    float *min_logp = (float *)(top_p + n), *start = min_logp + n, *taps = start + (size_t)n * H, *temperature = taps + (size_t)n * c->streams * H, *sure = temperature + n;
     int32_t *row_start = (int32_t *)(sure + (size_t)n * steps), *tables = row_start + n + 1;
     uint8_t *sampled = (uint8_t *)(tables + 2 * (size_t)n * width);
     for (int i = 0; i < n; i++) {
@@ -150,6 +155,7 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
         last[i] = a->last; seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b];
         guess[i] = a->length + 1; position[i] = a->length - 1; row_seq[i] = row_start[i] = i;
         stop[i] = a->stop; drop[i] = a->drop;
+        if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
         memcpy(start + (long)i * H, from, (size_t)H * 4);
         for (int t = 0; t < c->streams; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * c->streams + t) * H);
     }
@@ -160,6 +166,7 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
     gather_tables(v, c, who, n, width, tables);
     d.steps = steps; d.last = last; d.start = start; d.taps = c->streams ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
     d.position = guess; d.out = out; d.confidence = sure; d.lengths = lengths;
+    d.top_k = c->top_k ? top_k : NULL; d.top_p = top_p; d.min_logp = min_logp;
     d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
     memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
     const int failed = or_draft(team, &d);
@@ -272,11 +279,11 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
     call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
     gather_tables(&call.batch, c, NULL, B, width, tables);
     int failed = or_forward(team, &call);
-    if (!failed && c->likely < 0) failed = choose_best(team, c, call.hidden, r, row_seq, positions);
+    if (!failed && c->likely < 0 && !c->top_k) failed = choose_best(team, c, call.hidden, r, row_seq, positions);
     else if (!failed) {
         or_logits(team, &c->head, call.hidden, r, c->cap, c->z);
         pool_begin(team);
-        VerdictJob job = {c, row_seq, positions, r, team_scratch(team, (size_t)team->size * c->head.n * 4)};
+        VerdictJob job = {c, row_seq, positions, r, team_scratch(team, team->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4)};
         failed = !job.warm;
         if (!failed) team_run(team, verdict_region, &job);
         pool_end(team);

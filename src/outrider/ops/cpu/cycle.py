@@ -2,8 +2,8 @@
 
 Between two passes over the weights every line of Python runs on cold caches. A cycle made of single tensor operations
 loses half a millisecond there plainly and more than one with a draft, of four to seven; this loses a tenth of that. It
-does what `engine.cycle` with `verify_coupled` does, to the bit, for requests whose tokens are chosen greedily or by a
-temperature alone.
+does what `engine.cycle` with `verify_coupled` does, to the bit, for requests whose tokens are chosen greedily or by
+temperature, top-k, top-p and min-p.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...types import MAX_DRAFT, GroupName, KVPages
-from ..backend import CycleRequest, CycleResult, TemperatureSampling
+from ..backend import CycleRequest, CycleResult, HostSampling
 from ..lowrank import Adapter
 from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
@@ -77,7 +77,7 @@ class CpuCycle:
         self.ref = ctypes.byref(c)
         self.room = 0
         self.told = (c_float * 0)()  # logprobs by row
-        self.sampling: TemperatureSampling | None = None
+        self.sampling: HostSampling | None = None
         self.shape = (0, -1)  # what `seqs` and `likely` hold
         self.stack, self.adapters = model.stack, PassAdapters(model.stack.changes, ())
         self.step, self.team = ops.lib.or_decode_step, ops.team
@@ -104,10 +104,9 @@ class CpuCycle:
         return tuple(stream[:rows] for stream in self.streams), torch.tensor(self.chosen[:rows])
 
     def run(
-        self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None
+        self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
     ) -> list[CycleResult]:
-        """`sampling`: the batch's temperature, sampled and seed (spec.choose.SamplingBatch). `trust`: acceptance by
-        confidence, where drafts may end themselves; a list that does not change."""
+        """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
         used = [one.adapter for one in asked]
         if used != self.adapters.adapters:
@@ -135,6 +134,8 @@ class CpuCycle:
             c.temperature = sampling.temperature.data_ptr()
             c.sampled = sampling.sampled.data_ptr()
             c.seed = sampling.seed.data_ptr()
+            for name in ("top_k", "top_p", "min_logp"):
+                setattr(c, name, getattr(sampling, name).data_ptr() if sampling.any_filter else None)
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:

@@ -2,6 +2,7 @@
  * head -> choose. Same row and tile functions as the single operations; nothing it computes can change an answer.
  */
 #pragma once
+#include "filter.h"
 #include "forward.h"
 
 typedef struct { const Weight *head; int clusters, top, size; } Clusters; /* head: rows in cluster order, `size` each */
@@ -58,6 +59,9 @@ typedef struct {
     int64_t *rivals;            /* [B, steps, RIVALS] the next best tokens, or NULL; with them confidences are those of the scores with their noise */
     float *rival_confidence;    /* likewise */
     float *state;               /* [B, wide] what would be fed back after the last step, or NULL */
+    const int64_t *top_k;       /* [B] as filter_row, of drafts without rivals; NULL: no filter */
+    const double *top_p;        /* [B] */
+    const float *min_logp;      /* [B] */
 } Draft;
 
 enum { TRUST = 16, RIVALS = 2 }; /* bins of confidence; tokens beside the best that a tree may branch into */
@@ -78,7 +82,7 @@ typedef struct {
     Run run;
     double *path; /* [B] */
     uint8_t *live; /* [B] whose drafts go on */
-    float *features, *hidden, *fed_back, *lean, *scores, *z;
+    float *features, *hidden, *fed_back, *lean, *scores, *z, *filtered; /* filtered: [members, n + FILTER_ROOM(n)] */
     int64_t *best, *ids;
     QActs g;
 } DraftRun;
@@ -155,7 +159,12 @@ static void draft_region(ThreadPool *team, int me, void *job) {
             if (r->sampled[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
             const int noisy = r->sampled[b] && r->rivals;
             if (noisy) noise_row(z, (int)n, r->seed[b], r->position[b] + k, ids);
-            const int64_t at = choose_row(z, (int)n, r->sampled[b] && !noisy, r->seed[b], r->position[b] + k, ids);
+            float *from = z;
+            if (r->sampled[b] && r->top_k && !r->rivals) { /* confidence is that of all tokens */
+                from = memcpy(d->filtered + me * (n + FILTER_ROOM(n)), z, (size_t)n * 4);
+                filter_row(from, (int)n, r->top_k[b], r->top_p[b], r->min_logp[b], from + n);
+            }
+            const int64_t at = choose_row(from, (int)n, r->sampled[b] && !noisy, r->seed[b], r->position[b] + k, ids);
             r->out[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
             if (r->rivals) next_best(z, (int)n, at, sure, r, best, ((long)b * r->steps + k) * RIVALS);
@@ -188,6 +197,7 @@ static size_t draft_layout(DraftRun *d, const ThreadPool *team, char *at) {
     d->best = (int64_t *)TAKE(B * r->top * 8);
     d->ids = (int64_t *)TAKE(r->clusters ? B * n * 8 : 0);
     d->z = (float *)TAKE(B * n * 4);
+    d->filtered = (float *)TAKE(r->top_k ? team->size * (n + FILTER_ROOM(n)) * 4 : 0);
     const int k = r->head.k;
     d->g = acts_at(TAKE(acts_bytes((int)B, k)), (int)B, k, r->tied && d->fed_back ? d->fed_back : d->hidden, k);
     d->run.call.features = d->features;

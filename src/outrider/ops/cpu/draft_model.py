@@ -13,7 +13,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from ...types import KVPages
-from ..backend import DraftRequest, DraftResult, TemperatureSampling
+from ..backend import DraftRequest, DraftResult, HostSampling
 from ..formats import DeviceWeight
 from .forward import CompiledModel
 from .lib import CChain, CPages
@@ -37,7 +37,7 @@ class CpuChain:
         behind: Sequence[DraftRequest],
         cache: KVPages,
         k: int,
-        sampling: TemperatureSampling,
+        sampling: HostSampling,
         trust: Sequence[float] | None,
     ) -> list[DraftResult]:
         size, c, batch = len(behind), self.c, self.c.call.batch

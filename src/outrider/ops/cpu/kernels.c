@@ -213,6 +213,22 @@ void or_choose(ThreadPool *team, const float *z, int rows, int n, const int64_t 
     pool_end(team);
 }
 
+/* z [rows, n], in place: as filter_row */
+typedef struct { float *z; int rows, n; const int64_t *top_k; const double *top_p; const float *min_logp; float *room; } FilterJob;
+static void filter_region(ThreadPool *team, int me, void *job) {
+    const FilterJob *j = job;
+    int lo, hi;
+    while (team_next(team, j->rows, 1, &lo, &hi))
+        filter_row(j->z + (long)lo * j->n, j->n, j->top_k[lo], j->top_p[lo], j->min_logp[lo], j->room + me * FILTER_ROOM(j->n));
+}
+int or_filter(ThreadPool *team, float *z, int rows, int n, const int64_t *top_k, const double *top_p, const float *min_logp) {
+    pool_begin(team);
+    FilterJob job = {z, rows, n, top_k, top_p, min_logp, team_scratch(team, team->size * FILTER_ROOM(n) * 4)};
+    if (job.room) team_run(team, filter_region, &job);
+    pool_end(team);
+    return job.room ? 0 : 1;
+}
+
 /* tokens [rows], out [rows, 1 + 2·top]: as logprob_row */
 typedef struct { const float *z; int rows, n, top; const int64_t *tokens; float *out; } LogprobJob;
 static void logprob_region(ThreadPool *team, int me, void *job) {

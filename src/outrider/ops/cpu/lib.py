@@ -117,7 +117,7 @@ class CDraft(Structure):
         ("table_scale", c_float),
         *fields(c_int32, "steps unit tied clusters top size"),
         *fields(c_void_p, "cluster_ids hashes last start taps temperature sampled seed position out"),
-        *fields(c_void_p, "confidence lengths stop drop trust rivals rival_confidence state"),
+        *fields(c_void_p, "confidence lengths stop drop trust rivals rival_confidence state top_k top_p min_logp"),
     ]
 
 
@@ -126,7 +126,7 @@ class CCycle(Structure):
         ("call", CCall),
         ("head", CWeight),
         *fields(c_void_p, "draft taps features z asked drafts confidence parents path prices"),
-        *fields(c_void_p, "temperature sampled seed trust chosen logprobs"),
+        *fields(c_void_p, "temperature sampled seed top_k top_p min_logp trust chosen logprobs"),
         *fields(c_int32, "seqs most streams shift"),
         ("cap", c_float),
         ("likely", c_int32),
@@ -170,6 +170,7 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_angles": (None, [P, I, P, I, P, P]),
     "or_choose": (None, [P, P, I, I, P, P, P, P, P]),
     "or_logprobs": (None, [P, P, I, I, P, I, P]),
+    "or_filter": (I, [P, P, I, I, P, P, P]),
     "or_moe": (I, [P, P, P, P, I, I, P]),
     "or_rope_write": (None, [P, P, P, P, P, P, P, P]),
     "or_attend": (I, [P, P, P, P, L, P]),

@@ -57,6 +57,10 @@ def at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
+def ptrs(*tensors: Tensor | None) -> list[int | None]:
+    return [at(t) for t in tensors]
+
+
 class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
@@ -227,19 +231,7 @@ class CpuOps(ReferenceOps):
         out = torch.empty_like(x)
         h = out if next_w is None else torch.empty_like(x)
         scratch = torch.empty(n)
-        self.lib.or_residual_norm(
-            x.data_ptr(),
-            y.data_ptr(),
-            rows,
-            n,
-            at(post_w),
-            at(scale),
-            at(next_w),
-            eps,
-            out.data_ptr(),
-            h.data_ptr(),
-            scratch.data_ptr(),
-        )
+        self.lib.or_residual_norm(*ptrs(x, y), rows, n, *ptrs(post_w, scale, next_w), eps, *ptrs(out, h, scratch))
         return out, h
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
@@ -323,16 +315,7 @@ class CpuOps(ReferenceOps):
         """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
         qkv = floats(qkv).clone()
         batch, c = self.batch(kv), self.c_spec(spec)
-        self.lib.or_rope_write(
-            self.team,
-            ctypes.byref(c),
-            batch.ref,
-            qkv.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            at(q_norm),
-            at(k_norm),
-        )
+        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(qkv, cos, sin, q_norm, k_norm))
         return qkv[:, : spec.heads * spec.head_dim]
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
@@ -357,7 +340,7 @@ class CpuOps(ReferenceOps):
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """As the reference, one after another: nothing that is still to be read may be written before."""
         batch, c, moves = self.batch(kv), self.c_spec(spec), [t.contiguous() for t in (seq, source, target)]
-        self.lib.or_move_kv(ctypes.byref(c), batch.ref, *[t.data_ptr() for t in moves], seq.shape[0])
+        self.lib.or_move_kv(ctypes.byref(c), batch.ref, *ptrs(*moves), seq.shape[0])
 
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
         raise NotImplementedError("the library lays keys out in tiles of its own: write through rope_write")
@@ -404,18 +387,8 @@ class CpuOps(ReferenceOps):
             scores += cluster_bonus
         best = torch.empty((g.shape[0], top), dtype=torch.int64)
         out = torch.empty((g.shape[0], top, size))
-        self.lib.or_clustered(
-            self.team,
-            ctypes.byref(c),
-            g.data_ptr(),
-            g.shape[0],
-            scores.data_ptr(),
-            clusters,
-            top,
-            size,
-            best.data_ptr(),
-            out.data_ptr(),
-        )
+        how = (scores.data_ptr(), clusters, top, size)
+        self.lib.or_clustered(self.team, ctypes.byref(c), g.data_ptr(), g.shape[0], *how, *ptrs(best, out))
         return best, out
 
     def cluster_bonus(
@@ -424,23 +397,9 @@ class CpuOps(ReferenceOps):
         if self._hashes is None or self._hashes[0]() is not tokens:
             self._hashes = (weakref.ref(tokens), packing.cluster_hashes(tokens))
         clusters, size = tokens.shape
-        seed = seed.contiguous()
-        position = position.contiguous()
-        temperature = floats(temperature)
-        sampled = sampled.contiguous()
-        out = torch.zeros((seed.shape[0], clusters))
-        self.lib.or_cluster_lean(
-            self.team,
-            self._hashes[1].data_ptr(),
-            clusters,
-            size,
-            seed.shape[0],
-            temperature.data_ptr(),
-            sampled.data_ptr(),
-            seed.data_ptr(),
-            position.data_ptr(),
-            out.data_ptr(),
-        )
+        rows, out = seed.shape[0], torch.zeros((seed.shape[0], clusters))
+        how = [floats(temperature), *[t.contiguous() for t in (sampled, seed, position)]]
+        self.lib.or_cluster_lean(self.team, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
         return out
 
     def argmax(self, z: Tensor) -> Tensor:
@@ -453,18 +412,15 @@ class CpuOps(ReferenceOps):
         z, seed, position, sampled = floats(z), seed.contiguous(), position.contiguous(), sampled.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
-        self.lib.or_choose(
-            self.team,
-            z.data_ptr(),
-            z.shape[0],
-            z.shape[1],
-            seed.data_ptr(),
-            position.data_ptr(),
-            at(tokens),
-            sampled.data_ptr(),
-            out.data_ptr(),
-        )
+        self.lib.or_choose(self.team, z.data_ptr(), *z.shape, *ptrs(seed, position, tokens, sampled, out))
         return out
+
+    def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor:
+        z = floats(z).clone()
+        how = [t.contiguous() for t in (top_k, top_p, min_logp)]
+        if self.lib.or_filter(self.team, z.data_ptr(), *z.shape, *ptrs(*how)):
+            raise MemoryError("scratch of a filter")
+        return z
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
         z, tokens = floats(logits), tokens.contiguous()
