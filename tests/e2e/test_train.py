@@ -27,11 +27,10 @@ from outrider.train.answers import read_answers
 from outrider.train.capture import DenseOps
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences
-from outrider.train.evaluate import judge_drafts, walk
-from outrider.train.finish import views
+from outrider.train.evaluate import Judge, walk
 from outrider.train.recipes import Phase, Recipe, train_recipe
 from outrider.train.target import describe, encode, open_target
-from outrider.train.tools import answers, cluster_drafter, evaluate_drafter, load_net
+from outrider.train.tools import ClusterSettings, EvalRequest, answers, cluster_drafter, evaluate_drafter, load_net
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
 
@@ -88,7 +87,7 @@ def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path])
     target, data, out = world
     rows = [r for r in log(out) if "loss" in r]
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
-    result = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=32, say=QUIET)
+    result = evaluate_drafter(str(target), str(out / "drafter"), EvalRequest(data, max_new=32), say=QUIET)
     assert set(result["tokens_per_cycle"]) == set(range(1, 17)) and set(result["by_category"]) == {"a", "b"}
     assert result["tokens_per_cycle"][4] > lookup_tokens_per_cycle(Sequences.load(out / "data.npz"), 4) + 0.3
     assert all(
@@ -261,17 +260,17 @@ def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 
 def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, data, out = world
-    before = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)[
+    before = evaluate_drafter(str(target), str(out / "drafter"), EvalRequest(data, max_new=24, limit=12), say=QUIET)[
         "tokens_per_cycle"
     ][4]
     tuned = tiny.write(fine_tune(transformers.AutoModelForCausalLM.from_pretrained(target)), tmp_path / "tuned")
-    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)[
+    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), EvalRequest(data, max_new=24, limit=12), say=QUIET)[
         "tokens_per_cycle"
     ][4]
     run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
-    after = evaluate_drafter(str(tuned), str(tmp_path / "run" / "drafter"), data, max_new=24, limit=12, say=QUIET)[
-        "tokens_per_cycle"
-    ][4]
+    after = evaluate_drafter(
+        str(tuned), str(tmp_path / "run" / "drafter"), EvalRequest(data, max_new=24, limit=12), say=QUIET
+    )["tokens_per_cycle"][4]
     assert dropped < before - 1 and after - dropped > 0.5 * (before - dropped)  # more than half of what was lost
 
 
@@ -298,21 +297,13 @@ def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
 
 def test_cluster_adds_a_head(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     helper = tiny.write_assistant("gemma4_31b", tmp_path / "helper")
-    made = cluster_drafter(str(helper), tmp_path / "out", clusters=16, top=16, say=QUIET)
+    made = cluster_drafter(str(helper), tmp_path / "out", ClusterSettings(16, 16))
     assert made["share"] == 1.0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert sorted(loaded.masked_embedding.token_ordering.tolist()) == list(range(tiny.VOCAB))
     target, data, out = world
-    tuned = cluster_drafter(
-        str(out / "drafter"),
-        tmp_path / "own",
-        clusters=16,
-        target=str(target),
-        prompts=data,
-        limit=16,
-        max_new=16,
-        say=QUIET,
-    )
+    asked = EvalRequest(data, limit=16, max_new=16)
+    tuned = cluster_drafter(str(out / "drafter"), tmp_path / "own", ClusterSettings(16), str(target), asked)
     assert tuned["share"] < 0.1 and tuned["recall"][-1]["recall"] == 1.0
 
 
@@ -432,8 +423,7 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
         answered = Sequences.of(
             whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
         )
-        weights, full, clustered = views(net, opened)
-        right = judge_drafts(opened.model, net, weights, clustered or full, answered, 3, temperature=temperature).right
+        right = Judge.of(opened.model, net, full=False).drafts(answered, 3, temperature).right
         took, walked = [], []
         for i in range(12):
             (made,) = llm.generate([prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
@@ -480,5 +470,5 @@ def test_eval_drafter_prints_what_it_promises(
 def test_one_prompt_can_be_answered(world: tuple[Path, Path, Path]) -> None:
     """A cache for one sequence alone: prompt, answer, and the page that the engine keeps aside."""
     target, data, _ = world
-    made = answers(describe(str(target)), read_prompts(data, 1), max_new=24, temperature=0.0, chat=True, slots=8)
+    made = answers(describe(str(target)), read_prompts(data, 1), EvalRequest(data, max_new=24, slots=8))
     assert len(made) == 1 and made.answer_tokens == 24

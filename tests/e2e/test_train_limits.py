@@ -203,7 +203,7 @@ def test_what_cannot_be_done_in_time_is_refused_before_it_begins(
     world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, data = world
-    monkeypatch.setattr(forecast, "product_rate", lambda *_: 1e5)  # a machine of another century
+    monkeypatch.setattr(memory, "product_rate", lambda *_: (1e5, 1.0))  # a machine of another century
     monkeypatch.setattr(run, "answering_engine", None)  # nothing is loaded for the forecast
     with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes"):
         run.train(job(target, data, tmp_path, minutes=1.0), QUIET)

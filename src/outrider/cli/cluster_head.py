@@ -37,20 +37,14 @@ class ClusterHeadOptions:
 def cluster_head(asked: ClusterHeadOptions, load: LoadSettings) -> None:
     """Group a drafter's vocabulary so that a draft step scores only the best few clusters (the big Gemma drafters
     have no such head)."""
-
     from ..ops import place
-    from ..train.tools import cluster_drafter
+    from ..train.tools import ClusterSettings, EvalRequest, cluster_drafter
 
     common.check_folder("--out", asked.to)
-    tuned = ("clusters", "top", "target", "prompts", "limit", "recall", "seed")
-    result = cluster_drafter(
-        asked.drafter,
-        asked.to,
-        **{name: getattr(asked, name) for name in tuned},
-        max_new=asked.max_tokens,
-        device=str(place(load.device)),
-        say=common.teller(asked.as_json),
-    )
+    where = str(place(load.device))
+    prompts = None if asked.prompts is None else EvalRequest(asked.prompts, asked.limit, asked.max_tokens, device=where)
+    wanted = ClusterSettings(asked.clusters, asked.top, asked.recall, asked.seed)
+    result = cluster_drafter(asked.drafter, asked.to, wanted, asked.target or "", prompts, where)
     if asked.as_json:
         out.print_json(data=result)
     else:

@@ -37,7 +37,7 @@ def eval_drafter(asked: EvalOptions, load: LoadSettings) -> None:
     import torch
 
     from ..ops import place
-    from ..train.tools import evaluate_drafter
+    from ..train.tools import EvalRequest, evaluate_drafter
 
     common.sampling(max_tokens=asked.max_tokens, temperature=asked.temperature)  # refused before anything is loaded
     if asked.slots is not None and asked.slots < 1:
@@ -46,20 +46,11 @@ def eval_drafter(asked: EvalOptions, load: LoadSettings) -> None:
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
-    result = evaluate_drafter(
-        asked.model,
-        asked.drafter,
-        asked.prompts,
-        limit=asked.limit,
-        max_new=asked.max_tokens,
-        temperature=asked.temperature,
-        chat=not asked.raw,
-        full_head=asked.full_head,
-        slots=asked.slots,
-        device=where,
-        dtype=getattr(torch, kind),
-        say=common.teller(asked.as_json),
+    many, chat, dtype = asked.slots, not asked.raw, getattr(torch, kind)
+    wanted = EvalRequest(
+        asked.prompts, asked.limit, asked.max_tokens, asked.temperature, chat, many, device=where, dtype=dtype
     )
+    result = evaluate_drafter(asked.model, asked.drafter, wanted, asked.full_head, common.teller(asked.as_json))
     if asked.as_json:
         out.print_json(data=result)
         return

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -162,10 +162,8 @@ def answering_engine(
     short, kernels = (str(dtype).removeprefix("torch."), "triton:dense") if cuda else (None, "auto")
     draft = 0 if drafter == "none" else 4
     try:
-        load = LoadSettings(
-            drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own, engine=settings,
-            adapters={} if known.adapter is None else {ADAPTER: known.adapter},
-        )  # fmt: skip
+        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own)
+        load = replace(load, engine=settings, adapters={} if known.adapter is None else {ADAPTER: known.adapter})
         llm = LLM.load(known.name, load, say=lambda _: None)
         engine = llm.engine
         engine.tokenizer = None  # token ids are all that is wanted

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..types import OutriderError
 
 T = TypeVar("T")
+OF_EACH = ("prompts", "index", "greedy", "seeds")  # arrays of Sequences with an entry for each
 
 
 def file_hash(path: str | Path) -> str:
@@ -82,41 +83,25 @@ class Sequences:
         )
 
     def select(self, which: np.ndarray) -> Sequences:
-        vocab = 1 << 16 if self.tokens.dtype == np.uint16 else 1 << 32
-        return Sequences.of(
-            (self[i] for i in which),
-            self.prompts[which],
-            self.index[which],
-            self.greedy[which],
-            vocab,
-            self.seeds[which],
-        )
+        starts = np.concatenate([[0], self.lengths[which]]).cumsum().astype(np.int64)
+        tokens = np.concatenate([self.tokens[:0], *(self[i] for i in which)])
+        return Sequences(tokens, starts, *(getattr(self, name)[which] for name in OF_EACH))
 
     @staticmethod
     def join(parts: list[Sequences]) -> Sequences:
-        starts = np.concatenate([[0], *(np.diff(p.starts) for p in parts)]).cumsum().astype(np.int64)
+        starts = np.concatenate([[0], *(p.lengths for p in parts)]).cumsum().astype(np.int64)
         return Sequences(
             np.concatenate([p.tokens for p in parts]),
             starts,
-            np.concatenate([p.prompts for p in parts]),
-            np.concatenate([p.index for p in parts]),
-            np.concatenate([p.greedy for p in parts]),
-            np.concatenate([p.seeds for p in parts]),
+            *(np.concatenate([getattr(p, name) for p in parts]) for name in OF_EACH),
         )
 
     def save(self, path: Path) -> None:
         """Atomic: the file is whole or absent."""
         part = path.with_suffix(".part")
         with open(part, "wb") as file:
-            np.savez_compressed(
-                file,
-                tokens=self.tokens,
-                lengths=np.diff(self.starts).astype(np.int32),
-                prompts=self.prompts,
-                index=self.index,
-                greedy=self.greedy,
-                seeds=self.seeds,
-            )
+            each = {name: getattr(self, name) for name in OF_EACH}
+            np.savez_compressed(file, tokens=self.tokens, lengths=self.lengths.astype(np.int32), **each)
         part.replace(path)
 
     @staticmethod
@@ -124,7 +109,7 @@ class Sequences:
         try:
             with np.load(path) as file:
                 starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
-                return Sequences(file["tokens"], starts, file["prompts"], file["index"], file["greedy"], file["seeds"])
+                return Sequences(file["tokens"], starts, *(file[name] for name in OF_EACH))
         except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error) as error:
             raise OutriderError(
                 f"{path}: not a file of token sequences ({error}): delete it, or choose another --out"

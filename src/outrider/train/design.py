@@ -24,7 +24,7 @@ from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
 from .config import TrainConfig
 from .data import Sequences, TrainBatch
-from .evaluate import EvalHead, states
+from .evaluate import Judge
 from .losses import exact_logits
 from .net import DrafterModule, rms
 from .shards import dense as held_dense
@@ -63,8 +63,6 @@ def plain(
     taps: tuple[int, ...] = (),
     clusters: int = 0,
     cluster_top: int = 0,
-    position_offset: int = 2,
-    target_hash: str | None = None,
 ) -> DrafterConfig:
     width = hidden or target.hidden
     bad = [r for r in reads if r not in target.kv_layers]
@@ -79,13 +77,8 @@ def plain(
         a = target.layers[r].attn
         spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
         layers.append(LayerSpec(spec, target.layers[r].rope, inter))
-    return DrafterConfig(
-        model_type="outrider_drafter", backbone_hidden=target.hidden, hidden=width, vocab_size=target.vocab_size,
-        layers=tuple(layers),
-        reads=reads, norm_eps=target.norm_eps, activation=target.activation, clusters=clusters,
-        cluster_top=cluster_top,
-        position_offset=position_offset, tied_to_target=True, taps=taps, target_hash=target_hash, style="plain",
-    )  # fmt: skip
+    made = bare(target, "outrider_drafter", width, layers, clusters, cluster_top)
+    return replace(made, reads=reads, position_offset=2, tied_to_target=True, taps=taps, style="plain")
 
 
 def gemma(
@@ -96,7 +89,6 @@ def gemma(
     sliding: int = 3,
     clusters: int = 0,
     cluster_top: int = 0,
-    target_hash: str | None = None,
 ) -> DrafterConfig:
     """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own
     model_type."""
@@ -105,12 +97,15 @@ def gemma(
         donor = target.layers[target.donor(kind)]
         spec = replace(donor.attn, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
         layers.append(LayerSpec(spec, donor.rope, intermediate or 4 * hidden))
-    unified = "unified" in target.model_type
-    kind = (
-        ("gemma4_unified_assistant" if unified else "gemma4_assistant")
-        if target.family == "gemma4"
-        else "outrider_drafter"
-    )
+    kind = "gemma4_unified_assistant" if "unified" in target.model_type else "gemma4_assistant"
+    kind = kind if target.family == "gemma4" else "outrider_drafter"
+    return bare(target, kind, hidden, layers, clusters, cluster_top)
+
+
+def bare(
+    target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec], clusters: int, cluster_top: int
+) -> DrafterConfig:
+    """What both styles have."""
     return DrafterConfig(
         model_type=kind,
         backbone_hidden=target.hidden,
@@ -122,14 +117,12 @@ def gemma(
         activation=target.activation,
         clusters=clusters,
         cluster_top=cluster_top,
-        target_hash=target_hash,
     )
 
 
 def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) -> DrafterConfig:
     """The drafter that is made where none is given to start from."""
     clusters = default_clusters(target.vocab_size) if job.clusters is None else job.clusters
-    top = max(1, clusters // 16)
     style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
     if style == "gemma":
         # its head is the target's, in fewer directions
@@ -137,13 +130,12 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
             raise OutriderError(
                 f"hidden_size {job.hidden_size} is wider than the target ({target.hidden}): give less, or style plain"
             )
-        width = job.hidden_size or min(256, target.hidden)
-        made = gemma(target, hidden=width, intermediate=job.intermediate_size, clusters=clusters, cluster_top=top)
+        made = gemma(target, hidden=job.hidden_size or min(256, target.hidden), intermediate=job.intermediate_size)
     else:
         reads = job.kv_layers or spread_reads(target, min(job.layers, len(target.kv_layers)))
         made = plain(target, reads=reads, hidden=job.hidden_size, intermediate=job.intermediate_size, taps=job.taps)
-        made = replace(made, clusters=clusters, cluster_top=top, position_offset=job.position_offset)
-    return replace(made, target_hash=target_hash)
+        made = replace(made, position_offset=job.position_offset)
+    return replace(made, clusters=clusters, cluster_top=max(1, clusters // 16), target_hash=target_hash)
 
 
 # ---- where the weights start
@@ -268,30 +260,18 @@ def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
 
 
 @torch.no_grad()
-def drawn_states(net: DrafterModule, model: TextModel, data: Sequences) -> tuple[Tensor, Tensor]:
-    """The drafter's states on `data`, and at each a token drawn from the full head's distribution."""
-    weights = {k: v.detach() for k, v in net.cast(model.dtype).items()}
-    g, _ = states(
-        model, net, weights, EvalHead(held_dense(model.head) if net.config.tied_to_target else weights["embed"]), data
-    )
-    drawn = []
-    for part in g.split(1024):
-        z = exact_logits(model, part) if net.config.tied_to_target else (part @ weights["embed"].T).float()
-        drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))
-    return g, torch.cat(drawn)
-
-
 def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int:
-    """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn
-    along. Returns the number of states looked at."""
-    g, token = drawn_states(net, model, data)
-    clusters = net.config.clusters
-    head = held_dense(model.head) if net.config.tied_to_target else net.weight("embed").to(g.dtype)
+    """Clusters of tokens that are likely in the same places, on `data`; centroids fitted to tokens drawn from the full
+    head's distribution before they learn along. Returns the number of states looked at."""
+    judge, clusters = Judge.of(model, net), net.config.clusters
+    g, _ = judge.states(data)
+    head, drawn = judge.head.rows, []
+    for part in g.split(1024):
+        z = exact_logits(model, part) if net.config.tied_to_target else (part @ head.T).float()
+        drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))
     order = likely_together(g[:: max(1, g.shape[0] // 300_000)], head, clusters)
-    fitted = fit_centroids(
-        g, cluster_of(order, clusters)[token], cluster_means(head, order, clusters), 300, 1e-2, 16384
-    )
-    with torch.no_grad():
-        net.weight("token_ordering").copy_(order)
-        net.weight("centroids").copy_(fitted)
+    label = cluster_of(order, clusters)[torch.cat(drawn)]
+    fitted = fit_centroids(g, label, cluster_means(head, order, clusters), 300, 1e-2, 16384)
+    net.weight("token_ordering").copy_(order)
+    net.weight("centroids").copy_(fitted)
     return int(g.shape[0])

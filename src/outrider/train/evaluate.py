@@ -7,7 +7,7 @@ only the anchors that decoding would: from an anchor with m matches, min(m, K) +
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.reference import ReferenceOps
+from ..ops.reference import ReferenceOps, as_tensor
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT, SamplingParams
 from .capture import capture
 from .clusters import cluster_of
-from .data import Sequences, make_batch, plan_epoch
+from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .export import Json
 from .losses import chunk_rows
 from .net import TrainNet
@@ -97,86 +97,105 @@ class Judged:
         ]
 
 
-@torch.no_grad()
-def judge_drafts(
-    model: TextModel,
-    net: TrainNet,
-    weights: dict[str, Tensor],
-    head: EvalHead,
-    data: Sequences,
-    most: int = MAX_DRAFT,
-    anchors: int = 16384,
-    tokens: int = 65536,
-    temperature: float = 0.0,
-    record: Recorded | None = None,
-    weigh: bool = False,
-) -> Judged:
-    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the
-    answers were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: how sure the
-    drafter was is wanted too."""
-    out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
-    confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
-    for which in plan_epoch(data, anchors, tokens, 0, 0):
-        batch = make_batch(data, which, 1).to(model.device)
-        count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
-        alive = batch.anchors[0]  # rows of [B·Tq]
-        right = torch.zeros(count * width, dtype=torch.int64, device=model.device)
-        sure = torch.zeros(count * width, most, device=model.device)
-        ends = torch.from_numpy(data.lengths[which]).to(model.device)
-        sampling = chosen_by(model, data, which, temperature)
-        for j, g in enumerate(net.unroll(weights, model, capture(model, batch.ids, net.taps), batch, most), 1):
-            b, at = batch.where(alive)
-            at = at + j + 1  # the position being guessed
-            inside = at < ends[b]
-            alive, b, at = alive[inside], b[inside], at[inside]
-            if not alive.numel():
-                break
-            states = g.reshape(count * width, -1)[alive]
-            choice, likely = head.choose(states, sampling.select(b), at, weigh)
-            if record is not None:
-                record.append((states, choice))
-            sure[alive, j - 1] = likely
-            alive = alive[choice == batch.ids[b, at]]
-            right[alive] += 1
-        grid, trust = right.view(count, width).cpu().numpy(), sure.view(count, width, most).cpu().numpy()
-        for row, i in enumerate(which):
-            lo = int(data.prompts[i]) - 1 - batch.first
-            hi = lo + int(data.lengths[i]) - 1 - int(data.prompts[i])
-            out[i], confidence[i] = grid[row, lo:hi], trust[row, lo:hi]
-    return Judged(out, confidence)
+@dataclass(frozen=True)
+class Judge:
+    """A drafter next to its target: the weights as they will be held, and the head that scores its states."""
+
+    model: TextModel
+    net: TrainNet
+    weights: dict[str, Tensor]
+    head: EvalHead
+
+    @staticmethod
+    def of(model: TextModel, net: TrainNet, full: bool = True) -> Judge:
+        """full: by all rows of the head, also where the drafter has clusters."""
+        weights = {k: v.detach() for k, v in net.cast(model.dtype, net.config.weight_bits).items()}
+        rows = as_tensor(model.head) if net.config.tied_to_target else weights["embed"]
+        if full or not net.config.clusters:
+            return Judge(model, net, weights, EvalHead(rows))
+        head = EvalHead(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top)
+        return Judge(model, net, weights, head)
+
+    def batches(self, data: Sequences) -> Iterator[tuple[np.ndarray, TrainBatch]]:
+        """On a CPU small ones: a batch ends when its last draft fails."""
+        anchors = 16384 if self.model.device.type == "cuda" else 1024
+        for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
+            yield which, make_batch(data, which, 1).to(self.model.device)
+
+    def unroll(self, batch: TrainBatch, steps: int) -> Iterator[Tensor]:
+        seen = capture(self.model, batch.ids, self.net.taps)
+        return self.net.unroll(self.weights, self.model, seen, batch, steps)
+
+    @torch.no_grad()
+    def drafts(
+        self,
+        data: Sequences,
+        most: int = MAX_DRAFT,
+        temperature: float = 0.0,
+        record: Recorded | None = None,
+        weigh: bool = False,
+    ) -> Judged:
+        """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the
+        answers were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: how sure
+        the drafter was is wanted too."""
+        out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
+        confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
+        device = self.model.device
+        for which, batch in self.batches(data):
+            count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
+            alive = batch.anchors[0]  # rows of [B·Tq]
+            right = torch.zeros(count * width, dtype=torch.int64, device=device)
+            sure = torch.zeros(count * width, most, device=device)
+            ends = torch.from_numpy(data.lengths[which]).to(device)
+            sampling = chosen_by(self.model, data, which, temperature)
+            for j, g in enumerate(self.unroll(batch, most), 1):
+                b, at = batch.where(alive)
+                at = at + j + 1  # the position being guessed
+                inside = at < ends[b]
+                alive, b, at = alive[inside], b[inside], at[inside]
+                if not alive.numel():
+                    break
+                states = g.reshape(count * width, -1)[alive]
+                choice, likely = self.head.choose(states, sampling.select(b), at, weigh)
+                if record is not None:
+                    record.append((states, choice))
+                sure[alive, j - 1] = likely
+                alive = alive[choice == batch.ids[b, at]]
+                right[alive] += 1
+            grid, trust = right.view(count, width).cpu().numpy(), sure.view(count, width, most).cpu().numpy()
+            for row, i in enumerate(which):
+                lo = int(data.prompts[i]) - 1 - batch.first
+                hi = lo + int(data.lengths[i]) - 1 - int(data.prompts[i])
+                out[i], confidence[i] = grid[row, lo:hi], trust[row, lo:hi]
+        return Judged(out, confidence)
+
+    def states(self, data: Sequences) -> tuple[Tensor, Tensor]:
+        """The drafter's states in each of the first four steps that counts [A, h], and what the head chose there
+        [A]."""
+        seen: Recorded = []
+        self.drafts(data, 4, record=seen)
+        return joined(seen)
+
+    @torch.no_grad()
+    def second_guesses(self, data: Sequences) -> float:
+        """How often the second best token is right where the best is wrong: the first guess behind every token of
+        greedy answers."""
+        missed, right = 0, 0
+        for _, batch in self.batches(data):
+            (g,) = self.unroll(batch, 1)
+            for part in batch.anchors[0].split(chunk_rows(g.device, 32 * len(self.head.rows))):
+                line, at = batch.where(part)
+                scores = (g.flatten(0, 1)[part] @ self.head.rows.T).float()
+                best = scores.topk(2).indices == batch.ids[line, at + 2][:, None]
+                missed += int((~best[:, 0]).sum())
+                right += int((best[:, 1] & ~best[:, 0]).sum())
+        return round(right / max(1, missed), 4)
 
 
 def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature: float) -> SamplingBatch:
     """How the answers of these sequences were chosen."""
     params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
     return SamplingBatch.build(params, [[]] * len(which), [[]] * len(which), model.config.vocab_size, model.device)
-
-
-@torch.no_grad()
-def second_guesses(
-    model: TextModel, net: TrainNet, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int
-) -> float:
-    """How often the second best token is right where the best is wrong: the first guess behind every token of greedy
-    answers, by all rows of the head."""
-    missed, right, vocab = 0, 0, head.shape[0]
-    for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
-        batch = make_batch(data, which, 1).to(model.device)
-        (g,) = net.unroll(weights, model, capture(model, batch.ids, net.taps), batch, 1)
-        for part in batch.anchors[0].split(chunk_rows(model.device, 32 * vocab)):
-            line, at = batch.where(part)
-            best = (g.flatten(0, 1)[part] @ head.T).float().topk(2).indices == batch.ids[line, at + 2][:, None]
-            missed += int((~best[:, 0]).sum())
-            right += int((best[:, 1] & ~best[:, 0]).sum())
-    return round(right / max(1, missed), 4)
-
-
-def states(
-    model: TextModel, net: TrainNet, weights: dict[str, Tensor], head: EvalHead, data: Sequences
-) -> tuple[Tensor, Tensor]:
-    """The drafter's states in each of the first four steps that counts [A, h], and what the head chose there [A]."""
-    seen: Recorded = []
-    judge_drafts(model, net, weights, head, data, 4, record=seen)
-    return joined(seen)
 
 
 def joined(seen: Recorded) -> tuple[Tensor, Tensor]:

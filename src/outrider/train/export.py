@@ -188,3 +188,11 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
+
+
+def read_json(path: Path) -> Json:
+    """Empty where there is no such file, or no JSON in it."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}

@@ -18,11 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .. import svg
 from ..models.inspect import model_size
-from ..ops.reference import as_tensor
 from ..spec import acceptance_profile as acceptance
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT
@@ -31,7 +29,7 @@ from ..weights import hub
 from .clusters import choose_top, recall_curve
 from .config import TrainConfig
 from .data import Sequences
-from .evaluate import EvalHead, Judged, Recorded, joined, judge_drafts, second_guesses, summary
+from .evaluate import Judge, Judged, Recorded, joined, summary
 from .export import Json, save_drafter
 from .model_card import model_card
 from .net import DrafterModule, TrainNet
@@ -41,43 +39,6 @@ from .trainer import write as write_checkpoint
 
 # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
 PASSES = 4
-CPU_ANCHORS = 1024  # small batches end when their last draft fails
-
-
-def views(net: TrainNet, target: TrainTarget) -> tuple[dict[str, Tensor], EvalHead, EvalHead | None]:
-    """The weights as they will be held, the full head and the clustered one, where the drafter has it."""
-    weights = {k: v.detach() for k, v in net.cast(target.model.dtype, net.config.weight_bits).items()}
-    rows = as_tensor(target.model.head) if net.config.tied_to_target else weights["embed"]
-    if not net.config.clusters:
-        return weights, EvalHead(rows), None
-    return (
-        weights,
-        EvalHead(rows),
-        EvalHead(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top),
-    )
-
-
-def judged(
-    target: TrainTarget,
-    net: TrainNet,
-    data: Sequences,
-    *,
-    most: int,
-    full: bool,
-    temperature: float = 0.0,
-    states: Recorded | None = None,
-    weigh: bool = False,
-) -> Judged:
-    """`states` gets the drafter's states and the head's choices of every step that counts."""
-    weights, whole, clustered = views(net, target)
-    anchors = 16384 if target.model.device.type == "cuda" else CPU_ANCHORS
-    head = whole if full or clustered is None else clustered
-    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature, states, weigh)
-
-
-def guess_rows(device: torch.device) -> int:
-    """Anchors a batch when second guesses are counted."""
-    return 8192 if device.type == "cuda" else CPU_ANCHORS
 
 
 def scored(result: Judged, most: int) -> Json:
@@ -92,7 +53,7 @@ def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: floa
     there are both."""
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {
-        kind: scored(judged(target, net, mine, most=8, full=kind, temperature=0.0 if kind else temperature), 8)
+        kind: scored(Judge.of(target.model, net, full=kind).drafts(mine, 8, 0.0 if kind else temperature), 8)
         for kind, mine in kinds.items()
         if len(mine)
     }
@@ -159,22 +120,20 @@ def finish(
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     if len(cold) and not quick:
         states: Recorded = []
-        last = judged(target, net, cold, most=MAX_DRAFT, full=True, states=states, weigh=not net.config.clusters)
+        full = Judge.of(target.model, net)
+        last = full.drafts(cold, record=states, weigh=not net.config.clusters)
         result["full"] = scored(last, MAX_DRAFT)
         if isinstance(net, DrafterModule) and net.config.clusters:
-            weights = views(net, target)[0]
-            curve = recall_curve(*joined(states), weights["centroids"], weights["token_ordering"])
+            curve = recall_curve(*joined(states), full.weights["centroids"], full.weights["token_ordering"])
             net.config = replace(net.config, cluster_top=job.cluster_top or choose_top(curve, job.cluster_recall).top)
             result["recall"] = [asdict(r) for r in curve]
-            last = judged(target, net, cold, most=MAX_DRAFT, full=False, weigh=True)
+            last = Judge.of(target.model, net, full=False).drafts(cold, weigh=True)
             result["clustered"] = scored(last, MAX_DRAFT)
         traces = last.traces(cold, ["all"] * len(cold), job.kind)
-        weights, whole, _ = views(net, target)
-        result["second_guess"] = second_guesses(
-            target.model, net, weights, whole.rows, cold, guess_rows(target.model.device)
-        )
+        result["second_guess"] = full.second_guesses(cold)
         if len(hot):
-            result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.temperature), 8)
+            drafting = Judge.of(target.model, net, full=False)
+            result["sampled"] = scored(drafting.drafts(hot, 8, job.temperature), 8)
     if job.kind == "dflash":
         result["draft_unit"] = "pass"
     result["draft_step_share"] = round(net.size.step / model_size(target.config).active, 4)

@@ -1,26 +1,31 @@
 """What a run will do in its time: one forecast, made in seconds before anything long begins.
 
-It rests on two measured figures of the machine (operations and bytes per second) and on counted operations. The
-same forecast is shown, decides whether the run begins, and gives the shortest `--minutes` that would do, so the
-three cannot contradict each other.
+It rests on measured figures of the machine, taken as it is loaded now (memory.MachineSpeed), and on counted
+operations. The same forecast is shown, decides whether the run begins, and gives the shortest `--minutes` that would
+do, so the three cannot contradict each other.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
 
 from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig, ModelConfig
+from ..models.inspect import model_size
 from ..types import OutriderError
-from .memory import Sizes, Work, product_rate
+from ..weights.load import load_drafter
+from ..weights.sizes import StoredSize
+from .answers import CPU_SLOTS
+from .block_net import block_config, new_block
+from .config import TrainConfig
+from .design import new_drafter
+from .memory import EFFICIENCY, MachineSpeed, Sizes, Work, choose_sizes, free_bytes, torch_dtype
 
 FEWEST_STEPS, FEWEST_TOKENS = 50, 2000  # a drafter learns nothing from less
 HANDFUL = 10  # steps: a timed run that made fewer has failed
-EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step reaches
 OP_SECONDS = 1.5e-5  # that torch takes to start an operation
 ANSWER_SHARE, CPU_ANSWER_SHARE = 0.4, 0.25  # of the minutes, where answer_minutes does not say: a CPU learns slowly
 # of the minutes, at most; passes over the held-out answers, with a reserve of a half
@@ -35,20 +40,38 @@ HELD_SHARE = 0.2  # of the answers, held out
 
 
 @dataclass(frozen=True)
-class MachineSpeed:
-    rate: float  # operations per second of large matrix products
-    bandwidth: float  # bytes per second
+class RunPlan:
+    """The drafter of a run, what training it costs, how fast this machine is, and the sizes that follow."""
+
+    drafter: DrafterConfig | BlockConfig
+    work: Work
+    speed: MachineSpeed
+    sizes: Sizes
 
     @staticmethod
-    def measure(device: str, dtype: torch.dtype, width: int) -> MachineSpeed:
-        """About half a second of products and of reading memory."""
-        block = torch.ones(1 << 24)
-        taken = []
-        for _ in range(4):
-            began = time.perf_counter()
-            block.sum()
-            taken.append(time.perf_counter() - began)
-        return MachineSpeed(product_rate(device, dtype, width), block.nbytes / min(taken))
+    def of(job: TrainConfig, target: ModelConfig, tokens: int) -> RunPlan:
+        """For data of so many tokens."""
+        item = torch_dtype(job).itemsize
+        drafter: DrafterConfig | BlockConfig
+        if job.kind != "mtp":
+            drafter = new_block(job, target) if job.init is None else block_config(job.init, target)
+            work = Work.of_block(drafter, target, job.unroll, item, job.anchor_share)
+        else:
+            init = job.init
+            drafter = new_drafter(job, target, None) if init is None else load_drafter(init, "cpu", torch.float32)[0]
+            work = Work.of(drafter, target, job.unroll, item)
+        speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
+        sizes = choose_sizes(
+            work,
+            target.vocab_size,
+            cuda=job.cuda,
+            free=free_bytes(job.device),
+            speed=speed,
+            item=item,
+            tokens=tokens,
+            anchors=job.batch_anchors,
+        )
+        return RunPlan(drafter, work, speed, sizes)
 
 
 @dataclass(frozen=True)
@@ -64,39 +87,33 @@ class RunCosts:
     tokens: float  # of answers that the prompts can give
 
     @staticmethod
-    def of(
-        speed: MachineSpeed,
-        work: Work,
-        sizes: Sizes,
-        drafter: DrafterConfig | BlockConfig,
-        target: ModelConfig,
-        *,
-        unroll: int,
-        accumulate: int,
-    ) -> RunCosts:
-        """Everything but loading and answering, which depend on the files."""
-        rate = speed.rate * EFFICIENCY
-        vocab = target.vocab_size
+    def of(job: TrainConfig, made: RunPlan, target: ModelConfig, stored: StoredSize, tokens: float) -> RunCosts:
+        """`stored`: the target's weights on disk; `tokens` of answers that the prompts can give. The weights of a
+        target that answers are read once for all sequences of a step."""
+        drafter, work, speed, sizes = made.drafter, made.work, made.speed, made.sizes
+        rate, vocab = speed.rate * EFFICIENCY, target.vocab_size
         width = 0 if isinstance(drafter, BlockConfig) else drafter.backbone_hidden * (2 + len(drafter.taps))
-        passes = 1 if isinstance(drafter, BlockConfig) and drafter.kind == "dflash" else unroll
+        passes = 1 if job.kind == "dflash" else job.unroll
         operations = 3.0 * passes * (30.0 * len(drafter.layers) + 40.0)
-        step = sizes.anchors * work.anchor(sizes.scored or vocab, sizes.keep) / rate + operations * OP_SECONDS
+        step = sizes.anchors * work.anchor_seconds(speed, sizes.scored or vocab, sizes.keep) + operations * OP_SECONDS
         kmeans = KMEANS_ROUNDS * 2.0 * vocab * drafter.clusters * min(KMEANS_WIDTH, target.hidden)
         fit = FIT_TOKENS * max(sizes.anchors, FIT_ROWS) * work.target * (2 if target.qkv_bias else 1) + 5.0 * width**3
-        capture = 1.5 * work.target / rate if sizes.keep else 0.0
-        evaluate = (work.target + 8.0 * vocab * drafter.head_hidden) / rate
-        return RunCosts(0.0, (kmeans + fit) / rate, 0.0, capture, accumulate * step, evaluate, 0.0)
+        slots = job.slots or CPU_SLOTS
+        answer = max(stored.token / speed.bandwidth, 2.0 * slots * model_size(target).active / rate)
+        return RunCosts(
+            load=2 * stored.parameters / LOAD_RATE,
+            start=(kmeans + fit) / rate,
+            answer=1e-12 if job.texts else (answer + ANSWER_STEP_SECONDS) / slots,
+            capture=1.5 * work.target / rate if sizes.keep else 0.0,
+            step=job.grad_accumulation * step,
+            evaluate=(work.target + 8.0 * vocab * drafter.head_hidden) / rate,
+            tokens=tokens,
+        )
 
     def seconds(self, answered: float, steps: float) -> float:
         """Of a run that makes these answers and steps."""
         finish = FINISH_PASSES * HELD_SHARE * answered * self.evaluate + EXPORT_SECONDS
         return self.load + self.start + answered * (self.answer + self.capture) + steps * self.step + finish
-
-
-def answer_cost(speed: MachineSpeed, *, token_bytes: float, weights: float, slots: int) -> float:
-    """Seconds per token where `slots` sequences are answered at a time: the weights are read once for all of them."""
-    step = max(token_bytes / speed.bandwidth, 2.0 * slots * weights / (speed.rate * EFFICIENCY))
-    return (step + ANSWER_STEP_SECONDS) / slots
 
 
 @dataclass(frozen=True)

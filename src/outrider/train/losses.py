@@ -37,6 +37,7 @@ from ..types import OutriderError
 CHUNK_BYTES, CPU_CHUNK_BYTES = 1 << 30, 1 << 25
 LIKELY = 8  # tokens of each of the target's distributions that the loss must look at
 RANDOM_SHARE = 0.25  # of the scored tokens that are drawn from the others
+CPU_LOSS_ROWS = 64  # of logits that plain torch passes over some twenty times: they shall stay in the cache
 
 
 def chunk_rows(device: torch.device, row_bytes: int) -> int:
@@ -208,6 +209,7 @@ class HeadLoss(torch.autograd.Function):
         back = torch.empty_like(g)
         own = torch.zeros(head.shape, dtype=torch.float32, device=g.device) if ctx.needs_input_grad[1] else None
         step = chunk_rows(g.device, g.element_size() * vocab)
+        step = step if g.is_cuda else min(step, CPU_LOSS_ROWS)
         for lo in range(0, count, step):
             hi = min(count, lo + step)
             z = g[lo:hi] @ head.T  # [chunk, V], becomes its own gradient

@@ -9,6 +9,7 @@ seconds. The choices are written to OUT/sizes.json: a run that continues keeps t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
 from ..spec.block_load import draft_size
 from .config import TrainConfig
+from .losses import CPU_LOSS_ROWS, LossMix, row_terms
 
 GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
 CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
@@ -26,6 +28,8 @@ CPU_STEP_SECONDS = 2.0  # that a batch shall take on a CPU
 USUAL_LENGTH = 512  # tokens of a sequence, where memory depends on it
 SHARE = 0.4  # of the free memory that a batch may take; the same again is left to others
 KEEP_SHARE = 0.25  # of the free memory that captured states may take
+EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step's products reach
+BUSY = 1.3  # times as long as the quickest: what a product takes on average where others use the machine too
 
 
 def free_bytes(device: str) -> int:
@@ -44,11 +48,38 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class MachineSpeed:
+    rate: float  # operations per second of large matrix products
+    bandwidth: float  # bytes per second
+    pair: float = 0.0  # seconds of a row and a scored token in the loss, products apart
+
+    @staticmethod
+    def measure(device: str, dtype: torch.dtype, width: int) -> MachineSpeed:
+        """Half a second, some three where others use the machine too: their share of it is taken off."""
+        block = torch.ones(1 << 24)
+        moved = block.nbytes / min(seconds_of(block.sum) for _ in range(4))
+        rate, share = product_rate(device, dtype, width)
+        if device.startswith("cuda"):
+            return MachineSpeed(rate, moved)
+        z, best = torch.zeros(CPU_LOSS_ROWS, CPU_SCORED), torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
+        mix = LossMix().rows(len(z), z.device)
+        pair = min(seconds_of(lambda: row_terms(z, z, best, z[:, 0], mix)) for _ in range(6)) / z.numel()
+        return MachineSpeed(rate, moved * share, pair / share)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
 class Work:
     """What training costs, in floating-point operations and bytes."""
 
     body: float  # operations an anchor: forward and backward of all unrolled steps without the head
     head: float  # operations an anchor and scored token
+    rows: float  # of an anchor in the loss
     target: float  # operations a token of the target's forward
     row_bytes: float  # an anchor's activations
     token_bytes: float  # of a captured token that is kept
@@ -63,6 +94,7 @@ class Work:
         return Work(
             6.0 * drafter_size(config).body * unroll,
             (4.0 * unroll + 2.0) * config.head_hidden,
+            unroll,
             2.0 * model_size(target).active,
             float(item * unroll * (layer + 4 * wide)),
             float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
@@ -78,6 +110,7 @@ class Work:
         return Work(
             6.0 * draft_size(config).body * rows,
             (4.0 * unroll * share + 2.0) * config.hidden,
+            unroll * share,
             2.0 * model_size(target).active,
             float(item * (rows * layer + 2 * (unroll + 2) * config.hidden + 2 * streams)),
             float(item * streams + 64),
@@ -87,38 +120,52 @@ class Work:
         """Operations an anchor. Of the sequences it has one and a half tokens: prompts are read, not drafted from."""
         return self.body + self.head * scored + (0.0 if kept else self.target * 1.5)
 
+    def anchor_seconds(self, speed: MachineSpeed, scored: int, kept: bool) -> float:
+        return self.anchor(scored, kept) / (speed.rate * EFFICIENCY) + self.rows * scored * speed.pair
+
     def anchor_bytes(self, scored: int, item: int) -> float:
         return self.row_bytes + 2.0 * item * scored  # activations; the teacher's distribution and a gathered copy
 
 
 def choose_sizes(
-    work: Work, vocab: int, *, cuda: bool, free: int, rate: float, item: int, tokens: int, anchors: int | None = None
+    work: Work,
+    vocab: int,
+    *,
+    cuda: bool,
+    free: int,
+    speed: MachineSpeed,
+    item: int,
+    tokens: int,
+    anchors: int | None = None,
 ) -> Sizes:
-    """`free` bytes, `rate` operations a second, `tokens` in the data; `anchors`: as asked for, still cut to what
-    fits."""
+    """`free` bytes, `tokens` in the data; `anchors`: as asked for, still cut to what fits."""
     scored = 0 if cuda or vocab <= 2 * CPU_SCORED else CPU_SCORED
     keep = not cuda and work.token_bytes * tokens < KEEP_SHARE * free
     room = SHARE * free - (KEEP_SHARE * free if keep else 0.0) * 0.5
     fit = int(room / max(1.0, work.anchor_bytes(scored or vocab, item)))
     if anchors is None:
-        anchors = GPU_ANCHORS if cuda else int(CPU_STEP_SECONDS * rate / work.anchor(scored or vocab, keep))
+        anchors = GPU_ANCHORS if cuda else int(CPU_STEP_SECONDS / work.anchor_seconds(speed, scored or vocab, keep))
         anchors = min(anchors, GPU_ANCHORS) // FEWEST_ANCHORS * FEWEST_ANCHORS
     return Sizes(max(FEWEST_ANCHORS, min(anchors, fit)), scored, keep)
 
 
-def product_rate(device: str, dtype: torch.dtype, width: int, seconds: float = 0.2) -> float:
-    """Operations a second of matrix products of the drafter's shape, measured for a moment."""
+def product_rate(device: str, dtype: torch.dtype, width: int, seconds: float = 0.2) -> tuple[float, float]:
+    """Operations a second of matrix products of the drafter's shape, and what share that is of the quickest product's
+    rate: 1 on a machine that is otherwise idle. Where others use it too it is measured for ten times as long: what a
+    process gets of a busy machine in an instant says nothing."""
     a, b = (torch.ones((n, width), dtype=dtype, device=device) for n in (512, 2048))
     a @ b.T
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
+    began = at = time.perf_counter()
+    count, quickest, total = 0, float("inf"), 0.0
+    while total < seconds or (total > BUSY * count * quickest and total < 10 * seconds):
         a @ b.T
-        count += 1
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-    return count * 2.0 * 512 * 2048 * width / (time.perf_counter() - began)
+        before, at, count = at, time.perf_counter(), count + 1
+        quickest, total = min(quickest, at - before), at - began
+    return count * 2.0 * 512 * 2048 * width / total, count * quickest / total
 
 
 def torch_dtype(config: TrainConfig) -> torch.dtype:

@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.block_config import BlockConfig
-from ..models.compat import bind
+from ..models.compat import bind, fits
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize, drafter_size
 from ..models.layers import inverse_frequencies
 from ..ops.reference import activation
+from ..types import OutriderError
+from ..weights.load import as_tensors, load_drafter
 from ..weights.names import TensorPlan, tensor_plan
 from .capture import CapturedStates, causal_attention, spread_heads
 from .data import TrainBatch
@@ -177,6 +179,15 @@ class DrafterModule(TrainNet):
         for j in range(1, steps + 1):
             g, hidden = self.step(w, ctx, embedded[:, j : j + width], hidden)
             yield g
+
+
+def load_mtp(drafter: str, target: ModelConfig | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """An MTP drafter's configuration and dense weights; OutriderError where it does not fit the target."""
+    config, weights = load_drafter(drafter, "cpu", torch.float32)
+    reason = None if target is None else fits(config, target)
+    if reason is not None:
+        raise OutriderError(f"{drafter} does not fit the target: {reason}")
+    return config, as_tensors(weights)
 
 
 def four_bits(w: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Everything lives in one folder and every stage continues where it stopped:
 
     OUT/run.json         whose run this is: the target's hash and the settings it was begun with
+    OUT/forecast.json    what the minutes were expected to bring, and the costs behind it
     OUT/prompts.npz      encoded prompts
     OUT/answers.jsonl    the target's answers, appended as they end (answers-R.jsonl of several processes)
     OUT/data.npz         prompts with answers, once answering is over
@@ -26,39 +27,32 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from ..models.block_config import BlockConfig
-from ..models.compat import fits
-from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import model_size
 from ..prompts import read_prompts
 from ..types import OutriderError
-from ..weights.load import as_tensors, load_drafter
 from ..weights.sizes import stored_size
 from . import design, finish
-from .answers import CPU_SLOTS, Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
-from .block_net import block_config, new_block, start_block
+from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
+from .block_net import start_block
 from .clock import Budget, Stop, listening
 from .config import CHANGEABLE, Say, TrainConfig
 from .data import Sequences, file_hash, make_batch, plan_epoch
-from .export import write_json
+from .export import read_json, write_json
 from .forecast import (
     ANSWER_SHARE,
     CPU_ANSWER_SHARE,
-    EFFICIENCY,
     EXPORT_SECONDS,
     FINISH_SHARE,
     HANDFUL,
-    LOAD_RATE,
-    MachineSpeed,
+    Forecast,
     RunCosts,
-    answer_cost,
+    RunPlan,
     check,
 )
 from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
-from .memory import Sizes, Work, choose_sizes, free_bytes, torch_dtype
-from .net import DrafterModule, TrainNet
+from .memory import Sizes, torch_dtype
+from .net import DrafterModule, TrainNet, load_mtp
 from .parallel import TrainGroup, process_group
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row
@@ -88,13 +82,6 @@ def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) 
             return run.whole()
         finally:
             run.spend(0.0)
-
-
-def read_json(path: Path) -> Row:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
 
 
 class TrainRun:
@@ -246,39 +233,36 @@ class TrainRun:
         return Sequences.load(kept)
 
     def answer(self, known: Described, prompts: Sequences, path: Path) -> None:
-        """The target's answers into `path`."""
-        job = self.job
-        weights = category_weights(job, prompts)
-        tasks = plan_tasks(len(prompts), self.held(prompts), job, weights)
-        tasks = tasks[self.group.rank :: self.group.world]
+        """The target's answers into `path`, or by several processes into files of their own, whose loading then counts
+        as answering."""
+        job, tasks = self.job, self.tasks(prompts)[self.group.rank :: self.group.world]
         longest = int(prompts.lengths.max()) + job.max_new
+        made, took = 0, 1e-9
+
+        def report(done: int, count: int, tokens: int, seconds: float) -> None:
+            nonlocal made, took
+            made, took = tokens, max(seconds, 1e-9)
+            self.progress("answering", done, count, f"{tokens} tokens, {tokens / took:.0f} tok/s")
+
         self.progress("loading the engine", 0, 1, "")
-        if job.answer_processes > 1 and self.group.world == 1:
-            self.answer_by_many(known, tasks, longest)
-            return
-        tasks, made = undone(job.out, tasks), 0
-        with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
-            began = time.perf_counter()
+        several = job.answer_processes > 1 and self.group.world == 1
+        if several:
+            ends = time.time() + min(self.answer_seconds, 1e9)
+            shares = [
+                AnswerShare(job, known.name, longest, mine, own, ends)
+                for own, mine in shared_out(job.out, tasks, job.answer_processes)
+            ]
+            answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
+        else:
+            with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
+                ends, left = time.perf_counter() + self.answer_seconds, undone(job.out, tasks)
+                answer_to_file(engine, prompts, left, job.max_new, path, report=report, deadline=ends, stop=self.stop)
+        by = f" with {job.answer_processes} processes" if several else ""
+        self.say(f"answered {made} tokens in {took:.0f} s{by}, {made / took:.0f} tok/s")
 
-            def report(done: int, count: int, tokens: int, seconds: float) -> None:
-                nonlocal made
-                made = tokens
-                self.progress("answering", done, count, f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
-
-            deadline = began + self.answer_seconds
-            answer_to_file(engine, prompts, tasks, job.max_new, path, report=report, deadline=deadline, stop=self.stop)
-            took = time.perf_counter() - began
-            self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
-
-    @property
-    def answer_seconds(self) -> float:
-        """Most that answering may still take."""
-        limit = (
-            60 * self.job.answer_minutes
-            if self.job.answer_minutes is not None
-            else self.answer_share * self.budget.seconds
-        )
-        return min(limit, self.budget.left)
+    def tasks(self, prompts: Sequences) -> list[Task]:
+        """All answers that are wanted."""
+        return plan_tasks(len(prompts), self.held(prompts), self.job, category_weights(self.job, prompts))
 
     @property
     def answer_share(self) -> float:
@@ -288,82 +272,31 @@ class TrainRun:
             return min(1.0, job.answer_minutes / job.minutes)
         return ANSWER_SHARE if job.cuda else CPU_ANSWER_SHARE
 
-    def answer_by_many(self, known: Described, tasks: list[Task], longest: int) -> None:
-        """As `answer`, by several processes. Their loading counts as answering."""
-        job, made, took = self.job, 0, 0.0
-
-        def report(done: int, count: int, tokens: int, seconds: float) -> None:
-            nonlocal made, took
-            made, took = tokens, seconds
-            self.progress("answering", done, count, f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
-
-        ends = time.time() + min(self.answer_seconds, 1e9)
-        shares = [
-            AnswerShare(job, known.name, longest, mine, path, ends)
-            for path, mine in shared_out(job.out, tasks, job.answer_processes)
-        ]
-        answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
-        self.say(
-            f"answered {made} tokens in {took:.0f} s with {job.answer_processes} processes, "
-            f"{made / max(took, 1e-9):.0f} tok/s"
-        )
+    @property
+    def answer_seconds(self) -> float:
+        """Most that answering may still take."""
+        asked = self.job.answer_minutes
+        return min(self.answer_share * self.budget.seconds if asked is None else 60 * asked, self.budget.left)
 
     def foresee(self, known: Described, prompts: Sequences) -> None:
         """Says what the time allows and refuses what it does not, before anything is loaded. A GPU and several
         processes are fast enough; a run that goes on has been told."""
         job = self.job
-        if self.counts or self.group.world > 1 or job.cuda:
-            self.counts = True
-            return
-        held = self.held(prompts)
-        count = 0 if job.texts else len(plan_tasks(len(prompts), held, job, category_weights(job, prompts)))
-        tokens = float(count * job.max_new)
-        config, work, speed, sizes = self.choose(known.config, int(tokens) + int(prompts.lengths.sum()))
-        costs = RunCosts.of(
-            speed, work, sizes, config, known.config, unroll=job.unroll, accumulate=job.grad_accumulation
-        )
-        stored = stored_size(known.files, known.config)
-        slots = job.slots or CPU_SLOTS
-        answer = answer_cost(speed, token_bytes=stored.token, weights=model_size(known.config).active, slots=slots)
-        costs = replace(costs, load=2 * stored.parameters / LOAD_RATE, answer=answer, tokens=tokens)
-        if job.texts:
-            costs = replace(costs, answer=1e-12, tokens=float(prompts.answer_tokens))
-        if job.minutes is not None:
-            self.say(check(costs, job.minutes, self.budget.spent, self.answer_share))
-        else:
-            whole = costs.seconds(tokens, job.steps)
-            self.say(
-                f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at "
-                f"any moment"
-            )
+        if not self.counts and self.group.world == 1 and not job.cuda:
+            answers = 0 if job.texts else len(self.tasks(prompts)) * job.max_new
+            chosen = RunPlan.of(job, known.config, answers + int(prompts.lengths.sum()))
+            tokens = float(prompts.answer_tokens if job.texts else answers)
+            costs = RunCosts.of(job, chosen, known.config, stored_size(known.files, known.config), tokens)
+            if job.minutes is not None:
+                made = Forecast.of(costs, 60 * job.minutes - self.budget.spent, self.answer_share)
+                write_json(job.out / "forecast.json", {**asdict(made), "costs": asdict(costs)})
+                self.say(check(costs, job.minutes, self.budget.spent, self.answer_share))
+            else:
+                self.say(
+                    f"this will take about {costs.seconds(tokens, job.steps) / 60:.0f} minutes here; --minutes N ends "
+                    f"it in time, Ctrl-C saves it at any moment"
+                )
         self.counts = True
-
-    def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig | BlockConfig, Work, MachineSpeed, Sizes]:
-        """For data of so many tokens: the drafter, what training it costs, how fast this machine is, and the sizes."""
-        job, item = self.job, torch_dtype(self.job).itemsize
-        config: DrafterConfig | BlockConfig
-        if job.kind != "mtp":
-            block = new_block(job, target) if job.init is None else block_config(job.init, target)
-            config, work = block, Work.of_block(block, target, job.unroll, item, job.anchor_share)
-        else:
-            mtp = (
-                design.new_drafter(job, target, None)
-                if job.init is None
-                else load_drafter(job.init, "cpu", torch.float32)[0]
-            )
-            config, work = mtp, Work.of(mtp, target, job.unroll, item)
-        speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
-        sizes = choose_sizes(
-            work,
-            target.vocab_size,
-            cuda=job.cuda,
-            free=free_bytes(job.device),
-            rate=speed.rate * EFFICIENCY,
-            item=item,
-            tokens=tokens,
-            anchors=job.batch_anchors,
-        )
-        return config, work, speed, sizes
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
     def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
@@ -442,7 +375,7 @@ class TrainRun:
         """Chosen once a run: a run that continues must make the batches it made before."""
         path = self.job.out / "sizes.json"
         if self.group.first and not path.exists():
-            sizes = self.choose(target.config, int(data.lengths.sum()))[-1]
+            sizes = RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes
             keep = sizes.keep and not self.job.shard_target  # a divided target is run by everybody at every step
             write_json(path, asdict(replace(sizes, keep=keep)))
         self.group.wait()
@@ -456,12 +389,9 @@ class TrainRun:
         if job.kind != "mtp":
             return start_block(job, target, data, self.say)
         if job.init is not None:
-            config, weights = load_drafter(job.init, "cpu", torch.float32)
-            reason = fits(config, target.config)
-            if reason is not None:
-                raise OutriderError(f"--init {job.init}: {reason}")
+            config, weights = load_mtp(job.init, target.config)
             net = DrafterModule(replace(config, target_hash=target.hash), target.config, job.seed)
-            net.load(as_tensors(weights))
+            net.load(weights)
             net.to(model.device)
             if job.recluster and config.clusters and not (job.out / "checkpoint.pt").exists():
                 some = data.select(np.random.default_rng(3).permutation(len(data))[:2500])

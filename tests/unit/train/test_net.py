@@ -32,7 +32,7 @@ LENGTH = 20  # beyond the tiny sliding window
 def designs(config):
     if config.family == "llama":
         yield design.plain(config, reads=(0, 2, 2), taps=(0, 1), intermediate=20, clusters=16, cluster_top=4)
-        yield design.plain(config, reads=(1,), hidden=24, intermediate=20, position_offset=1)
+        yield replace(design.plain(config, reads=(1,), hidden=24, intermediate=20), position_offset=1)
     else:
         yield design.gemma(config, hidden=24, intermediate=20, clusters=16, cluster_top=4)
         yield design.plain(config, reads=config.kv_layers[-2:], intermediate=20)
