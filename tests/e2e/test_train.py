@@ -83,11 +83,16 @@ def log(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path]) -> None:
+def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """And a drafter that came without a card gets one."""
     target, data, out = world
+    bare = shutil.copytree(out / "drafter", tmp_path / "bare", ignore=shutil.ignore_patterns(acceptance_profile.FILE))
     rows = [r for r in log(out) if "loss" in r]
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
-    result = evaluate_drafter(str(target), str(out / "drafter"), EvalRequest(data, max_new=32), say=QUIET)
+    result = evaluate_drafter(str(target), str(bare), EvalRequest(data, max_new=32), card=True, say=QUIET)
+    print_of = json.loads((out / "drafter" / acceptance_profile.FILE).read_text())["weights"]
+    card = acceptance_profile.read(bare, print_of)
+    assert card is not None and card.second == result["second_guess"] and card.judged > 100
     assert set(result["tokens_per_cycle"]) == set(range(1, 17)) and set(result["by_category"]) == {"a", "b"}
     assert result["tokens_per_cycle"][4] > lookup_tokens_per_cycle(Sequences.load(out / "data.npz"), 4) + 0.3
     assert all(

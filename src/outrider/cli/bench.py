@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from ..config import LoadSettings, parse_tree
 from ..types import OutriderError
@@ -50,9 +49,6 @@ class BenchOptions:
         False
     )
     history: Annotated[Path | None, "Append the summary to a file in this folder (benchmarks/history)."] = None
-    record_traces: Annotated[Path | None, "Instead of timing: record a trace of every answer into this file."] = None
-    simulate: Annotated[Path | None, "Instead of timing: replay these traces at this machine's costs."] = None
-    card: Annotated[Path | None, "Instead of timing: write the drafter's acceptance.json from these traces."] = None
     seed: common.Seed = 0
     as_json: common.AsJson = False
 
@@ -80,12 +76,6 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     load = replace(load, drafter=guessers[0], tree=trees[0] if len(trees) == 1 else "auto", seed=asked.seed)
     if load.tensor_parallel > 1 and len(guessers) > 1:
         raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
-    if asked.simulate is not None:
-        _simulate(asked.model, asked.simulate, load, asked.as_json)
-        return
-    if asked.card is not None:
-        _card(asked.model, guessers[0], asked.card)
-        return
     ks = _ks(asked.draft_tokens)
     temperatures = common.numbers(asked.temperature, float, "--temperature")
     batches = common.numbers(asked.batch, int, "--batch")
@@ -100,9 +90,6 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
         prompts += [p for p in workloads.load_graded(asked.quality, asked.data) if p.id not in known]
     if asked.max_tokens is not None:
         prompts = [replace(p, max_tokens=min(p.max_tokens, asked.max_tokens)) for p in prompts]
-    if asked.record_traces is not None:
-        _record(asked.model, prompts, asked.record_traces, temperatures[0], asked.seed, load)
-        return
     from .. import __version__
     from ..bench import harness
     from ..spec.cost import machine_name
@@ -240,75 +227,6 @@ def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ..
     return (["plain"] if 0 in ks else []) + [
         name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)
     ]
-
-
-def _record(model: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, load: LoadSettings) -> None:
-    from ..bench import traces
-    from ..spec.simulate import read_traces, write_traces
-
-    done = {t.id for t in read_traces(path)} if path.exists() else set()
-    llm = common.load_llm(model, replace(load, tree="off"))  # a trace is the run of a line
-    left = [p for p in prompts if p.id not in done]
-    with _bar() as progress:
-        task = progress.add_task("traces", total=len(left))
-        for prompt in left:
-            progress.update(task, description=prompt.id)
-            trace = traces.record(llm, prompt, temperature, seed)
-            if trace is not None:
-                write_traces(path, [trace])
-            progress.advance(task)
-    out.print(f"{len(left)} prompts recorded into {path} ({len(done)} were there)")
-
-
-def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None:
-    """By category, each with a controller that has seen nothing, and over all."""
-    from ..spec.simulate import compare, read_traces
-
-    traces = list(read_traces(path))
-    if not traces:
-        raise OutriderError(f"{path}: holds no traces")
-    controller = common.load_llm(model, load, as_json).engine.controller
-    table = Table(
-        "category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt"
-    )
-    found = {}
-    for category in ["all", *dict.fromkeys(t.category for t in traces)]:
-        chosen = [t for t in traces if category in ("all", t.category)]
-        names = tuple(dict.fromkeys([*(t.drafter for t in chosen), "ngram"]))
-        one = found[category] = compare(chosen, controller.cost, controller.fresh(names))
-        table.add_row(
-            category,
-            str(len(chosen)),
-            f"{one.speedup:.2f}x",
-            f"{one.of_static:.1%}",
-            f"{one.of_clairvoyant:.1%}",
-            f"{one.best_fixed[0]} K={one.best_fixed[1]}",
-            f"{one.of_best_fixed:.1%}",
-            f"{one.worst[1]:.3f}x {one.worst[0]}",
-        )
-    if as_json:
-        print(json.dumps({name: asdict(one) for name, one in found.items()}))
-    else:
-        Console(width=max(out.width, 120), highlight=False).print(table)
-
-
-def _card(model: str, drafter: str, path: Path) -> None:
-    from ..spec import acceptance_profile
-    from ..spec.simulate import read_traces
-    from ..weights import hub
-    from ..weights.files import fingerprint
-
-    where: str | None = drafter
-    if drafter == "auto":
-        where, why = hub.auto_drafter(model)
-        if where is None:
-            raise OutriderError(why)
-    files = hub.resolve(str(where), kind="drafter")
-    before = acceptance_profile.read(Path(files.path), fingerprint(files))  # traces say nothing of second guesses
-    made = acceptance_profile.measure(
-        read_traces(path), fingerprint(files), before.second if before is not None else None
-    )
-    out.print(f"{acceptance_profile.write(Path(files.path), made)}: {made.judged} tokens judged")
 
 
 def _accelerator(device: str | None) -> str | None:

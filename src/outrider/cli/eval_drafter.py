@@ -27,6 +27,7 @@ class EvalOptions:
     raw: Annotated[bool, "No chat template."] = False
     full_head: Annotated[bool, "Score the whole vocabulary even if the drafter has a clustered head."] = False
     slots: Annotated[int | None, "Prompts answered at a time. Default: 8, on a GPU 256."] = None
+    card: Annotated[bool, typer.Option("--card", help="Write acceptance.json into the drafter's folder.")] = False
     as_json: common.AsJson = False
 
 
@@ -50,7 +51,8 @@ def eval_drafter(asked: EvalOptions, load: LoadSettings) -> None:
     wanted = EvalRequest(
         asked.prompts, asked.limit, asked.max_tokens, asked.temperature, chat, many, device=where, dtype=dtype
     )
-    result = evaluate_drafter(asked.model, asked.drafter, wanted, asked.full_head, common.teller(asked.as_json))
+    say = common.teller(asked.as_json)
+    result = evaluate_drafter(asked.model, asked.drafter, wanted, asked.full_head, asked.card, say)
     if asked.as_json:
         out.print_json(data=result)
         return

@@ -5,8 +5,8 @@ were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged
 [how many of them were judged at each position: the prior is as strong as that], "second": how often its second best
 token is right where the best is wrong; null: not measured}
 
-Made from recorded traces (`outrider bench MODEL --record-traces FILE`, then `--card FILE`). A card of other weights is
-not used: without one the controller starts from neutral figures and learns the same within some hundred tokens.
+Made by `outrider train` and `outrider eval-drafter --card`. A card of other weights is not used: without one
+the controller starts from neutral figures and learns the same within some hundred tokens.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Re
     return min(good, key=lambda r: r.weights) if good else max(allowed, key=lambda r: r.recall)
 
 
+@torch.enable_grad()
 def fit_centroids(
     g: Tensor, label: Tensor, centroids: Tensor, steps: int, lr: float, batch: int = 8192, seed: int = 0
 ) -> Tensor:

@@ -13,10 +13,11 @@ from ..models.block_config import BlockConfig, is_block
 from ..models.inspect import model_size
 from ..ops.reference import as_tensor
 from ..prompts import Prompt, read_prompts
+from ..spec import acceptance_profile as acceptance
 from ..spec.block_load import block_plan, renamed
 from ..types import MAX_DRAFT, OutriderError
 from ..weights import hub
-from ..weights.files import open_source
+from ..weights.files import fingerprint, open_source
 from ..weights.load import translate
 from ..weights.quant_scheme import recipe
 from ..weights.source_tensor import tensor
@@ -87,7 +88,10 @@ def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> Train
     return net.to(target.model.device)
 
 
-def evaluate_drafter(model: str, drafter: str, asked: EvalRequest, full_head: bool = False, say: Say = print) -> Row:
+def evaluate_drafter(
+    model: str, drafter: str, asked: EvalRequest, full_head: bool = False, card: bool = False, say: Say = print
+) -> Row:
+    """card: what the controller expects of the drafter is written into its folder."""
     listed, known = asked.read(), describe(model)
     if is_block(hub.resolve(drafter, kind="drafter").config):
         block_config(drafter, known.config)
@@ -103,10 +107,16 @@ def evaluate_drafter(model: str, drafter: str, asked: EvalRequest, full_head: bo
             net.config = replace(net.config, weight_bits=None)  # a GPU holds what the file says
         if full_head:
             net.config = replace(net.config, clusters=0)
-    found = Judge.of(target.model, net, full=False).drafts(data, temperature=asked.temperature)
-    result = summary(found.right, [listed[i].category for i in data.index], MAX_DRAFT)
+    found = Judge.of(target.model, net, full=False).drafts(data, temperature=asked.temperature, weigh=card)
+    categories = [listed[i].category for i in data.index]
+    result = summary(found.right, categories, MAX_DRAFT)
     if asked.temperature == 0:
         result["second_guess"] = Judge.of(target.model, net).second_guesses(data)
+    if card:
+        files = hub.resolve(drafter, kind="drafter")
+        traces = found.traces(data, categories)
+        made = acceptance.measure(traces, fingerprint(files), result.get("second_guess"))
+        say(f"{acceptance.write(Path(files.path), made)}: {made.judged} tokens judged")
     share = net.size.step / model_size(target.config).active
     once = isinstance(net, BlockModule) and net.config.kind == "dflash"
     fastest = best_k(result["tokens_per_cycle"], share, once=once)

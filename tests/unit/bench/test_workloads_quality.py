@@ -3,7 +3,6 @@
 import pytest
 
 from outrider.bench.quality import function, grade, last_number, letter, passes
-from outrider.bench.traces import copy_runs
 from outrider.bench.workloads import load_graded, load_suite
 from outrider.types import OutriderError
 
@@ -81,12 +80,6 @@ def test_the_canonical_answers_are_right():
         assert prompt.check is not None
         if prompt.category != "humaneval":
             assert grade(prompt.check, prompt.check["answer"])
-
-
-def test_copies_are_traced():
-    runs, matches = copy_runs([5, 6, 7, 8, 9], [5, 6, 7, 8, 1])
-    assert runs[:2] == (-1, -1) and runs[2] == 2 and matches[2] == 2  # after 5 6: 7 8 right, then 9 is not 1
-    assert runs[3] == 1 and runs[4] == 0
 
 
 def test_a_record_with_a_prompt_and_turns_is_asked_its_prompt(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -12,8 +11,6 @@ from tests import tiny
 from typer.testing import CliRunner
 
 from outrider.cli.bench import bench
-from outrider.spec.controller import Controller
-from outrider.spec.simulate import read_traces
 from outrider.types import OutriderError
 
 app = typer.Typer()
@@ -134,50 +131,6 @@ def test_drafters_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert {r["contestant"] for r in rows} == {f"{run}/K=2" for run in runs}
 
 
-def test_traces_are_recorded_once_and_replayed(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    words = ("--drafters", "ngram", "--record-traces", str(path))
-    call(model, *words)
-    first = path.read_text()
-    call(model, *words)
-    assert path.read_text() == first and len(first.splitlines()) == 2
-    found = json.loads(call(model, "--drafters", "ngram", "--simulate", str(path), "--json"))
-    assert found["all"]["speedup"] > 0.5 and set(found) == {"all", "echo"}
-
-
-def test_traces_of_a_drafter_are_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace tells how far a line went, whatever was said of trees."""
-    tiny.write_target("gemma4_31b", tmp_path / "m")
-    tiny.write_assistant("gemma4_31b", tmp_path / "d")
-    (tmp_path / "p.jsonl").write_text(json.dumps({"id": "p", "prompt": "one two three one two", "max_tokens": 6}))
-    told: list[tuple[Any, ...]] = []
-    tell = Controller.observe
-    monkeypatch.setattr(Controller, "observe", lambda self, *what: (told.append(what), tell(self, *what))[1])
-    path = tmp_path / "t.jsonl"
-    call(
-        str(tmp_path),
-        "--drafters",
-        str(tmp_path / "d"),
-        "--temperature",
-        "1",
-        "--tree",
-        "9",
-        "--record-traces",
-        str(path),
-    )
-    [trace] = read_traces(path)
-    drafted = {drafted: tree for _, drafter, drafted, _, _, tree in told if drafter == "mtp"}
-    assert (
-        trace.drafter == "mtp" and len(trace.runs) == 6 and drafted == dict.fromkeys(range(1, 6))
-    )  # as far as the answer goes; no trees
-
-
-def test_a_file_without_traces(model: str, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text("")
-    with pytest.raises(OutriderError, match=r"t\.jsonl: holds no traces"):
-        call(model, "--simulate", str(tmp_path / "t.jsonl"))
-
-
 @pytest.mark.parametrize("words, message", [
     (("--draft-tokens", "99"), r"0\.\.16"),
     (("--batch", "x"), "numbers separated by commas"),
@@ -186,7 +139,7 @@ def test_a_file_without_traces(model: str, tmp_path: Path) -> None:
     (("--max-tokens", "0"), "--max-tokens must be at least 1, got 0"),
     (("--categories", "poems"), "no category"),
     (("--tree", ","), "--tree is empty"),
-    (("--drafters", ",", "--simulate", "x.jsonl"), "names none"),
+    (("--drafters", ","), "names none"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(model: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     with pytest.raises(OutriderError, match=message):
