@@ -4,6 +4,7 @@ interpreter."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.quant import quant_linear  # noqa: E402
 from outrider.ops.triton.quant_config import QuantTile, fit  # noqa: E402
 from outrider.ops.triton.quant_ops import QuantTritonOps  # noqa: E402
-from outrider.ops.triton.repack import Parts, QuantWeight, repack  # noqa: E402
+from outrider.ops.triton.repack import Codes, Parts, QuantWeight, repack  # noqa: E402
 from outrider.ops.triton.wna16_gemv import WNA16Gemv  # noqa: E402
 from outrider.weights import load_target  # noqa: E402
 
@@ -145,16 +146,7 @@ def test_rows_stand_alone(name: str) -> None:
     x = rand(130 if CUDA else 40, weight.shape[1]).to(DEVICE, DTYPE)
     some = [0, 1, 2, 37]  # 40 tokens are 32 and 8
     for tile, gated in ((None, False), (None, True), (QuantTile(64, 2, 2), False)):
-        spans = tile and fit(
-            tile,
-            40,
-            held.columns_of_chunk,
-            held.plane,
-            held.bits,
-            226 << 10,
-            held.zero_point is not None,
-            held.per == 1,
-        )
+        spans = tile and fit(tile, 40, held, 226 << 10)
         extras = Epilogue(act="silu" if gated else "")
         alone = torch.cat([quant_linear(x[i : i + 1], held, seen, extras, False, tile) for i in some])
         for count in (5, 17, 40, 130) if tile is None else (40,):
@@ -225,10 +217,13 @@ def test_a_small_matrix_stays_dense_however_it_comes(monkeypatch: pytest.MonkeyP
 def test_five_bits_take_no_tile_of_8_tokens_and_fit(has_zero_point: bool) -> None:
     """On an H200 such a tile gave rows other bits than larger ones, and three stages of 128 tokens asked for too much
     shared memory."""
+    words = torch.zeros(1, 1, 64, 32, dtype=torch.int32)
+    four = QuantWeight((64, 256), Codes.UINT4, 32, 1, words, words, words if has_zero_point else None, None, True)
+    five = replace(four, codes=Codes.UINT5, high=words.to(torch.uint8))
     for rows in (1, 8, 16, 32, 40, 64, 65, 2048):
-        bm, tile = fit(QuantTile(64, 1, 4), rows, 256, 32, 4, 226 << 10, has_zero_point, True, above=True)
+        bm, tile = fit(QuantTile(64, 1, 4), rows, five, 226 << 10)
         assert bm >= 16 and tile.more == 0 and tile.warps >= 4 and bm * 256 * 2 * tile.stages <= 160 << 10
-    assert fit(QuantTile(64, 1, 4), 8, 256, 32, 4, 226 << 10, has_zero_point, True)[0] == 8
+    assert fit(QuantTile(64, 1, 4), 8, four, 226 << 10)[0] == 8
 
 
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU is needed")

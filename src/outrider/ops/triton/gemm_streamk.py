@@ -66,42 +66,8 @@ def streamk_kernel(
             tl.debug_barrier()
             tl.atomic_xchg(semaphores + me + 1, 1, sem="release")
         else:
-            cols = col + tl.arange(0, BN)
-            rows, more = row + tl.arange(0, BM), row + BM + tl.arange(0, BM2)
-            epilogue(
-                tl.trans(a),
-                tl.trans(c),
-                bias,
-                mul,
-                out,
-                rows,
-                cols,
-                M,
-                N,
-                mul_stride,
-                softcap,
-                GATED,
-                ACT,
-                BIAS,
-                MUL,
-                SOFTCAP,
-            )
-            epilogue(
-                tl.trans(b),
-                tl.trans(d),
-                bias,
-                mul,
-                out,
-                more,
-                cols,
-                M,
-                N,
-                mul_stride,
-                softcap,
-                GATED,
-                ACT,
-                BIAS,
-                MUL,
+            _finish(
+                a, b, c, d, bias, mul, out, row, col, M, N, mul_stride, softcap, BM, BM2, BN, GATED, ACT, BIAS, MUL,
                 SOFTCAP,
             )
 
@@ -138,43 +104,8 @@ def splitk_kernel(
             if GATED:
                 c += g
                 d += h
-        cols = col + tl.arange(0, BN)
-        rows, more = row + tl.arange(0, BM), row + BM + tl.arange(0, BM2)
-        epilogue(
-            tl.trans(a),
-            tl.trans(c),
-            bias,
-            mul,
-            out,
-            rows,
-            cols,
-            M,
-            N,
-            mul_stride,
-            softcap,
-            GATED,
-            ACT,
-            BIAS,
-            MUL,
-            SOFTCAP,
-        )
-        epilogue(
-            tl.trans(b),
-            tl.trans(d),
-            bias,
-            mul,
-            out,
-            more,
-            cols,
-            M,
-            N,
-            mul_stride,
-            softcap,
-            GATED,
-            ACT,
-            BIAS,
-            MUL,
-            SOFTCAP,
+        _finish(
+            a, b, c, d, bias, mul, out, row, col, M, N, mul_stride, softcap, BM, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP
         )
 
 
@@ -228,6 +159,18 @@ def _take(of, BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, GATED: tl.c
         c = tl.load(of + BN * (BM + BM2) + _places(BN, BM), cache_modifier=".cg")
         d = tl.load(of + BN * (2 * BM + BM2) + _places(BN, BM2), cache_modifier=".cg")
     return a, b, c, d
+
+
+@triton.jit
+def _finish(
+    a, b, c, d, bias, mul, out, row, col, M, N, mul_stride, softcap, BM: tl.constexpr, BM2: tl.constexpr,
+    BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    cols, rows, more = col + tl.arange(0, BN), row + tl.arange(0, BM), row + BM + tl.arange(0, BM2)
+    a, b, c, d = tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d)
+    epilogue(a, c, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+    epilogue(b, d, bias, mul, out, more, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
 
 
 @triton.jit

@@ -129,12 +129,11 @@ def residual_norm_kernel(
 
 def residual_norm(
     x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
-    more: tuple[Tensor, Tensor] | None = None, early: bool | None = None,
+    more: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for). early: other than the
-    rule's, for measuring."""
+    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for)."""
     rows, width = x.shape
-    early = rows < PROMPT if early is None else early
+    early = rows < PROMPT
     x, y = x.contiguous(), y.contiguous()
     x_out = torch.empty_like(x)
     h_out = x_out if next_w is None else torch.empty_like(x)

@@ -314,8 +314,7 @@ def quant_linear(
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
     if bm is None:
-        room, has_zero_point, above = shared or max_smem(x.device), w.zero_point is not None, w.high is not None
-        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, room, has_zero_point, w.per == 1, above)
+        bm, tile = fit(tile, rows, w, shared or max_smem(x.device))
     out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm + tile.more), triton.cdiv(n, tile.bn), splits)
     partial_out = out

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 import triton
 
+from .repack import QuantWeight
+
 # of shared memory a program may take, by architecture
 SMEM_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
@@ -51,19 +53,10 @@ def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
     return QuantTile(64, max(1, min(780 // tiles, chunks // 4)), 4)
 
 
-def fit(
-    tile: QuantTile,
-    rows: int,
-    columns: int,
-    plane: int,
-    bits: int,
-    shared: int,
-    has_zero_point: bool = False,
-    lone: bool = False,
-    above: bool = False,
-) -> tuple[int, QuantTile]:
-    """Tokens of a tile, and the tile that goes with them. columns: of a chunk; plane: words of a row's chunk; lone: a
-    group is one plane; above: there are bits above the nibbles."""
+def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, QuantTile]:
+    """Tokens of a tile, and the tile that goes with them. shared: bytes that a program may take."""
+    columns, plane, bits = w.columns_of_chunk, w.plane, w.bits
+    has_zero_point, above = w.zero_point is not None, w.high is not None
     # Five bits take no tile of 8 tokens: the byte above a word makes the compiler pair four neighbouring columns there
     # instead of two (kWidth), and sums round differently than in tiles of 16 to 128, which had the same bits on an
     # H200.
@@ -75,7 +68,7 @@ def fit(
         # offsets and bits above take room too
         return 128, replace(tile, bn=128, warps=8, stages=2 if has_zero_point or above else 3)
     # four drafted tokens of eight sequences
-    if 32 < rows <= 40 and bits == 4 and lone and not has_zero_point and not above and shared >= 226 << 10:
+    if 32 < rows <= 40 and bits == 4 and w.per == 1 and not has_zero_point and not above and shared >= 226 << 10:
         # 31B in int4, us, 64 tokens before: gate_up 121 -> 95, down 84 -> 64, qkv 56 -> 44, out 44 -> 33
         return 32, replace(tile, more=8, stages=3, registers=168 if tile.splits == 1 else None)
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
