@@ -189,6 +189,9 @@ class AnthropicWire:
         self._open: str | None = None  # the kind of the block that is open
         self._index = -1
 
+    def parse(self, raw: bytes) -> ChatRequest:
+        return parse(raw)
+
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]
         blocks: list[Json] = []

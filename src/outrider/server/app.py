@@ -42,7 +42,7 @@ from .recorder import PromptRecorder
 from .response_store import ResponseStore
 from .routes import add_routes
 from .runner import EngineError, where
-from .schema import Named, Parse
+from .schema import Named
 from .scoring import score
 from .settings import ServerSettings
 from .tracing import Tracing
@@ -92,10 +92,10 @@ class Server:
         self.files = FileStore()
         self.batches = Batches(self, self.files)
 
-    async def answer(self, request: Request, parse: Parse, wire: Wire) -> Response:
-        """The answer to a body that `parse` turns into a request of ours; whole or as a stream."""
+    async def answer(self, request: Request, wire: Wire) -> Response:
+        """The answer to a request, whole or as a stream."""
         try:
-            return await self._answer(request, parse, wire)
+            return await self._answer(request, wire)
         except ApiError as e:
             request.state.refusal = e.reason
             return JSONResponse(wire.refusal(e), status_code=e.status, headers=e.headers)
@@ -150,7 +150,7 @@ class Server:
         stack.callback(self.pool.release, slot)
         return model
 
-    async def _answer(self, request: Request, parse: Parse, wire: Wire) -> Response:
+    async def _answer(self, request: Request, wire: Wire) -> Response:
         began = time.monotonic()
         if self.admission.closing:
             raise shutting_down()
@@ -163,18 +163,16 @@ class Server:
         stack = ExitStack()
         try:
             async with self.received(request) as got:
-                call = await unless_gone(request, self._begin(request, got, parse, wire, stack, began))
+                call = await unless_gone(request, self._begin(request, got, wire, stack, began))
         except BaseException:
             stack.close()
             raise
         return EventStream(call, wire.media_type) if call.answer.job.body.stream else await whole(request, call)
 
-    async def _begin(
-        self, request: Request, got: ReceivedBody, parse: Parse, wire: Wire, stack: ExitStack, began: float
-    ) -> Call:
+    async def _begin(self, request: Request, got: ReceivedBody, wire: Wire, stack: ExitStack, began: float) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by
         `stack`."""
-        client, body = got.client, await got.parsed(parse)
+        client, body = got.client, await got.parsed(wire.parse)
         slot = self.resolve(request, body.model)
         if not self.pool.ready(slot):
             got.room.close()  # a load may take longer than other bodies of this client may take to arrive

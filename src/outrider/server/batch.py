@@ -208,17 +208,16 @@ def claim(line: BatchLine, names: set[str]) -> tuple[str, bool, Json]:
     return custom_id, chat, body
 
 
+@dataclass(frozen=True)
 class BatchCall:
     """One line under way."""
 
-    def __init__(self, line: BatchLine, custom_id: str, answer: Answer) -> None:
-        self.line, self.custom_id, self.answer = line, custom_id, answer
-        self.open = {r.id for r in answer.job.requests}
+    line: BatchLine
+    custom_id: str
+    answer: Answer
 
     def take(self, event: Event) -> Json | None:
         """The line's result, when this event completes it."""
-        if event.finish_reason is not None:
-            self.open.discard(event.id)
         if event.finish_reason == "error":
             error = (
                 bad(event.error, code="request_failed")
@@ -340,10 +339,9 @@ class BatchRunner:
 
     def _drop(self, call: BatchCall) -> None:
         """Abort what of a call still runs: its result is known."""
-        for request in call.open:
-            if self._calls.pop(request, None) is not None:
-                self._backend.engine.abort(request)
-        call.open = set()
+        for request in call.answer.job.requests:
+            if self._calls.pop(request.id, None) is not None:
+                self._backend.engine.abort(request.id)
 
 
 def seeded(body: Json, seed: int, custom_id: str) -> Json:

@@ -189,9 +189,9 @@ class Batches:
         if body.get("stream"):
             return result_row(line, custom_id, 400, bad("A batch can't stream; drop 'stream'.", "stream").body())
         raw = json.dumps({"priority": LAST, **seeded(body, 0, custom_id)}).encode()
-        parse = ChatRequest.model_validate_json if chat else CompletionRequest.model_validate_json
+        shape = ChatRequest if chat else CompletionRequest
         while True:
-            response = await self._server.answer(self._as_request(batch, line, raw), parse, OpenAIWire())
+            response = await self._server.answer(self._as_request(batch, line, raw), OpenAIWire(shape))
             if response.status_code not in (429, 503):
                 return result_row(line, custom_id, response.status_code, json.loads(bytes(response.body)))
             await asyncio.sleep(RETRY_S)  # others fill the server, or it ends, and this task with it

@@ -169,6 +169,9 @@ class OllamaWire:
         self._began = time.monotonic()
         self._logprobs: list[Json] = []  # of tokens whose line is still to come
 
+    def parse(self, raw: bytes) -> ChatRequest | CompletionRequest:
+        return parse_chat(raw) if self._chat else parse_generate(raw)
+
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]
         self._logprobs = answer.entries(one.logprobs)

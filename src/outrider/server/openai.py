@@ -9,7 +9,7 @@ from ..types import RequestStats
 from .answer import LEAST, Answer, AnswerChoice, Delta, Table, ToolCall
 from .errors import ApiError
 from .output import OutputPart
-from .schema import ChatRequest
+from .schema import ChatRequest, CompletionRequest
 from .wire import Json, sse
 
 FINGERPRINT = f"outrider-{__version__}"
@@ -19,9 +19,13 @@ class OpenAIWire:
     media_type = "text/event-stream"
     still_working = ": still working\n\n"
 
-    def __init__(self) -> None:
+    def __init__(self, shape: type[ChatRequest] | type[CompletionRequest] = ChatRequest) -> None:
+        self._shape = shape
         self._begun: set[int] = set()  # choices that a chunk was made of
         self._offsets: dict[int, int] = {}  # of choices: where in the text the next token's entry begins
+
+    def parse(self, raw: bytes) -> ChatRequest | CompletionRequest:
+        return self._shape.model_validate_json(raw)
 
     def error(self, error: ApiError) -> str:
         return sse(error.body())

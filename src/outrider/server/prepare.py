@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from ..engine.chat_template import reserved
 from ..engine.grammar import GrammarCompiler
-from ..engine.images import ImageEncoder, continued
+from ..engine.images import continued
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG
@@ -283,18 +283,12 @@ class Preparer:
             raise bad("The text is not valid Unicode.") from e
 
     def _with_images(self, ids: list[int], urls: list[str]) -> list[int]:
-        vision = self.vision
+        vision = self._backend.vision
+        assert not isinstance(vision, str), "a model that takes no images has refused them"
         if len(urls) > vision.max_images:
             raise OutriderError(f"{len(urls)} images; at most {vision.max_images} are allowed in a prompt")
         fetcher = ImageFetcher(self._settings.allow_image_hosts.split(","))
         return vision.expand(ids, [url if url[:5].lower() == "data:" else fetcher.fetch(url) for url in urls])
-
-    @property
-    def vision(self) -> ImageEncoder:
-        """What reads images; an error where the model takes none."""
-        if isinstance(self._backend.vision, str):
-            raise OutriderError(self._backend.vision)
-        return self._backend.vision
 
     @property
     def sees(self) -> bool:

@@ -8,8 +8,7 @@ other types (web search and the like) are not offered to the model, and the answ
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal, cast
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -19,6 +18,7 @@ from .errors import ApiError, bad
 from .prepare import Preparer
 from .response_store import ResponseStore
 from .schema import INERT, ChatRequest, Lenient, Strict
+from .text_routes import count_tokens
 from .wire import Json, sse
 
 BODY = TypeAdapter(dict[str, object])
@@ -98,57 +98,6 @@ class ResponsesRequest(Strict):
     seed: int | None = None
 
 
-@dataclass(frozen=True)
-class Parsed:
-    request: ChatRequest
-    asked: Json  # what of the request is told again in the answer
-    messages: list[Json]  # without instructions
-    items: list[Json]  # the input
-
-
-def parse(raw: bytes, earlier: Callable[[str], list[Json]]) -> Parsed:
-    """earlier: the messages of a stored response, by its id."""
-    given = BODY.validate_json(raw)
-    for name in ("conversation", "prompt", "background"):
-        if given.get(name):
-            raise bad(f"{name} can't be used here; send input, and previous_response_id to go on from an answer.", name)
-    kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, *UNHEEDED)}
-    body = ResponsesRequest.model_validate(kept)
-    messages = [] if body.previous_response_id is None else [dict(m) for m in earlier(body.previous_response_id)]
-    items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    for item in items:
-        _add(messages, item)
-    system: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    told_first = (
-        [*system, *messages]
-        if not (system and messages[:1] and messages[0]["role"] == "system")
-        else _joined(system, messages)
-    )
-    functions = offered(body.tools or [])
-    out: Json = {
-        "model": body.model,
-        "messages": told_first,
-        "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "outrider": body.outrider,
-        "seed": body.seed,
-        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
-        "tools": [{"type": "function", "function": f} for f in functions] or None,
-        "tool_choice": body.tool_choice,
-        **{k: given[k] for k in INERT if k in given},
-    }
-    if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
-        out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
-    form = body.text.format if body.text is not None else None
-    if form is not None and form.type != "text":
-        schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
-        out["response_format"] = {"type": form.type, **schema}
-    return Parsed(ChatRequest.model_validate(out), told(given), messages, [_told_again(item) for item in items])
-
-
 def _told_again(item: ResponsesItem) -> Json:
     """As /v1/responses/{id}/input_items lists it."""
     text = [{"type": "input_text", "text": item.content}] if isinstance(item.content, str) else None
@@ -157,20 +106,6 @@ def _told_again(item: ResponsesItem) -> Json:
         **item.model_dump(exclude_none=True),
         **({"content": text} if text else {}),
     }
-
-
-def _joined(system: list[Json], messages: list[Json]) -> list[Json]:
-    """Many templates know one message of the system's."""
-    first = {**messages[0], "content": f"{system[0]['content']}\n\n{messages[0]['content']}"}
-    return [first, *messages[1:]]
-
-
-def counter(store: ResponseStore, client: str) -> Callable[[bytes, Preparer], Json]:
-    def count(raw: bytes, preparer: Preparer) -> Json:
-        request = parse(raw, lambda id: store.get(client, id, "previous_response_id").messages).request
-        return {"object": "response.input_tokens", "input_tokens": len(preparer.conversation(request).ids)}
-
-    return count
 
 
 def told(given: Json) -> Json:
@@ -196,15 +131,11 @@ def told(given: Json) -> Json:
     return {
         **again,
         "tools": tools,
-        "store": stored(given),
+        "store": given.get("store") is not False,
         "previous_response_id": given.get("previous_response_id"),
         "background": False,
         "service_tier": "default",
     }
-
-
-def stored(given: Json) -> bool:
-    return given.get("store") is not False
 
 
 def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Json]:
@@ -298,9 +229,49 @@ class ResponsesWire:
         self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
 
     def parse(self, raw: bytes) -> ChatRequest:
-        parsed = parse(raw, lambda id: self._store.get(self._client, id, "previous_response_id").messages)
-        self._asked, self._messages, self._input = parsed.asked, parsed.messages, parsed.items
-        return parsed.request
+        given = BODY.validate_json(raw)
+        for name in ("conversation", "prompt", "background"):
+            if given.get(name):
+                advice = "send input, and previous_response_id to go on from an answer"
+                raise bad(f"{name} can't be used here; {advice}.", name)
+        kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, *UNHEEDED)}
+        body = ResponsesRequest.model_validate(kept)
+        before = body.previous_response_id
+        earlier = [] if before is None else self._store.get(self._client, before, "previous_response_id").messages
+        messages = [dict(m) for m in earlier]
+        items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        for item in items:
+            _add(messages, item)
+        self._asked, self._messages, self._input = told(given), messages, [_told_again(item) for item in items]
+        read = list(messages)
+        if body.instructions:  # many templates know one message of the system's
+            more = f"\n\n{read.pop(0)['content']}" if read[:1] and read[0]["role"] == "system" else ""
+            read.insert(0, {"role": "system", "content": body.instructions + more})
+        out: Json = {
+            "model": body.model,
+            "messages": read,
+            "max_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "stream": body.stream,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "outrider": body.outrider,
+            "seed": body.seed,
+            "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+            "tools": [{"type": "function", "function": f} for f in offered(body.tools or [])] or None,
+            "tool_choice": body.tool_choice,
+            **{k: given[k] for k in INERT if k in given},
+        }
+        if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
+            out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
+        form = body.text.format if body.text is not None else None
+        if form is not None and form.type != "text":
+            schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
+            out["response_format"] = {"type": form.type, **schema}
+        return ChatRequest.model_validate(out)
+
+    def count(self, raw: bytes, preparer: Preparer) -> Json:
+        return count_tokens(self.parse(raw), preparer)
 
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]

@@ -1,4 +1,4 @@
-"""The routes. A protocol is a way to read a body into a request of ours and a wire that its answer goes out by."""
+"""The routes. A protocol is a `Wire` (wire.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from . import adapters, anthropic, batches, embeddings, files, model_info, ollam
 from .call import unless_gone
 from .errors import ApiError, shutting_down
 from .openai import OpenAIWire
-from .schema import ChatRequest, CompletionRequest, Parse
+from .prepare import Preparer
+from .schema import ChatRequest, CompletionRequest
 from .wire import Json, Wire
 
 if TYPE_CHECKING:
@@ -43,18 +44,13 @@ def add_routes(app: FastAPI, server: Server) -> None:
             handle
         )
 
-    def speak(path: str, shape: type[BaseModel], protocol: Callable[[Request], tuple[Parse, Wire]]) -> None:
-        """protocol: how a body is read, and how its answer is written."""
-        post(path, shape, lambda request: server.answer(request, *protocol(request)))
+    def speak(path: str, shape: type[BaseModel], wire: Callable[[Request], Wire]) -> None:
+        post(path, shape, lambda request: server.answer(request, wire(request)))
 
-    def respond(request: Request) -> tuple[Parse, Wire]:
-        wire = responses.ResponsesWire(server.responses, request.state.client)
-        return wire.parse, wire
+    def responses_wire(request: Request) -> responses.ResponsesWire:
+        return responses.ResponsesWire(server.responses, request.state.client)
 
-    def count_input(request: Request) -> Awaitable[Response]:
-        return server.look(request, responses.counter(server.responses, request.state.client))
-
-    def speak_ollama(path: str, shape: type[BaseModel], parse: Parse, chat: bool) -> None:
+    def speak_ollama(path: str, shape: type[BaseModel], chat: bool) -> None:
         async def answer(request: Request) -> Response:
             if 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL:
                 async with server.received(request) as got:
@@ -65,26 +61,29 @@ def add_routes(app: FastAPI, server: Server) -> None:
                         with ExitStack() as stack:
                             model = await unless_gone(request, server.acquire(slot, got.client, stack))
                             return JSONResponse(ollama.OllamaWire(chat).loaded(model.name))
-            return await server.answer(request, parse, ollama.OllamaWire(chat))
+            return await server.answer(request, ollama.OllamaWire(chat))
 
         post(path, shape, answer)
 
+    def count_chat(raw: bytes, preparer: Preparer) -> Json:
+        return text_routes.count_tokens(ChatRequest.model_validate_json(raw), preparer)
+
     for base in ("/v1", ""):  # some clients are given the address without /v1
-        speak(f"{base}/chat/completions", ChatRequest, lambda _: (ChatRequest.model_validate_json, OpenAIWire()))
-        post(
-            f"{base}/chat/completions/input_tokens",
-            ChatRequest,
-            partial(server.look, work=text_routes.count_chat_tokens),
-        )
-        speak(f"{base}/completions", CompletionRequest, lambda _: (CompletionRequest.model_validate_json, OpenAIWire()))
+        speak(f"{base}/chat/completions", ChatRequest, lambda _: OpenAIWire(ChatRequest))
+        post(f"{base}/chat/completions/input_tokens", ChatRequest, partial(server.look, work=count_chat))
+        speak(f"{base}/completions", CompletionRequest, lambda _: OpenAIWire(CompletionRequest))
         post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
-        speak(f"{base}/responses", responses.ResponsesRequest, respond)
-        post(f"{base}/responses/input_tokens", responses.ResponsesRequest, count_input)
+        speak(f"{base}/responses", responses.ResponsesRequest, responses_wire)
+        post(
+            f"{base}/responses/input_tokens",
+            responses.ResponsesRequest,
+            lambda r: server.look(r, responses_wire(r).count),
+        )
         _stored_responses(app, server, base)
-    speak("/v1/messages", anthropic.MessagesRequest, lambda _: (anthropic.parse, anthropic.AnthropicWire()))
+    speak("/v1/messages", anthropic.MessagesRequest, lambda _: anthropic.AnthropicWire())
     post("/v1/messages/count_tokens", anthropic.MessagesRequest, partial(server.look, work=anthropic.count_tokens))
-    speak_ollama("/api/chat", ollama.ChatBody, ollama.parse_chat, chat=True)
-    speak_ollama("/api/generate", ollama.GenerateBody, ollama.parse_generate, chat=False)
+    speak_ollama("/api/chat", ollama.ChatBody, chat=True)
+    speak_ollama("/api/generate", ollama.GenerateBody, chat=False)
     post("/api/embed", embeddings.EmbedBody, partial(embeddings.ollama, server))
     post("/api/embeddings", embeddings.OldEmbedBody, partial(embeddings.old_ollama, server))
     post("/tokenize", text_routes.TokenizeRequest, partial(server.look, work=text_routes.tokenize))

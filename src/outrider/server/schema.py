@@ -6,7 +6,7 @@ The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated, Literal, Self
 
@@ -477,6 +477,3 @@ class CompletionRequest(Common):
     @property
     def prompts(self) -> list[str | list[object]]:
         return split_prompts(self.prompt, "prompt")
-
-
-Parse = Callable[[bytes], ChatRequest | CompletionRequest]  # a body, as a protocol has it

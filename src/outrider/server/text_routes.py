@@ -74,10 +74,9 @@ def apply_template(raw: bytes, preparer: Preparer) -> Json:
     return {"prompt": preparer.conversation(ChatRequest.model_validate_json(raw)).text}
 
 
-def count_chat_tokens(raw: bytes, preparer: Preparer) -> Json:
-    """llama.cpp's /chat/completions/input_tokens."""
-    count = len(preparer.conversation(ChatRequest.model_validate_json(raw)).ids)
-    return {"object": "response.input_tokens", "input_tokens": count}
+def count_tokens(body: ChatRequest, preparer: Preparer) -> Json:
+    """llama.cpp's /chat/completions/input_tokens and OpenAI's /responses/input_tokens."""
+    return {"object": "response.input_tokens", "input_tokens": len(preparer.conversation(body).ids)}
 
 
 def tokenizer_info(preparer: Preparer) -> Json:

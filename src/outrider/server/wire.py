@@ -1,5 +1,5 @@
-"""How an answer goes over the wire: a `Wire` writes it in the protocol that was asked in, whole or as a stream, and
-errors. It is made anew for each call and may remember what it has written."""
+"""A protocol as one class: a `Wire` reads a body into a request of ours and writes the answer, whole or as a stream,
+and errors. It is made anew for each call and may remember what it has read and written."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .errors import ApiError
 
 if TYPE_CHECKING:
     from .answer import Answer, AnswerChoice, Delta
+    from .schema import ChatRequest, CompletionRequest
 
 Json = dict[str, object]
 
@@ -52,6 +53,7 @@ class Wire(Protocol):
     media_type: str
     still_working: str  # written when nothing came for a while
 
+    def parse(self, raw: bytes) -> ChatRequest | CompletionRequest: ...
     def whole(self, answer: Answer) -> Json: ...
     def opening(self, answer: Answer) -> str: ...
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str: ...
