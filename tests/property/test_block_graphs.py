@@ -17,6 +17,7 @@ from tests.block_drafters import LAYOUTS, drafter
 from tests.engines import VARIANTS, VOCAB, request, run, tiny_engine, tiny_model
 from tests.property.test_block_exact import HOT, KINDS, MODELS, PROMPT, plain
 from tests.property.test_capture_blind import ShapesOnly
+from tests.property.test_trees_exact import tree_request
 from tests.unit.engine.test_graphs import check_batches, graphs_of, one
 
 from outrider.cache.store import CacheSpec, KVStore
@@ -129,7 +130,8 @@ def test_adversarial_weights(folder: Path, layout: str, value: float) -> None:
             weight.fill_(value)
     engine = tiny_engine("llama", made, names=(), model=MODELS["llama"], graphs=True)
     jobs = [request("a", PROMPT, k=5, max_tokens=10), request("b", PROMPT[3:], k=2, **{**HOT, "max_tokens": 10})]
-    assert run(engine, jobs) == plain("llama", jobs)
+    jobs.append(tree_request("c", PROMPT[1:], 4, 15, max_tokens=10))
+    assert run(engine, jobs[:2]) | run(engine, jobs[2:]) == plain("llama", jobs)
     assert engine.metrics.drafted > 0
 
 
@@ -149,10 +151,10 @@ def test_no_value_is_looked_at(layout: str) -> None:
     state = State.of(torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"))
     inputs = Inputs.of(torch.device("meta"), 4, 2)
     for choosing in ("greedy", "sampled", "sort"):
-        for k in (0, 2, 16):
-            key = Key(2, k, 512, choosing, "drafter" if k else None)  # type: ignore[arg-type]
+        for k, nodes in ((0, 0), (2, 0), (16, 0), (4, min(15, made.max_nodes(4)))):
+            key = Key(2, k, 512, choosing, "drafter" if k else None, nodes=nodes)  # type: ignore[arg-type]
             logits = decode_step(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
-            assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)
+            assert logits is not None and logits.shape == (2 * (key.drafted + 1), VOCAB)
 
 
 def test_a_block_s_own_width_has_a_graph(folder: Path) -> None:
