@@ -97,6 +97,7 @@ class Target:
         self.lines, self.last = 0, deque[str](maxlen=40)
         self.port = self._port()
         threading.Thread(target=self._count, daemon=True).start()
+        httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=120)  # it listens before it is ready
 
     def _port(self) -> int:
         assert self.process.stderr is not None

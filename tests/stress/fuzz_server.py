@@ -377,6 +377,7 @@ def part(args: argparse.Namespace, state: dict[str, Any], minutes: float) -> dic
             "model": args.model, "minutes": round(state["minutes"] + minutes, 2), "next_case": following,
             "answers": dict(sorted(fuzzer.counts.items())),
             "stall_max_ms": max(state.get("stall_max_ms", 0.0), 0.0 if worst is None else still(worst)),
+            "worst_stalls": sorted([*state.get("worst_stalls", []), *stalls], key=still, reverse=True)[:5],
             "health_max_ms": max(state.get("health_max_ms", 0.0), round(1e3 * max(times, default=0.0), 1)),
             "memory_mb": [*state.get("memory_mb", []), [before >> 20, target.memory() >> 20]],
             "problems": len(fuzzer.problems), "first_problems": fuzzer.problems[:10],

@@ -100,4 +100,5 @@ class Embedder(ScoringJob):
         """The first `dimensions` of it, made of length one again."""
         assert self._sum is not None, "not walked yet"
         mean = self._sum[: dimensions or len(self._sum)]
-        return [float(x) for x in (mean / mean.norm().clamp(min=1e-12)).float()]
+        out: list[float] = (mean / mean.norm().clamp(min=1e-12)).float().tolist()
+        return out

@@ -159,6 +159,9 @@ def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: s
     # computes.
     sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
+    for model in server.app.state.server.pool.loaded:
+        model.tokenizer_process.start()
+        model.grammars.start()
     # A command goes through its objects seldom (cli); here what failed may hold bodies of megabytes, and going through
     # all objects stops everybody for as long as connections have left some behind: often, so that it is short
     # (docs/lab/log.md).
@@ -166,7 +169,4 @@ def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: s
     gc.collect()
     # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
     gc.freeze()
-    for model in server.app.state.server.pool.loaded:
-        model.tokenizer_process.start()
-        model.grammars.start()
     server.run(sockets=[listener])
