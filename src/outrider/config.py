@@ -57,9 +57,7 @@ class EngineConfig:
         KvDtype, "Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact."
     ] = "auto"
     gpu_memory: Annotated[float, "Share of the GPU's memory for weights, K/V and work together."] = 0.9
-    swap: Annotated[
-        float, "GiB of host memory for K/V that makes room for others when pages run out. 0: it is computed again."
-    ] = 0.0
+    swap: Annotated[float, "Host memory (GiB) for K/V of preempted sequences. 0: recompute."] = 0.0
     prefix_cache: bool = True
     prefix_store: Annotated[str | None, "Folder for K/V of prompts that survives a restart. Default: none."] = None
     prefix_store_size: Annotated[float, "Most GiB of it; the pages used least recently go first."] = 20.0
@@ -108,16 +106,15 @@ class LoadSettings:
 
     drafter: Annotated[
         str,
-        "Who guesses: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
+        "What drafts: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
         "a folder or id of an MTP, DFlash, DSpark or EAGLE-3 drafter or Medusa heads | draft:MODEL (a small model).",
     ] = "auto"
     draft_tokens: Annotated[
-        int | str | None,
-        "Tokens to guess in a cycle, 0..16; 0 is plain decoding, auto decides every cycle by what pays.",
+        int | str | None, "Draft tokens per cycle, 0..16; 0: plain decoding; auto: whatever pays, decided every cycle."
     ] = "auto"
-    tree: Annotated[
-        int | str | None, "Guesses that branch: most tokens of a tree, 2..16; off: a line; auto: where it pays."
-    ] = "auto"
+    tree: Annotated[int | str | None, "Maximum tokens per draft tree, 2..16; off: chains; auto: where it pays."] = (
+        "auto"
+    )
     verify: Annotated[
         Verify, "coupled: same seed, same text as without drafts | rejection, block: the same distribution only."
     ] = "coupled"
@@ -136,7 +133,7 @@ class LoadSettings:
         str | None, "Round the dense weights of a block drafter (DFlash, DSpark, EAGLE-3). Default: as --quantize."
     ] = None
     tensor_parallel: Annotated[
-        int, "Divide the model over so many processes, each with a GPU of its own (or on one CPU)."
+        int, "Divide the model over N processes, each with a GPU of its own (or on one CPU)."
     ] = 1
     vision: Annotated[bool, "Load the vision weights of a model that takes images."] = True
     image_tokens: Annotated[

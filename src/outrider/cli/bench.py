@@ -37,10 +37,10 @@ class BenchOptions:
     batch: Annotated[str, "Sequences at once, comma-separated."] = "1"
     against: Annotated[str, "transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed."] = ""
     repeats: Annotated[int, "Times every cell is run; medians count."] = 3
-    limit: Annotated[int | None, "At most so many prompts of a category."] = None
+    limit: Annotated[int | None, "At most N prompts per category."] = None
     categories: Annotated[str, "Only prompts of these categories, comma-separated."] = ""
     max_tokens: Annotated[int | None, "Most tokens of an answer. Default: as the suite says."] = None
-    quality: Annotated[int, "Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU."] = 0
+    quality: Annotated[int, "Also grade N each of GSM8K, HumanEval (runs its code) and MMLU."] = 0
     data: Annotated[Path | None, "Folder of the benchmark files. Default: benchmarks/data of the checkout."] = None
     output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path(
         "bench-out"

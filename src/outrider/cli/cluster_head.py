@@ -25,7 +25,7 @@ class ClusterHeadOptions:
         None
     )
     prompts: Annotated[Path | None, "JSON lines of prompts for --target."] = None
-    limit: Annotated[int | None, "Use only so many prompts, spread over the file."] = 256
+    limit: Annotated[int | None, "Use only N prompts, spread over the file."] = 256
     recall: Annotated[float, "With --target: find the full head's token this often."] = 0.99
     max_tokens: common.MaxTokens = 96
     seed: common.Seed = 0

@@ -21,7 +21,7 @@ class EvalOptions:
     model: common.Model
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")]
     prompts: Annotated[Path, "JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'."]
-    limit: Annotated[int | None, "Use only so many prompts, spread over the file."] = None
+    limit: Annotated[int | None, "Use only N prompts, spread over the file."] = None
     max_tokens: common.MaxTokens = 128
     temperature: Annotated[float, "0: greedy; else with the engine's coupled noise."] = 0.0
     raw: Annotated[bool, "No chat template."] = False

@@ -57,9 +57,9 @@ class InspectOptions:
         str | None, "Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL) fit, and what does a step cost?"
     ] = None
     context: Annotated[int, "Tokens of context for which FLOP a byte is reckoned."] = 1024
-    bits: Annotated[
-        float | None, "Reckon with so many bits for every weight, embeddings too. Default: as the checkpoint stores it."
-    ] = None
+    bits: Annotated[float | None, "Assume N bits per weight, embeddings too. Default: as the checkpoint stores it."] = (
+        None
+    )
     gpu: Annotated[str | None, "Does it fit this card, and with how much context? rtx4090, h200, …"] = None
     quality: Annotated[
         bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")

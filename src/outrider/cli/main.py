@@ -1,4 +1,4 @@
-"""Entry point. Bad input is one line on stderr and exit code 2; Ctrl-C is 130; nobody sees a traceback."""
+"""Entry point. Bad input is one line on stderr and exit code 2; Ctrl-C is 130; no traceback is shown."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by whoever started this
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by the parent process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # a character that a terminal's encoding lacks is shown as a question mark
@@ -104,7 +104,7 @@ def run() -> int:
         return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
     except OutriderError as error:
         return refused(str(error))
-    except OSError as error:  # a file that nobody has checked: a full disk, a folder that may not be written
+    except OSError as error:  # a file that was not checked before: a full disk, a folder that may not be written
         return refused(error.strerror or str(error), error.filename or out_option())
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
         command = f"outrider {named}" if named in COMMANDS else "outrider"

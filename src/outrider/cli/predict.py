@@ -50,11 +50,11 @@ class PredictOptions:
     batch: Annotated[int, "Sequences at once."] = 1
     context: Annotated[int, "Tokens before the one being decoded."] = 1024
     bits: Annotated[float | None, "Bits a weight. Default: as the checkpoint stores it."] = None
-    tree: Annotated[int | None, "Also drafts that branch: trees of at most so many tokens, 2..16."] = None
+    tree: Annotated[int | None, "Also drafts that branch: trees of at most N tokens, 2..16."] = None
     second: Annotated[
         float | None, "--tree: how often a second guess is right where the best is wrong. Default: the card's, or 0.35."
     ] = None
-    tensor_parallel: Annotated[int, "Over so many GPUs; also shows 1, 2, 4 and 8, replicas, and many users."] = 1
+    tensor_parallel: Annotated[int, "Over N GPUs; also shows 1, 2, 4 and 8, replicas, and many users."] = 1
     link: Annotated[
         str | None, "nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU."
     ] = None

@@ -1,4 +1,4 @@
-"""Progress of long commands on stderr: a bar where somebody sees it, else a line now and then. Shown from the first
+"""Progress of long commands on stderr: a bar on a terminal, else a line now and then. Shown from the first
 second."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Torch ends its import with shape rules in Python for two thousand operators, a quarter of the time it takes. They serve
 `torch.compile`, `torch.export`, fake and meta tensors, none of which runs a model on a CPU here. A stand-in takes their
-place until somebody asks it for an attribute; then the rules are imported as if nothing had been there. Whoever runs
+place until an attribute of it is asked for; then the rules are imported as if nothing had been there. Code that runs
 operators on such tensors must ask first (`getattr(torch._meta_registrations, "register_meta")`), as `bench` does before
 it brings transformers.
 """

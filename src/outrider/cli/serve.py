@@ -75,7 +75,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     Where a request says nothing of sampling, the model's generation_config.json does (temperature, top-p, top-k,
     min-p); else the temperature is 0.7, on Ollama's routes 0.8 with top-k 40 and top-p 0.9. GET /props tells which.
 
-    Of several models the first is loaded at the start, the others when somebody asks for them; where memory runs
+    Of several models the first is loaded at the start, the others when a request names them; where memory runs
     short, the one that was used least recently and has no request makes room.
 
     Example: outrider serve smollm2, then open http://127.0.0.1:8000

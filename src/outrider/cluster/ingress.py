@@ -124,7 +124,7 @@ class Ingress:
             "outrider_cluster_retries", "Requests sent to another replica after a death, unseen.", registry=r
         )
         self._broken = Counter("outrider_cluster_broken_streams", "Streams ended by a replica's death.", registry=r)
-        self._nobody = Counter("outrider_cluster_unavailable", "Requests that found no replica.", registry=r)
+        self._unavailable = Counter("outrider_cluster_unavailable", "Requests that found no replica.", registry=r)
         self._left = Counter("outrider_cluster_cancelled", "Clients that left before their answer's end.", registry=r)
         self._answers = Counter(
             "outrider_cluster_answers", "Answers of the ingress, by route and status.", ["route", "status"], registry=r
@@ -172,11 +172,11 @@ class Ingress:
                 break
             except ReplicaRefused:
                 raise ApiError(429, "Every replica is full.", retry_after=1, code="server_full") from None
-        self._nobody.inc()
+        self._unavailable.inc()
         raise ApiError(503, "No replica can take the request now.", retry_after=5, code="no_replica")
 
     async def _once(self, forward: Forward, answer: _Answer) -> None:
-        """TimeoutError: nobody took it in time."""
+        """TimeoutError: no replica took it in time."""
         async with aclosing(self._replicas.send(forward)) as messages:  # type: ignore[type-var]  # an async generator
             async with asyncio.timeout(self._wait):
                 first = await anext(messages, None)

@@ -82,8 +82,8 @@ def _reachable(address: str) -> None:
 
 
 def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
-    """Returns when every replica answers. A cluster that is up is changed, a replica at a time; nobody who asks
-    meanwhile fails."""
+    """Returns when every replica answers. A cluster that is up is changed, a replica at a time; requests in the
+    meantime do not fail."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
     if ours:
         need_room(placed)

@@ -1,7 +1,7 @@
 """Foreign configuration, translated once into frozen dataclasses. Torch-free.
 
 `ModelConfig.from_hf(dict)` reads a Hugging Face `config.json` (GGUF metadata is first turned into such a dict by
-`weights.gguf_config`). Inside the project nobody looks at a foreign dict again.
+`weights.gguf_config`). The rest of the project sees no foreign dict.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class TextModel:
         tp = together.tp
         self.tokens = [piece(config.vocab_size, rank, tp.world) for rank in range(tp.world)]  # of each process
         self.all_reduce = together.all_reduce
-        self.last_write = config.kv_layers[-1]  # rows that nobody wants go as far as this layer's K/V
+        self.last_write = config.kv_layers[-1]  # rows whose output is not read go as far as this layer's K/V
         self.table: DeviceWeight = weights["embed"]  # [V, H]
         self.head: DeviceWeight = self.table if config.tied else weights["head"]
         norm = as_tensor(weights["norm"])
@@ -200,7 +200,7 @@ class TextModel:
         return self.rows(ids, self.table, self.config.embed_scale)
 
     def rows(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        """[R] -> [R, width]: rows of a table that is divided by tokens. Everybody looks up its own; nought is added to
+        """[R] -> [R, width]: rows of a table that is divided by tokens. Each process looks up its own; 0 is added to
         the rest."""
         if len(self.tokens) == 1:
             return self.ops.embed(ids, table, scale)

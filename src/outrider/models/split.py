@@ -57,7 +57,7 @@ class Collectives(Protocol):
     def tp(self) -> TPRank: ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of everybody's tensor, in the order of the ranks; the same bits everywhere."""
+        """The sum of all processes' tensors, in the order of the ranks; the same bits everywhere."""
         ...
 
     def gather(self, mine: Tensor, widths: Sequence[int]) -> Tensor:
@@ -98,7 +98,7 @@ def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
         if first <= tp.rank < end:
             lo, hi = piece(group, tp.rank - first, end - first)
             return (kv * group + lo, kv * group + hi), (kv, kv + 1)
-    raise AssertionError("every process is somebody's")
+    raise AssertionError("every process has a K/V head")
 
 
 def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int]) -> tuple[ModelConfig, Shards]:

@@ -136,7 +136,7 @@ class VisionConfig:
         return shapes
 
     def flops(self, tokens: int) -> float:
-        """Arithmetic of one image of so many soft tokens."""
+        """Arithmetic of one image of `tokens` soft tokens."""
         patches = tokens * (1 if self.kind == "unified" else self.pool**2)
         total = 4.0 * patches**2 * self.heads * self.head_dim * self.layers
         for name, shape in self.tensors().items():

@@ -42,7 +42,7 @@ class Joined(NamedTuple):
 
 
 class SeqMessage(NamedTuple):
-    """A `ScheduledSeq` without its sequence, which everybody has, and what is new of that."""
+    """A `ScheduledSeq` without its sequence, which every process has, and what is new of that."""
 
     item: ScheduledSeq
     id: str

@@ -4,8 +4,8 @@ Started by `torchrun` (or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and M
 is given; else the first process starts the others itself, with that environment. Numbers travel by NCCL between GPUs
 and by gloo between CPUs; what rank 0 tells the others (plain objects) always by gloo.
 
-Sums have a fixed order: everybody's part is gathered and added in the order of the ranks. A reduction of the library
-would choose its order by the size of the message, and a row's sum would then depend on the rows beside it.
+Sums have a fixed order: the parts of all processes are gathered and added in the order of the ranks. A reduction of
+the library would choose its order by the size of the message, and a row's sum would depend on the rows next to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..engine.graphs import GraphExecutor
 
 HEADER = 4096  # bytes of a message that travel at once; longer ones take a second broadcast
-FOREVER = timedelta(days=365)  # an idle server waits as long as it likes; `Watch` says when somebody is gone
+FOREVER = timedelta(days=365)  # an idle server waits as long as it likes; `Watch` says when a process is gone
 LEAVING = 20.0  # seconds until those who should have left are ended
 STARTING = timedelta(minutes=10)
 STARTED_BY_US = "OUTRIDER_TEAM"  # in the environment of a process that the first one started: cpu or cuda
@@ -45,7 +45,7 @@ COMMAND = (sys.executable, "-c", "from outrider.llm import worker; worker()")  #
 
 
 class PeerLost(Exception):
-    """An exchange failed: somebody is gone, and it is not this process."""
+    """An exchange failed: a process is gone, and it is not this process."""
 
 
 @contextmanager
@@ -108,7 +108,7 @@ class ProcessGroup:
 
     # ---- numbers
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of everybody's tensor in the order of the ranks; in float32 where they are shorter, rounded once."""
+        """The sum over processes in the order of the ranks; in float32 where they are shorter, rounded once."""
         every = self._every(partial.contiguous())
         if self.tp.world <= 2:
             return every[0] + every[1] if self.tp.world == 2 else every[0]
@@ -126,7 +126,7 @@ class ProcessGroup:
         return torch.cat([every[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
 
     def _every(self, mine: Tensor) -> Tensor:
-        """[world, ...]: everybody's, in the order of the ranks. One alone has it in its place already."""
+        """[world, ...]: of all processes, in the order of the ranks. One alone has it in its place already."""
         every = mine if self.tp.world == 1 else mine.new_empty((self.tp.world * mine.shape[0], *mine.shape[1:]))
         with parting():
             if self.device.type == "cuda":
@@ -138,7 +138,7 @@ class ProcessGroup:
 
     # ---- words
     def send(self, message: object) -> None:
-        """Rank 0 tells everybody."""
+        """Rank 0 tells all others."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         packet = torch.zeros(HEADER, dtype=torch.uint8)
         head = len(body).to_bytes(8, "little") + body[: HEADER - 8]
@@ -165,7 +165,7 @@ class ProcessGroup:
             dist.broadcast(packet, 0, group=self.control_group)
 
     def all_reduce_min(self, numbers: Sequence[int], error: str | None = None) -> list[int]:
-        """The least of everybody's, number by number. `error`: why this process has none; then nobody has."""
+        """The least of all processes', number by number. `error`: why this process has none; then none has."""
         every: list[tuple[Sequence[int], str | None]] = [((), None)] * self.tp.world
         with parting():
             dist.all_gather_object(every, (numbers, error), group=self.control_group)
@@ -178,12 +178,12 @@ class ProcessGroup:
 
     # ---- the end
     def close(self, told: bool = False) -> None:
-        """Everybody leaves together; those who do not are ended. told: the others know already that this is the end."""
+        """All leave together; those who do not are ended. told: the others know already that this is the end."""
         if not self._open:
             return
         self._open, ProcessGroup.here, self.watch.ending = False, None, True
         atexit.unregister(self.close)
-        late = threading.Timer(LEAVING, self._force)  # somebody may be stuck in the middle of something
+        late = threading.Timer(LEAVING, self._force)  # a process may be stuck
         late.daemon = True
         late.start()
         if self.tp.rank == 0 and not told:
@@ -214,7 +214,7 @@ class ProcessGroup:
 
 
 def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> ProcessGroup:
-    """The team of this process. The first process starts the others (with `command`) unless somebody has started them
+    """The team of this process. The first process starts the others (with `command`) unless they were started
     already."""
     if world < 1:
         raise OutriderError(f"--tensor-parallel must be at least 1, got {world}")

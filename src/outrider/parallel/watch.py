@@ -1,4 +1,4 @@
-"""Nobody dies unseen: a thread in every process that ends it when another one of the team is gone.
+"""Lost peers are noticed: a thread in every process that ends it when another one of the team is gone.
 
 A process that waits for another's numbers would wait for ever. So rank 0 looks after the processes it started (four
 times a second), and every process writes a sign of life into the store that rank 0 keeps, each second. Rank 0 ends the
@@ -28,7 +28,7 @@ GRACE = 2.0  # seconds for the requests that were running to be told; 0: they ar
 class Watch:
     def __init__(self, tp: TPRank, host: str, port: int, children: Sequence[subprocess.Popen[bytes]]):
         self.tp, self.children = tp, children
-        self.ending = False  # everybody leaves: that is no accident
+        self.ending = False  # all processes leave: that is no accident
         self.gone: str | None = None  # who died, once it is known
         self.grace = GRACE
         self._stopped = threading.Event()
@@ -42,7 +42,7 @@ class Watch:
         self._thread.join(5.0)
 
     def lost(self, why: str) -> None:
-        """An exchange failed. Usually somebody is gone: give the thread a moment to find out who."""
+        """An exchange failed. Usually a process is gone: give the thread a moment to find out which."""
         if self.gone is None and not self.ending:
             until = time.monotonic() + 4 * LOOK
             while self.gone is None and time.monotonic() < until:
@@ -53,7 +53,7 @@ class Watch:
                 or f"the processes of --tensor-parallel {self.tp.world} lost one another ({why.splitlines()[0][:120]})"
             )
         if threading.current_thread() is threading.main_thread() or not (self.grace or self.ending):
-            time.sleep(3600)  # the thread ends the process; nobody else shall speak
+            time.sleep(3600)  # the thread ends the process; nothing else is to be printed
 
     def _run(self) -> None:
         signs: dict[int, tuple[int, float]] = {}

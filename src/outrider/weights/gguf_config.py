@@ -73,7 +73,7 @@ LAYER_WHOLE = {
 
 
 def hf_name(name: str, arch: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name nobody knows stays as it is."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
     if name.startswith("blk."):
         _, index, rest = (name.split(".", 2) + ["", ""])[:3]
         if rest in LAYER_WHOLE:

@@ -137,7 +137,7 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
 
 
 def check_shares(name: str, world: int) -> None:
-    """An error where the model cannot be divided over so many processes: by its configuration alone, before one of them
+    """An error where the model cannot be divided over `world` processes: by its configuration alone, before one of them
     is started."""
     config = translate(ModelConfig.from_hf, hub.resolve(name, weights=False))
     for rank in reversed(range(world)):  # the last has the least
