@@ -11,7 +11,6 @@ Times are medians with (least to greatest) over the repetitions; `x` columns are
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -228,7 +227,6 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--adapter", type=int, metavar="RANK", help="cycles with and without an adapter of this rank")
-    parser.add_argument("--json", help="append the medians to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # torch's own threads would spin beside ours
     ours, clock, peer = Ours(args.model, args.threads, args.isa), Clock(), None
@@ -288,15 +286,6 @@ def main() -> None:
         one, whole = f"{PASS_ROWS[0]} rows", f"prefill of {PREFILL}"
         for mine, theirs in ((f"pass, {one}", f"llama.cpp, {one}"), (whole, f"llama.cpp {whole}")):
             print(f"  {mine}: {clock.faster(mine, theirs)}")
-    if args.json:
-        with open(args.json, "a") as file:
-            figures = {name: [round(f(t), 3) for f in (statistics.median, min, max)] for name, t in clock.times.items()}
-            file.write(
-                json.dumps(
-                    {"model": Path(args.model).stem, "isa": ours.ops.version, "median, least, greatest ms": figures}
-                )
-                + "\n"
-            )
 
 
 if __name__ == "__main__":

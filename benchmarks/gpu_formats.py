@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from safetensors.torch import save_file
 from tests import quantised
 from torch import Tensor
 
@@ -51,7 +51,6 @@ from outrider.weights.dummy_file import write_gguf
 from outrider.weights.files import from_folder, from_gguf
 from outrider.weights.load import load
 from outrider.weights.names import tensor_plan
-from outrider.weights.source_tensor import DTYPES
 
 ROWS, KS, BATCHES = (1, 2, 5, 9, 17, 40, 64, 200, 2048), (1, 4, 8, 16), (1, 8)
 CONTEXT, STEPS, PROMPT, WRONG = 48, 20, 200, 3
@@ -124,24 +123,11 @@ def dense_state(config: ModelConfig, scale: Scale) -> dict[str, Tensor]:
 
 def write_folder(folder: Path, raw: Foreign, state: dict[str, Tensor]) -> None:
     """config.json and model.safetensors."""
-    names = {dtype: kind for kind, dtype in DTYPES.items()}
-    entries, at, data = {}, 0, []
-    for name, tensor in state.items():
-        data.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        entries[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(data[-1])],
-        }
-        at += len(data[-1])
-    head = json.dumps(entries).encode()
-    head += b" " * (-len(head) % 8)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(head)) + head)
-        for each in data:
-            file.write(each.tobytes())
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / "model.safetensors"
+    )
 
 
 def fused(config: ModelConfig, meant: dict[str, Tensor]) -> dict[str, Tensor]:
