@@ -71,7 +71,7 @@ def test_who_runs_a_step_is_decided_in_one_place() -> None:
     executors = engine_of("llama", "host").executors
     for params, name in (
         ({}, "host"), ({"temperature": 1.0}, "host"), ({"top_p": 0.5}, "host"),
-        ({"temperature": 1.0, "top_p": 0.5}, "eager"),
+        ({"temperature": 1.0, "top_p": 0.5}, "host"),
         ({"logprobs": 0}, "host"), ({"logprobs": 20, "temperature": 1.0}, "host"),
         ({"frequency_penalty": 0.1}, "eager"),
     ):  # fmt: skip
