@@ -140,10 +140,15 @@ def bits(size: str, layers: int, dry: bool) -> None:
             known = speculative_run(rig, seqs, context, k, tokens, logits)
             run = rig.graph(seqs, k, context, context + steps + 64, advance=True)
             offset = torch.arange(k + 1, device=rig.device).expand(batch, k + 1)
-            own = compared(run, context, tokens, logits, offset)
+            made = [known, compared(run, context, tokens, logits, offset)]
+            nodes = min(15, rig.drafter.max_nodes(k)) if rig.drafter else 0
+            if nodes:
+                run = rig.graph(seqs, k, context, context + steps + 64, advance=True, nodes=nodes)
+                made.append(compared(run, context, tokens, logits, run.rows))
             rig.close(seqs)
-            ok = all(e.equal_tokens and (e.equal_logits or dry) for e in (known, own)) and known.accepted > 1.0
-            note = f"{known.accepted:.2f} drafts of the oracle taken a cycle, {own.accepted:.2f} of its own"
+            ok = all(e.equal_tokens and (e.equal_logits or dry) for e in made) and known.accepted > 1.0
+            note = f"drafts taken per cycle: oracle, its own{', trees' if nodes else ''}: "
+            note += ", ".join(f"{e.accepted:.2f}" for e in made)
             verdict(f"{size}, {layers} layers, K = {k}, batch {batch}: plain = drafted, bits", ok, note)
 
 
