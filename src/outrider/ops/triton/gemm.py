@@ -44,7 +44,6 @@ from .quant_config import sm_count
 LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 L2_ROWS = 2048  # rows whose x stays in L2 while products of many rows go through the weights
 FUSED_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
-LORA_LINES = 4
 PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 
 
@@ -413,7 +412,7 @@ def launch_of(
         BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SWAP_AB=shape.swap_ab,
         EVEN=k % shape.bk == 0 and span % shape.bk == 0, SERIAL_SPLITK=serial_splitk,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
-        PREFETCH=(PREFETCH_LINES if lora is None else LORA_LINES) if pdl and w.element_size() == 2 else 0,
+        PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
         TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
         PARTS=lora.parts if lora else 0, RANK=lora.rank if lora else 0, LORA_SPANS=len(lora.sums) if lora else 0,
         RANGES=triton.next_power_of_2(len(lora.ranges)) if lora else 0,

@@ -24,7 +24,6 @@ from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, pdl_
 BK = 128  # columns fetched at a time
 SPAN_STEPS, MAX_SPANS = 3, 24  # of BK columns a span at least; spans at most
 REDUCE_ROWS = 16  # rows up to which each program of a product adds the spans itself
-SHRINK_WARPS = 4
 FUSED_RANKS = 128  # ranges times rank up to which the product's own kernel adds the changes
 
 
@@ -122,7 +121,7 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, semaphores: Tensor, pd
         x, change.a, change.scale, ranges, sums, semaphores, rows, k, x.stride(0), span,
         PARTS=parts, RANK=rank, BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans, REDUCE=reduce,
         PREFETCH=lines if x.element_size() == 2 else 0, PREC=precision(x), PDL=pdl,
-        num_warps=SHRINK_WARPS, num_stages=4,
+        num_warps=4, num_stages=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return Shrunk(sums[spans:] if reduce else sums, change, ranges)
