@@ -65,7 +65,6 @@ def one_run(name: str, model: Path | str, minutes: float, args: argparse.Namespa
     if judged.returncode == 0:
         found = json.loads(judged.stdout)
         row["tokens_per_cycle"] = {k: found["tokens_per_cycle"][k] for k in ("1", "2", "4", "8")}
-        row |= {name: found[name] for name in ("first_position_all_anchors", "draft_step_share", "answers")}
     return row
 
 
