@@ -30,7 +30,7 @@ from outrider.ops.backend import CycleRequest
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.lowrank import Adapter
-from outrider.spec.choose import SamplingBatch
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import DraftPlan, KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_target
@@ -128,7 +128,7 @@ class Given:
 
     def __init__(self, ours: Ours):
         params, device = [SamplingParams(temperature=0.0)], torch.device("cpu")
-        self.ours, self.sampling = ours, SamplingBatch.build(params, [[5]], [[]], ours.config.vocab_size, device)
+        self.ours, self.sampling = ours, sampling_batch(params, [[5]], [[]], ours.config.vocab_size, device)
         self.features = torch.zeros((8, ours.config.hidden))
         self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, ())
         assert self.cycle is not None, "the library runs no whole cycles of this model"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.cache.store import CacheSpec, KVStore, SeqCache, last_rows
 from outrider.engine.capture import Graph, GraphPool
-from outrider.engine.decode import Inputs, Key, Output, State, decode_step
+from outrider.engine.decode import DecodeStep, Inputs, Key, Output, State
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
@@ -35,6 +35,7 @@ from outrider.ops.trees import TreeRows
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import dummy_block
 from outrider.spec.mtp import MTPDrafter
+from outrider.spec.slot_sampling import SlotSampling
 from outrider.types import Draft, DraftTree, OutriderError, Verdict
 from outrider.weights.load import as_tensors, dummy_weights
 
@@ -295,7 +296,8 @@ class Rig:
         rng = torch.Generator(device=self.device).manual_seed(2)
         wide = self.config.hidden * (1 + len(self.drafter.taps if self.drafter is not None else ()))
         features = torch.randn((idle + 1, wide), device=self.device, generator=rng).to(self.model.dtype)
-        state, inputs = State.of(features), Inputs.of(self.device, idle, batch)
+        sampling = SlotSampling(idle + 1, self.config.vocab_size, (), self.device)
+        state, inputs = State.of(features, sampling), Inputs.of(self.device, idle, batch)
         state.last[slots] = (slots * 7919 + 11) % self.config.vocab_size  # a sequence starts alike in any batch
         state.position[slots] = context
         inputs.slots[:batch] = slots
@@ -304,7 +306,8 @@ class Rig:
         key = Key(batch, k, bound, "greedy", "drafter" if k else None, part, nodes=nodes)
         out = Output.of(key, self.device)
         target = model or self.model
-        once = decode_step(target, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
+        hooks = (None, assumed, propose, advance)
+        once = DecodeStep(target, self.store, self.drafter, state, inputs, key, out, *hooks)
         began = time.perf_counter()
         keep = [t.clone() for t in (state.last, state.position, state.features)]
         graph = Graph(once, torch.device("cpu") if eager else self.device, self.pool)

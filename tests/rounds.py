@@ -19,8 +19,8 @@ from outrider.cache.store import SeqCache
 from outrider.engine.capture import Graph
 from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps, as_tensor
-from outrider.spec.choose import SamplingBatch
 from outrider.spec.drafter import DraftBatch, Drafter, guess_next
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import SamplingParams
 
 
@@ -55,7 +55,7 @@ def batch_of(rig: Rig, seqs: list[SeqCache], contexts: int | list[int], params: 
     kv = rig.store.view(slots, length - 1, each, start, 1, max(lengths) + 64)
     rng = torch.Generator(device=device).manual_seed(lengths[0] + n)
     features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)
-    sampling = SamplingBatch.build(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
+    sampling = sampling_batch(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
     last = (each * 7919 + 11) % rig.config.vocab_size
     return DraftBatch([""] * n, [[]] * n, last, length, features, kv, sampling, False, rig.ops, rig.config.vocab_size)
 

@@ -6,6 +6,7 @@ import torch
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch, accept
 from outrider.spec.rejection import randomness, verify_block, verify_rejection
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import Draft, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -19,7 +20,7 @@ PARAMS = [
 
 
 def built(device: str) -> SamplingBatch:
-    return SamplingBatch.build(PARAMS, [[1, 3]] * B, [[3, 4, 3]] * B, V, device, [EOS])
+    return sampling_batch(PARAMS, [[1, 3]] * B, [[3, 4, 3]] * B, V, device, [EOS])
 
 
 def rows(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +84,7 @@ def test_rows_do_not_depend_on_the_batch():
     seq, off = rows("cuda")
     z = built("cuda").process(logits, seq, off, drafts)
     for b in range(B):
-        alone = SamplingBatch.build(PARAMS[b : b + 1], [[1, 3]], [[3, 4, 3]], V, "cuda", [EOS])
+        alone = sampling_batch(PARAMS[b : b + 1], [[1, 3]], [[3, 4, 3]], V, "cuda", [EOS])
         zero = torch.zeros(1, dtype=torch.int64, device="cuda")
         for j in range(K + 1):
             at = b * (K + 1) + j

@@ -21,7 +21,7 @@ from tests.property.test_trees_exact import tree_request
 from tests.unit.engine.test_graphs import check_batches, graphs_of, one
 
 from outrider.cache.store import CacheSpec, KVStore
-from outrider.engine.decode import Inputs, Key, Output, State, decode_step
+from outrider.engine.decode import DecodeStep, Inputs, Key, Output, State
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.models.config import ModelConfig
@@ -30,6 +30,7 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import block_plan
 from outrider.spec.drafter import DraftBatch
+from outrider.spec.slot_sampling import SlotSampling
 from outrider.types import Draft
 from outrider.weights.load import kept_dtype
 from outrider.weights.names import tensor_plan
@@ -148,12 +149,13 @@ def test_no_value_is_looked_at(layout: str) -> None:
     config = BlockConfig.from_hf(LAYOUTS[layout]).bound(target)
     made = BlockDrafter(BlockNet(config, blank(block_plan(config, ())), ops, model))
     store = KVStore(target, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta", made.kv_specs)
-    state = State.of(torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"))
+    sampling = SlotSampling(5, VOCAB, (1,), torch.device("meta"))
+    state = State.of(torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"), sampling)
     inputs = Inputs.of(torch.device("meta"), 4, 2)
     for choosing in ("greedy", "sampled", "sort"):
         for k, nodes in ((0, 0), (2, 0), (16, 0), (4, min(15, made.max_nodes(4)))):
             key = Key(2, k, 512, choosing, "drafter" if k else None, nodes=nodes)  # type: ignore[arg-type]
-            logits = decode_step(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
+            logits = DecodeStep(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
             assert logits is not None and logits.shape == (2 * (key.drafted + 1), VOCAB)
 
 

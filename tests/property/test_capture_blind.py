@@ -11,13 +11,13 @@ from tests.engines import VARIANTS, VOCAB, assistant
 
 from gpu_rig import Synthetic
 from outrider.cache.store import CacheSpec, KVStore
-from outrider.engine.decode import Choosing, Inputs, Key, Output, State, decode_step
-from outrider.engine.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
+from outrider.engine.decode import Choosing, DecodeStep, Inputs, Key, Output, State
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.mtp import MTPDrafter
+from outrider.spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
 from outrider.weights.load import kept_dtype
 from outrider.weights.names import tensor_plan
 
@@ -48,9 +48,9 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     model = TextModel(config, blank(config), ops)
     guesser = MTPDrafter(MTPNet(drafter, blank(drafter), ops, model), model)
     store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
-    state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4, 2)
     assumed = Synthetic([0.5] * 2, 2, torch.device("meta"))
-    history = SlotSamplingState(5, VOCAB, (1,), torch.device("meta"))
+    history = SlotSampling(5, VOCAB, (1,), torch.device("meta"))
+    state, inputs = State.of(torch.zeros(5, 32, device="meta"), history), Inputs.of(torch.device("meta"), 4, 2)
     all_of_it = SamplingFeatures(True, 4, 2, 4, 2, 3, True)
     history.grow(all_of_it)
     bits = torch.zeros((8, VOCAB // 32), dtype=torch.int32, device="meta")
@@ -61,9 +61,6 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
         for k, source in ((0, None), (2, "drafter"), (2, "host"), (2, "both"), (2, "drafted")):
             for asks, override in ((NO_FEATURES, None), (all_of_it, None), (NO_FEATURES, assumed))[: 3 if k else 2]:
                 key = Key(2, k, 512, choosing, source, "cycle", asks)  # type: ignore[arg-type]
-                out, more = (
-                    Output.of(key, torch.device("meta")),
-                    {"history": history, "bits": bits} if asks != NO_FEATURES else {},
-                )
-                logits = decode_step(model, store, guesser, state, inputs, key, out, override, **more)()
+                out, masks = Output.of(key, torch.device("meta")), bits if asks != NO_FEATURES else None
+                logits = DecodeStep(model, store, guesser, state, inputs, key, out, masks, override)()
                 assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from outrider.ops.reference import ReferenceOps
-from outrider.spec.choose import SamplingBatch
 from outrider.spec.rejection import (
     block_accept,
     proposal,
@@ -16,6 +15,7 @@ from outrider.spec.rejection import (
     verify_block,
     verify_rejection,
 )
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import Draft, SamplingParams
 
 V, OPS = 4, ReferenceOps()
@@ -168,7 +168,7 @@ def test_the_vectorised_verifiers_draw_from_the_targets_law(kind, verify):
     P, Q = (torch.cat([t[1], t[1][:1]]) for t in tables(kind, 2, 3))  # [V + 1, V] by the last token; row V: the start
     seed, last = torch.arange(n), torch.full((n,), V)
     out, filled = torch.zeros(n, steps + 3, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
-    batch = SamplingBatch.build([SamplingParams(temperature=1.0)], [[0]], [[]], V, "cpu")
+    batch = sampling_batch([SamplingParams(temperature=1.0)], [[0]], [[]], V, "cpu")
     batch.seed, batch.temperature, batch.sampled = seed, torch.ones(n), torch.ones(n, dtype=torch.bool)
     for _ in range(steps):
         at, prev, tokens, q, p = filled, last, [], [], [P[last]]
@@ -230,7 +230,7 @@ def test_coupled_choice_draws_from_the_exact_law(case):
     want = want.scatter(0, order, torch.where(ahead < params.top_p, want[order], 0.0))
     want = renorm(torch.where(want >= params.min_p * want.max(), want, 0.0))
 
-    batch = SamplingBatch.build([params], [prompt], [output], vocab, "cpu")
+    batch = sampling_batch([params], [prompt], [output], vocab, "cpu")
     seen = torch.zeros(vocab, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
     one = batch.process(logits, zero, zero + 2, torch.tensor([drafted]))

@@ -1,7 +1,7 @@
 """The function that a graph captures: one decode step over buffers that stay where they are.
 
 `State` is what the sequences carry from step to step, by slot; `Inputs` is what the host says of a step, by row of the
-batch. `decode_step` puts the cycle (engine.cycle) between them and never looks at a value, so that nothing in it waits
+batch. `DecodeStep` puts the cycle (engine.cycle) between them and never looks at a value, so that nothing in it waits
 for the device.
 """
 
@@ -16,17 +16,24 @@ from torch import Tensor
 
 from ..cache.store import KVStore
 from ..ops.trees import TreeRows
-from ..spec.choose import OFF, SamplingBatch
+from ..spec.choose import Filters, SamplingBatch
 from ..spec.drafter import DraftBatch, Drafter
 from ..spec.protocols import Target
+from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle, verify_coupled
-from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 
 # guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
 KNOWN = 2 * MAX_DRAFT + 1
 # how candidates are found: the cheapest that serves all rows
 Choosing = Literal["greedy", "sampled", "head 64", "head 1024", "sort"]
+FILTERS: dict[Choosing, Filters] = {
+    "greedy": Filters(),
+    "sampled": Filters(True),
+    "head 64": Filters(True, True, True, True, 64),
+    "head 1024": Filters(True, True, True, True, 1024),
+    "sort": Filters(True, True, True, True, None),
+}
 # drafted: by another graph just before, as masks depend on the drafts
 DraftSource = Literal["drafter", "host", "both", "drafted"]
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
@@ -54,20 +61,18 @@ class Key:
 
 @dataclass
 class State:
-    """Where each slot's sequence stands, on the device. The last row is that of the rows that fill up a batch."""
+    """Where each slot's sequence stands and how it chooses, on the device. The last row is that of the rows that fill
+    up a batch."""
 
     last: Tensor  # int64 [S + 1] the newest token
     position: Tensor  # int64 [S + 1] its position
     features: Tensor  # [S + 1, H·(1 + taps)]
+    sampling: SlotSampling
 
     @staticmethod
-    def of(features: Tensor) -> State:
-        rows, device = features.shape[0], features.device
-        return State(
-            torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.ones(rows, dtype=torch.int64, device=device),
-            features,
-        )
+    def of(features: Tensor, sampling: SlotSampling) -> State:
+        rows = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
+        return State(rows, torch.ones_like(rows), features, sampling)
 
 
 @dataclass
@@ -81,39 +86,14 @@ class Inputs:
     base: Tensor  # int64 [N] position of the newest token that the host knew when it guessed
     guesses: Tensor  # int64 [N, KNOWN] what it expects behind that position
     drafted: Tensor  # int64 [N, MAX_DRAFT] left here by a graph of part "draft"
-    temperature: Tensor  # float32 [N], and so on as in SamplingBatch
-    sampled: Tensor
-    seed: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_logp: Tensor
     ranges: Tensor  # int32 [2·N, 3] as ops.adapter_slots.row_ranges has them
 
     @staticmethod
     def of(device: torch.device, idle: int, rows: int) -> Inputs:
-        full = lambda value, dtype: torch.full((rows,), value, dtype=dtype, device=device)  # noqa: E731
-        return Inputs(
-            full(idle, torch.int64), full(0, torch.int64), full(1, torch.int64), full(False, torch.bool),
-            full(0, torch.int64),
-            torch.zeros((rows, KNOWN), dtype=torch.int64, device=device),
-            torch.zeros((rows, MAX_DRAFT), dtype=torch.int64, device=device),
-            full(1.0, torch.float32), full(False, torch.bool),
-            full(0, torch.int64), full(OFF, torch.int64), full(1.0, torch.float64), full(float("-inf"), torch.float32),
-            torch.zeros((2 * rows, 3), dtype=torch.int32, device=device),
-        )  # fmt: skip
-
-    def sampling(self, batch: int, choosing: Choosing) -> SamplingBatch:
-        """The rows' parameters as views: what is uploaded later is seen. A filter that a row does not ask for is off in
-        its values."""
-        filters = choosing not in ("greedy", "sampled")
-        heads = {"head 64": 64, "head 1024": 1024, "sort": None}
-        return SamplingBatch(
-            temperature=self.temperature[:batch], sampled=self.sampled[:batch], seed=self.seed[:batch],
-            out_len=torch.zeros_like(self.seed[:batch]),
-            top_k=self.top_k[:batch], top_p=self.top_p[:batch], min_logp=self.min_logp[:batch],
-            any_sampled=choosing != "greedy", any_filter=filters, any_top_k=filters, any_top_p=filters,
-            head=heads.get(choosing, 1), penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
-        )  # fmt: skip
+        zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
+        by_host, ranges = zeros(rows, dtype=torch.bool), zeros(2 * rows, 3, dtype=torch.int32)
+        guesses, drafted = zeros(rows, KNOWN), zeros(rows, MAX_DRAFT)
+        return Inputs(zeros(rows) + idle, zeros(rows), zeros(rows) + 1, by_host, zeros(rows), guesses, drafted, ranges)
 
     def known(self, batch: int, k: int, length: Tensor) -> Tensor:
         """[B, k]: what the host expects behind the positions `length` [B], where the sequences really stand."""
@@ -145,72 +125,83 @@ def allowed(bits: Tensor, vocab: int) -> Tensor:
     return ((bits[:, :, None] >> each) & 1).to(torch.bool).flatten(1)[:, :vocab]
 
 
-def decode_step(
-    model: Target, store: KVStore, drafter: Drafter | None, state: State, inputs: Inputs, key: Key, out: Output,
-    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | TreeRows] | None = None,
-    advance: bool = True,
-    history: SlotSamplingState | None = None, bits: Tensor | None = None,
-) -> Callable[[], Tensor | None]:  # fmt: skip
-    """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state` (advance=False:
-    the state stays, every run does the same work); returns the logits [R, V]. propose: a stand-in drafter. history,
-    bits [R, V / 32]: what some requests ask for (key.asks)."""
-    b, k, device, vocab = key.batch, key.k, out.tokens.device, model.config.vocab_size
-    rows, slots, limit, cap = Rows.of((key.drafted,) * b, device), inputs.slots[:b], inputs.limit[:b], inputs.cap[:b]
-    bare = inputs.sampling(b, key.choosing)  # what a drafter guesses by
-    each, each_start = torch.arange(b, device=device), torch.arange(b + 1, dtype=torch.int32, device=device)
-    ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
+@dataclass
+class DecodeStep:
+    """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state`; returns the
+    logits [R, V]."""
 
-    def guess(last: Tensor, length: Tensor, pages: KVPages) -> Draft | TreeRows:
-        if propose is not None:
-            return propose(last, length)
+    model: Target
+    store: KVStore
+    drafter: Drafter | None
+    state: State
+    inputs: Inputs
+    key: Key
+    out: Output
+    bits: Tensor | None = None  # int32 [R, V / 32]: grammars' masks (key.asks.grammar)
+    # for benchmarks: another verdict, a stand-in drafter, and False: the state stays, every run does the same work
+    override: Override | None = None
+    propose: Callable[[Tensor, Tensor], Draft | TreeRows] | None = None
+    advance: bool = True
+
+    def __post_init__(self) -> None:
+        b, device = self.key.batch, self.out.tokens.device
+        self.rows = Rows.of((self.key.drafted,) * b, device)
+        self.slots, self.limit, self.cap = self.inputs.slots[:b], self.inputs.limit[:b], self.inputs.cap[:b]
+        self.each, self.each_start = (torch.arange(n, device=device) for n in (b, b + 1))
+        self.each_start = self.each_start.to(torch.int32)
+
+    def _guess(self, last: Tensor, length: Tensor, pages: KVPages, sampling: SamplingBatch) -> Draft | TreeRows:
+        key, b, k, inputs = self.key, self.key.batch, self.key.k, self.inputs
+        if self.propose is not None:
+            return self.propose(last, length)
         if key.source == "drafted":
-            return Draft(inputs.drafted[:b, :k], limit)
+            return Draft(inputs.drafted[:b, :k], self.limit)
         if key.source == "host":
-            return Draft(inputs.known(b, k, length), limit)
-        assert drafter is not None
-        kv = pages.view(length - 1, each, each_start, 1, key.context)
-        batch = DraftBatch(
-            ids, nothing, last, length, state.features.index_select(0, slots), kv, bare, False, model.ops, vocab
-        )
+            return Draft(inputs.known(b, k, length), self.limit)
+        assert self.drafter is not None
+        kv = pages.view(length - 1, self.each, self.each_start, 1, key.context)
+        features, vocab = self.state.features.index_select(0, self.slots), self.model.config.vocab_size
+        nothing: list[list[int]] = [[]] * b
+        batch = DraftBatch([""] * b, nothing, last, length, features, kv, sampling, False, self.model.ops, vocab)
         if key.nodes:
-            return drafter.build_fixed_tree(batch, k, key.nodes)
-        tokens = drafter.propose(batch, k).tokens
+            return self.drafter.build_fixed_tree(batch, k, key.nodes)
+        tokens = self.drafter.propose(batch, k).tokens
         if key.source == "both":
             tokens = torch.where(inputs.by_host[:b, None], inputs.known(b, k, length), tokens)
-        return Draft(tokens, limit)
+        return Draft(tokens, self.limit)
 
-    def once() -> Tensor | None:
+    def __call__(self) -> Tensor | None:
+        key, b, k, state, slots, rows = self.key, self.key.batch, self.key.k, self.state, self.slots, self.rows
+        model, drafter, out = self.model, self.drafter, self.out
         last, length = state.last.index_select(0, slots), state.position.index_select(0, slots)
         # gathered once: drafter and target look through them at different positions
-        pages = store.pages_of(slots, key.context)
+        pages = self.store.pages_of(slots, key.context)
+        sampling = state.sampling.select(slots, length, FILTERS[key.choosing], key.asks)
         if key.part == "draft":
-            inputs.drafted[:b, : key.drafted].copy_(guess(last, length, pages).tokens)
-            out.tokens[:, :k].copy_(inputs.drafted[:b, :k])
+            self.inputs.drafted[:b, : key.drafted].copy_(self._guess(last, length, pages, sampling).tokens)
+            out.tokens[:, :k].copy_(self.inputs.drafted[:b, :k])
             return None
-        sampling = bare if history is None else history.select(bare, slots, length, key.asks)
         x = CycleInput(rows, slots, last, length, sampling, model.ops, key.context)
-        if bits is not None:
-            x.masks = lambda drafts: allowed(bits[: b * (k + 1)], vocab)
-        draft = guess(last, length, pages) if k else None
+        if (bits := self.bits) is not None:
+            x.masks = lambda drafts: allowed(bits[: b * (k + 1)], model.config.vocab_size)
+        draft = self._guess(last, length, pages, sampling) if k else None
         if isinstance(draft, TreeRows):
-            x.tree, draft = draft, Draft(draft.tokens, limit)
-        done = cycle(model, pages, draft, verify_coupled, drafter, x, override)
+            x.tree, draft = draft, Draft(draft.tokens, self.limit)
+        done = cycle(model, pages, draft, verify_coupled, drafter, x, self.override)
+        verdict, told = done.verdict, [done.verdict.tokens]
         if drafter is not None and drafter.kv_specs:
             drafter.extend(done.streams, done.kv, done.following)
-        verdict, told = done.verdict, [done.verdict.tokens]
         if x.tree is not None and verdict.rows is not None:
             told += [verdict.rows, x.tree.parent_rows.view(b, -1)]
         torch.cat((*told, verdict.counts[:, None]), 1, out=out.tokens)
         if out.logprobs is not None:
             out.logprobs.copy_(model.ops.logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs))
-        if advance:
+        if self.advance:
             newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0] if k else verdict.tokens[:, 0]
             state.last.index_copy_(0, slots, newest)
-            state.position.index_copy_(0, slots, torch.minimum(length + verdict.counts, cap))
+            state.position.index_copy_(0, slots, torch.minimum(length + verdict.counts, self.cap))
             if drafter is not None:
                 state.features.index_copy_(0, slots, done.features)
-            if history is not None:
-                history.commit(sampling, slots, verdict.tokens, verdict.counts)
+            if key.asks != NO_FEATURES:
+                state.sampling.commit(sampling, slots, verdict.tokens, verdict.counts)
         return done.logits
-
-    return once

@@ -21,6 +21,7 @@ from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftBatch
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..spec.rejection import verify_block, verify_rejection
+from ..spec.slot_sampling import sampling_batch
 from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
 from .grammar import unpacked
@@ -107,7 +108,7 @@ class EagerExecutor(Executor):
         runner.features.index_copy_(0, x.slots, out.features)
         if runner.drafter is not None and runner.drafter.kv_specs:
             runner.extend(scheduled, out.streams, out.kv, out.following)
-        x.sampling.commit(out.verdict.tokens, out.verdict.counts)
+        runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
         emitted = [line[:n] for line, n in zip(tokens, counts)]
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
@@ -264,7 +265,7 @@ class EagerExecutor(Executor):
         slots = torch.tensor(runner.scratch_slots(batch, context + k + 1), device=runner.device)
         length = torch.full((batch,), context, dtype=torch.int64, device=runner.device)
         params = [SamplingParams()] * batch
-        sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
+        sampling = sampling_batch(params, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
         last = torch.zeros_like(length)
         if part == VERIFY:
             rows = Rows.of((k,) * batch, runner.device)

@@ -24,19 +24,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..cache.store import SeqCache, upload
+from ..cache.store import upload
 from ..ops.adapter_slots import row_ranges
 from ..ops.backend import Capabilities
-from ..spec.choose import SamplingBatch
 from ..spec.plan import DEEPEST, TIMED, VERIFY, CostPart, VerifiedTree
+from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures
 from ..types import GREEDY_EPS, MAX_DRAFT, SamplingParams
 from . import graph_dispatch
 from .capture import Graph, GraphCache, GraphPool
 from .cycle import logprobs
-from .decode import KNOWN, Choosing, DraftSource, Inputs, Key, Output, State, decode_step
+from .decode import KNOWN, Choosing, DecodeStep, DraftSource, Inputs, Key, Output, State
 from .model_runner import ModelRunner
 from .prefill_graphs import PrefillGraphs
-from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
 
 log = logging.getLogger("outrider")
@@ -120,12 +119,10 @@ class GraphExecutor(Executor):
         self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
         self.trees = drafter is not None and capabilities.trees and drafter.max_nodes(1) > 0
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
-        self.state = State.of(runner.features)
+        self.state = State.of(runner.features, runner.slot_sampling)
         self.inputs = Inputs.of(self.device, self.idle, capabilities.graph_batches[-1])
-        self.history = SlotSamplingState(self.idle + 1, runner.vocab, runner.eos, self.device)
-        self.bits: Tensor | None = (
-            None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
-        )
+        # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
+        self.bits: Tensor | None = None
         pool = GraphPool(self.device)
         # What is refused had something special in it and could not be captured: those steps are eager.
         self.cache: GraphCache[Key, CapturedGraph] = GraphCache(self.device, pool)
@@ -133,7 +130,6 @@ class GraphExecutor(Executor):
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._uploaded: dict[str, tuple[object, ...]] = {}
         self._replays, self._alarm = 0, torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
         longest = drafter.max_tokens if drafter is not None else 0  # a block of 8 drafts 7
@@ -141,7 +137,7 @@ class GraphExecutor(Executor):
         drafted = (next(w for w in self.widths if w >= k) for k in widths)
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
         self._preparing = False  # what is captured is not needed for this step: if it fails, it is done without
-        self._slots_version = 0  # of the adapters' tensors that graphs read
+        self._slots_version = self._sampling_version = 0  # of adapters' and of sampling's tensors that graphs read
         self.fixed = False  # somebody waits for every step: captured is only what no graph holds
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
@@ -251,13 +247,13 @@ class GraphExecutor(Executor):
     def capture(self, key: Key) -> CapturedGraph | None:
         """The graph of this key, captured if that has not been done. A failure ends the use of graphs, with one
         line."""
-        if key in self.cache.graphs:
-            return self.cache.graphs[key]
-        if key in self.cache.refused:
-            self._joined.clear()  # the eager step leaves what the slots hold of their history behind
-            return None
-        if self.history.grow(key.asks):
+        sampling = self.state.sampling
+        sampling.grow(key.asks)
+        if sampling.version != self._sampling_version:
             self._drop(lambda known: known.asks == NO_FEATURES)
+            self._sampling_version = sampling.version
+        if key in self.cache.graphs or key in self.cache.refused:
+            return self.cache.graphs.get(key)
         if key.asks.grammar and self.bits is None:
             shape = (self.can.graph_rows, -(-self.runner.vocab // 32))
             self.bits = torch.full(shape, -1, dtype=torch.int32, device=self.device)
@@ -270,10 +266,8 @@ class GraphExecutor(Executor):
             ranges = row_ranges([-1] * key.batch, [key.drafted + 1] * key.batch)
             self._put("ranges", self.inputs.ranges, ranges)
             model = runner.adapters.slot_model(self.inputs.ranges[: len(ranges)])
-        step = decode_step(
-            model, runner.store, self.drafter, self.state, self.inputs, key, out,
-            history=self.history if key.asks != NO_FEATURES else None, bits=self.bits if key.asks.grammar else None,
-        )  # fmt: skip
+        bits = self.bits if key.asks.grammar else None
+        step = DecodeStep(model, runner.store, self.drafter, self.state, self.inputs, key, out, bits)
 
         def once() -> None:
             step()  # its logits are not kept: they would hold the graph's memory
@@ -404,15 +398,9 @@ class GraphExecutor(Executor):
         """What changed since the last step. A sequence that has nothing in flight is where the host says; the others
         stand on the device, further on than the host knows."""
         fresh = [item for item in scheduled if not item.seq.num_inflight_tokens]
+        self.runner.join([item.seq for item in scheduled], key.asks)
         if key.asks != NO_FEATURES:
-            for item in scheduled:
-                if self._joined.get(item.slot) is not item.seq.cache:
-                    seq = item.seq
-                    assert not (seq.num_inflight_tokens and seq.request.params.processed), (
-                        "its history joined with its first step"
-                    )
-                    self.history.join(item.slot, seq.request.params, seq.request.prompt, seq.tokens[seq.prompt_len :])
-                    self._joined[item.slot] = seq.held
+            self.runner.moved_on()
         if fresh:
             where = upload([item.slot for item in fresh], torch.int64, self.device)
             self.state.last.index_copy_(
@@ -434,22 +422,6 @@ class GraphExecutor(Executor):
             self._put("base", self.inputs.base, [*[item.start for item in scheduled], *[0] * fill])
             lines = [([*(item.guess or ()), *[0] * KNOWN])[:KNOWN] for item in scheduled]
             self.inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
-        if key.choosing != "greedy":
-            params = [item.seq.request.params for item in scheduled] + [SamplingParams()] * fill
-            line = tuple((p.temperature, p.seed, p.top_k, p.top_p, p.min_p) for p in params)
-            if self._uploaded.get("sampling") != line:
-                s = SamplingBatch.build(params, [[]] * key.batch, [[]] * key.batch, self.runner.vocab, "cpu")
-                x = self.inputs
-                pairs = (
-                    (x.temperature, s.temperature),
-                    (x.sampled, s.sampled),
-                    (x.seed, s.seed),
-                    (x.top_k, s.top_k),
-                    (x.top_p, s.top_p),
-                )
-                for to, value in (*pairs, (x.min_logp, s.min_logp)):
-                    to[: key.batch].copy_(upload(value.tolist(), value.dtype, self.device))
-                self._uploaded["sampling"] = line
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:
         """Upload a value for each row of the batch, unless the device has them already. Rows past the batch are not

@@ -17,6 +17,7 @@ from ..ops.backend import CycleRequest, DraftResult, HostCycle
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import HostDraftRequest
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
+from ..spec.slot_sampling import sampling_batch
 from ..types import DraftPlan, SamplingParams
 from .cycle import logprobs
 from .eager import EagerExecutor, switch_off
@@ -135,7 +136,7 @@ class HostExecutor(Executor):
         sampling = self._probes.get(batch)  # built once for a batch, not once a cycle, as in earnest
         if sampling is None:
             params = [SamplingParams()] * batch
-            sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, self.runner.vocab, self.runner.device)
+            sampling = sampling_batch(params, [[0]] * batch, [[]] * batch, self.runner.vocab, self.runner.device)
             self._probes[batch] = sampling
         guess = [0] * k if part == VERIFY else None
         slots = self.runner.scratch_slots(batch, context + k + 1)

@@ -2,8 +2,7 @@
 slot.
 
 `ModelRunner.prompts` runs the prompt chunks of a step, `ModelRunner.score` reads a text without continuing it: both are
-the same whichever executor decodes. `ModelRunner.sampling` keeps the sampling parameters of the present batch as
-tensors.
+the same whichever executor decodes. `ModelRunner.sampling` gives how the sequences of a batch choose.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from ..ops.lowrank import Adapter
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.protocols import Target
+from ..spec.slot_sampling import Joining, SamplingFeatures, SlotSampling, filters_of
 from ..types import ImageSpan, KVView, OutputRows
 from .adapters import AdapterPool
 from .step import ScheduledSeq, Seq
@@ -42,8 +42,13 @@ class ModelRunner:
     scratch: list[SeqCache] = field(default_factory=list)  # sequences that nobody asked for: what steps are timed on
     adapters: AdapterPool | None = None  # None: this engine takes none
     scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # is told before a text is scored
-    _sampled: list[Seq] = field(default_factory=list)  # whose parameters `_sampling` holds
-    _sampling: SamplingBatch | None = None
+    slot_sampling: SlotSampling = field(init=False)
+    _joined: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `slot_sampling` holds, by slot
+    _sampled: list[Seq] = field(default_factory=list)  # the batch that was asked for last,
+    _sampling: SamplingBatch | None = None  # and its rows; None: they have moved on inside a graph
+
+    def __post_init__(self) -> None:
+        self.slot_sampling = SlotSampling(self.features.shape[0], self.vocab, self.eos, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -199,15 +204,33 @@ class ModelRunner:
         return self.store.view(where, positions, row_seq, row_start, widest, furthest)
 
     def sampling(self, seqs: list[Seq]) -> SamplingBatch:
-        """Rebuilt only when the batch has changed: `SamplingBatch.commit` keeps it up to date in between."""
+        """Gathered only when the batch has changed: `SlotSampling.commit` keeps it up to date in between."""
         if self._sampling is None or self._sampled != seqs:
-            self._sampling = SamplingBatch.build(
-                [s.request.params for s in seqs], [s.request.prompt for s in seqs],
-                [s.tokens[s.prompt_len :] for s in seqs],
-                self.vocab, self.device, self.eos,
-            )  # fmt: skip
+            params = [seq.request.params for seq in seqs]
+            asks = SamplingFeatures.of(params, len(self.eos))
+            self.join(seqs, asks)
+            slots = torch.tensor([seq.held.slot for seq in seqs], device=self.device)
+            position = torch.tensor([len(seq.tokens) - 1 for seq in seqs], device=self.device)
+            self._sampling = self.slot_sampling.select(slots, position, filters_of(params, self.vocab), asks)
             self._sampled = seqs
         return self._sampling
+
+    def join(self, seqs: Sequence[Seq], asks: SamplingFeatures) -> None:
+        """Make sure that `slot_sampling` has the rows of these sequences, with what they ask for together."""
+        fresh = []
+        self.slot_sampling.grow(asks)
+        for seq in seqs:
+            if self._joined.get(seq.held.slot) is not seq.cache:
+                params = seq.request.params
+                assert not (seq.num_inflight_tokens and params.altered), "its history joined with its first step"
+                self._joined[seq.held.slot] = seq.held
+                fresh.append(Joining(seq.held.slot, params, seq.request.prompt, seq.tokens[seq.prompt_len :]))
+        if fresh:
+            self.slot_sampling.join(fresh)
+
+    def moved_on(self) -> None:
+        """A graph has moved the history of its batch on in `slot_sampling`."""
+        self._sampling = None
 
     def scratch_slots(self, count: int, positions: int) -> list[int]:
         """So many scratch sequences with room for `positions`, filled with whatever the cache holds; what does not fit

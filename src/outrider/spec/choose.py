@@ -21,15 +21,14 @@ raw logits. Filters are functions of the values: tokens with equal logits are ke
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops.backend import Backend
 from ..ops.noise import gumbel
-from ..types import GREEDY_EPS, Draft, SamplingParams, Verdict
+from ..types import Draft, Verdict
 
 OFF = 1 << 40  # a top-k that keeps everything
 ANY = -2  # in a bad word's prefix: matches whatever stands there
@@ -65,75 +64,51 @@ class Sparse:
     values: Tensor  # float32 [B, M]
 
 
+@dataclass(frozen=True)
+class Filters:
+    """What the host knows of how a batch draws."""
+
+    sampled: bool = False  # somebody draws
+    any: bool = False  # somebody filters: by top-k, top-p or min-p
+    top_k: bool = False
+    top_p: bool = False
+    # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
+    head: int | None = 1
+
+
+@dataclass
+class FilterValues:
+    """The filters of a batch; off where a sequence has none or is greedy."""
+
+    top_k: Tensor  # int64 [B] OFF: all
+    top_p: Tensor  # float64 [B]
+    min_logp: Tensor  # float32 [B] log(min_p)
+
+
 @dataclass
 class SamplingBatch:
-    """The parameters and the history of B sequences, as tensors. Rebuilt by the host when the batch changes; between
-    two rebuilds `commit` keeps the history up to date on the device."""
+    """The parameters and the history of B sequences, as tensors: rows of a `SlotSampling`. `commit` keeps the history
+    up to date on the device."""
 
     temperature: Tensor  # float32 [B]; 1 where greedy
     sampled: Tensor  # bool [B] sampled, not greedy
     seed: Tensor  # int64 [B]
-    out_len: Tensor  # int64 [B] tokens generated so far
-    top_k: Tensor  # int64 [B] OFF: all
-    top_p: Tensor  # float64 [B]
-    min_logp: Tensor  # float32 [B] log(min_p)
-    any_sampled: bool
-    any_filter: bool
-    any_top_k: bool
-    any_top_p: bool
-    # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
-    head: int | None
-    penalties: Penalties | None
-    bias: Sparse | None
-    bad_words: BadWords | None
-    stops: Sparse | None  # ids that may not come before min_tokens (value -inf)
-    min_tokens: Tensor | None  # int64 [B]
+    filters: Filters
+    cut: FilterValues | None = None  # where somebody filters
+    out_len: Tensor | None = None  # int64 [B] tokens generated so far
+    penalties: Penalties | None = None
+    bias: Sparse | None = None
+    bad_words: BadWords | None = None
+    stops: Sparse | None = None  # ids that may not come before min_tokens (value -inf)
+    min_tokens: Tensor | None = None  # int64 [B]
 
-    # ---- building (host) ------------------------------------------------------------------------------------------
-    @classmethod
-    def build(
-        cls,
-        params: Sequence[SamplingParams],
-        prompts: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        vocab: int,
-        device: torch.device | str,
-        eos_ids: Sequence[int] = (),
-    ) -> SamplingBatch:
-        sampled = [p.temperature >= GREEDY_EPS for p in params]
-        top_k = [p.top_k if h and 0 < p.top_k < vocab else OFF for p, h in zip(params, sampled)]
-        top_p = [p.top_p if h else 1.0 for p, h in zip(params, sampled)]
-        min_p = [p.min_p if h else 0.0 for p, h in zip(params, sampled)]
-        both = [k for k, p in zip(top_k, top_p) if k != OFF or p < 1.0]
-        penalties = _penalties(params, prompts, outputs, vocab, device)
-        bias = _sparse([dict(p.logit_bias) for p in params], device)
-        bad_words = _bad_words(params, prompts, outputs, device)
-        stops = _sparse(
-            [min_tokens_mask(p, eos_ids) if p.min_tokens > len(o) else {} for p, o in zip(params, outputs)], device
-        )
-        return cls(
-            temperature=torch.tensor(
-                [p.temperature if h else 1.0 for p, h in zip(params, sampled)], dtype=torch.float32, device=device
-            ),
-            sampled=torch.tensor(sampled, device=device),
-            seed=torch.tensor([_int64(p.seed) for p in params], dtype=torch.int64, device=device),
-            out_len=torch.tensor([len(o) for o in outputs], dtype=torch.int64, device=device),
-            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
-            min_logp=torch.tensor(
-                [math.log(m) if m > 0 else -math.inf for m in min_p], dtype=torch.float32, device=device
-            ),
-            any_sampled=any(sampled),
-            any_filter=bool(both) or any(m > 0 for m in min_p),
-            any_top_k=any(k != OFF for k in top_k),
-            any_top_p=any(p < 1.0 for p in top_p),
-            head=None if OFF in both else max(both, default=1),
-            penalties=penalties,
-            bias=bias,
-            bad_words=bad_words,
-            stops=stops,
-            min_tokens=torch.tensor([p.min_tokens for p in params], device=device) if stops is not None else None,
-        )
+    @property
+    def any_sampled(self) -> bool:
+        return self.filters.sampled
+
+    @property
+    def any_filter(self) -> bool:
+        return self.cut is not None
 
     @property
     def looks_back(self) -> bool:
@@ -163,7 +138,7 @@ class SamplingBatch:
             z = self._forbid(z, self.bad_words, row_seq, row_offset, drafts[row_seq] if lines is None else lines)
         if grammar is not None:
             z = z.masked_fill(~grammar, -math.inf)
-        if self.stops is not None and self.min_tokens is not None:
+        if self.stops is not None and self.min_tokens is not None and self.out_len is not None:
             early = self.out_len[row_seq] + row_offset < self.min_tokens[row_seq]  # [R]
             kept = z.scatter_add(
                 1, self.stops.ids[row_seq], torch.where(early[:, None], self.stops.values[row_seq], 0.0)
@@ -172,11 +147,11 @@ class SamplingBatch:
             z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
         if self.any_sampled:
             z = z / self.temperature[row_seq][:, None]
-        if not self.any_filter:
+        if (cut := self.cut) is None:
             return z
-        of_row = (self.top_k[row_seq], self.top_p[row_seq], self.min_logp[row_seq])
+        of_row = (cut.top_k[row_seq], cut.top_p[row_seq], cut.min_logp[row_seq])
         made = ops.filter_logits(z, *of_row) if ops is not None else None
-        return made if made is not None else self._filter(z, row_seq, exact=True)
+        return made if made is not None else self._filter(z, row_seq, cut, exact=True)
 
     def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: Backend) -> Tensor:
         """Tokens [R]; `position` [R] is where the chosen token will stand in its sequence."""
@@ -194,16 +169,15 @@ class SamplingBatch:
             line = torch.cat((self.bad_words.tail, tokens), 1)
             width = self.bad_words.tail.shape[1]
             self.bad_words.tail.copy_(line.gather(1, counts[:, None] + torch.arange(width, device=tokens.device)))
-        self.out_len += counts
+        if self.out_len is not None:
+            self.out_len += counts
 
     def select(self, which: Tensor) -> SamplingBatch:
         """Some of the sequences, as far as a drafter needs them: no history, no masks."""
-        return replace(
-            self, temperature=self.temperature[which], sampled=self.sampled[which], seed=self.seed[which],
-            out_len=self.out_len[which],
-            top_k=self.top_k[which], top_p=self.top_p[which], min_logp=self.min_logp[which],
-            penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
-        )  # fmt: skip
+        cut = self.cut
+        if cut is not None:
+            cut = FilterValues(cut.top_k[which], cut.top_p[which], cut.min_logp[which])
+        return SamplingBatch(self.temperature[which], self.sampled[which], self.seed[which], self.filters, cut)
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def cluster_bonus(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
@@ -212,9 +186,9 @@ class SamplingBatch:
         less often."""
         if clusters is None or not self.any_sampled:
             return None
-        free = self.sampled
-        if self.any_filter:
-            free = free & (self.top_k == OFF) & (self.top_p >= 1.0) & (self.min_logp == -math.inf)
+        free, cut = self.sampled, self.cut
+        if cut is not None:
+            free = free & (cut.top_k == OFF) & (cut.top_p >= 1.0) & (cut.min_logp == -math.inf)
         return ops.cluster_bonus(clusters, self.seed, position, self.temperature, free)
 
     def guess(self, logits: Tensor, position: Tensor, ops: Backend, token_ids: Tensor | None = None) -> Tensor:
@@ -286,43 +260,42 @@ class SamplingBatch:
     def apply_temperature(self, logits: Tensor) -> Tensor:
         """A drafter's logits [B, N], divided by the temperatures and filtered."""
         z = logits / self.temperature[:, None]
-        return self._filter(z, torch.arange(z.shape[0], device=z.device), exact=False) if self.any_filter else z
+        if self.cut is None:
+            return z
+        return self._filter(z, torch.arange(z.shape[0], device=z.device), self.cut, exact=False)
 
-    def _filter(self, z: Tensor, row_seq: Tensor, exact: bool) -> Tensor:
+    def _filter(self, z: Tensor, row_seq: Tensor, cut: FilterValues, exact: bool) -> Tensor:
         """-inf below each row's floor. The floor depends only on the row's own values."""
-        vocab = z.shape[1]
-        if not (self.any_top_k or self.any_top_p):
-            return z.masked_fill(z < z.amax(-1, keepdim=True) + self.min_logp[row_seq][:, None], -math.inf)
-        head = (
-            self.head
-            if self.head is not None
-            else (GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab)
-        )
-        floor, enough = self._floor(z, row_seq, min(head, vocab))
+        vocab, head = z.shape[1], self.filters.head
+        if not (self.filters.top_k or self.filters.top_p):
+            return z.masked_fill(z < z.amax(-1, keepdim=True) + cut.min_logp[row_seq][:, None], -math.inf)
+        if head is None:
+            head = GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab
+        floor, enough = self._floor(z, row_seq, cut, min(head, vocab))
         # on the CPU a look at the result is free: the whole vocabulary is sorted only when the head was too short
-        if exact and self.head is None and head < vocab and not bool(enough.all()):
-            floor, _ = self._floor(z, row_seq, vocab)
+        if exact and self.filters.head is None and head < vocab and not bool(enough.all()):
+            floor, _ = self._floor(z, row_seq, cut, vocab)
         return z.masked_fill(z < floor[:, None], -math.inf)
 
-    def _floor(self, z: Tensor, row_seq: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    def _floor(self, z: Tensor, row_seq: Tensor, cut: FilterValues, head: int) -> tuple[Tensor, Tensor]:
         """The smallest logit that stays [R], from the `head` largest; and whether these were enough [R]."""
         # [R, head], largest first
         values, at = z.sort(-1, descending=True) if head == z.shape[1] else z.topk(head, dim=-1)
-        k = self.top_k[row_seq]
+        k = cut.top_k[row_seq]
         kth = values.gather(1, (k - 1).clamp(max=head - 1)[:, None])[:, 0]
         floor = torch.where(k <= head, kth, -math.inf)
         enough = torch.ones_like(k, dtype=torch.bool)
         best = values[:, :1].clamp(min=torch.finfo(z.dtype).min)  # finite even when all is masked
-        if self.any_top_p:
+        if self.filters.top_p:
             mass = ((z - best).exp() * MASS).to(torch.int64).masked_fill_(z < floor[:, None], 0)  # [R, V]
-            limit = self.top_p[row_seq] * mass.sum(-1)  # float64 [R]
+            limit = cut.top_p[row_seq] * mass.sum(-1)  # float64 [R]
             own = mass.gather(1, at)  # [R, head]
             upto = own.cumsum(-1)
             kept = values.masked_fill((upto - own) >= limit[:, None], math.inf).amin(-1)
-            on = self.top_p[row_seq] < 1.0
+            on = cut.top_p[row_seq] < 1.0
             floor = torch.where(on, torch.maximum(floor, kept), floor)
             enough = ~on | (upto[:, -1] >= limit)
-        return torch.maximum(floor, best[:, 0] + self.min_logp[row_seq]), (k <= head) | (k == OFF) & enough
+        return torch.maximum(floor, best[:, 0] + cut.min_logp[row_seq]), (k <= head) | (k == OFF) & enough
 
 
 def accept(chosen: Tensor, draft: Draft) -> Verdict:
@@ -338,78 +311,3 @@ def stream(seed: Tensor, start: Tensor, salt: int) -> Tensor:
     """A seed [B] of its own for each (seed, block, purpose). Block verification looks at the whole block before it cuts
     it, so a position that is drafted again must see fresh noise: the block's first position is part of the key."""
     return seed ^ (start * STREAM + salt)
-
-
-# ---- building blocks (host)
-def _int64(seed: int) -> int:
-    seed &= 0xFFFFFFFFFFFFFFFF
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
-def min_tokens_mask(p: SamplingParams, eos_ids: Sequence[int]) -> dict[int, float]:
-    """What is added to the logits of tokens that would end an answer before it has `min_tokens`."""
-    return dict.fromkeys(sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}), -math.inf)
-
-
-def sparse_row(pairs: Mapping[int, float], width: int) -> tuple[list[int], list[float]]:
-    """One sequence's row of a `Sparse`."""
-    gap = width - len(pairs)
-    return [*pairs.keys(), *[0] * gap], [*pairs.values(), *[0.0] * gap]
-
-
-def word_row(
-    p: SamplingParams, prompt: Sequence[int], output: Sequence[int], most: int, width: int
-) -> tuple[list[list[int]], list[int], list[bool], list[int]]:
-    """One sequence's row of each table of a `BadWords` that has `most` words of up to `width` tokens before the
-    last."""
-    words, gap, line = p.bad_words, most - len(p.bad_words), [*prompt[-width:], *output[-width:]][-width:]
-    return (
-        [[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap,
-        [w[-1] for w in words] + [0] * gap,
-        [True] * len(words) + [False] * gap,
-        [-1] * (width - len(line)) + line,
-    )
-
-
-def _sparse(rows: Sequence[Mapping[int, float]], device: torch.device | str) -> Sparse | None:
-    width = max((len(r) for r in rows), default=0)
-    if width == 0:
-        return None
-    ids, values = zip(*(sparse_row(r, width) for r in rows))
-    return Sparse(torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
-
-
-def _penalties(
-    params: Sequence[SamplingParams],
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    vocab: int,
-    device: torch.device | str,
-) -> Penalties | None:
-    asked = [p.penalised for p in params]
-    if not any(asked):
-        return None
-    in_prompt = torch.zeros(len(params), vocab, dtype=torch.bool, device=device)
-    counts = torch.zeros(len(params), vocab, dtype=torch.int32, device=device)
-    for b, wanted in enumerate(asked):
-        if wanted:
-            in_prompt[b, torch.tensor(list(prompts[b]), dtype=torch.int64, device=device)] = True
-            ids = torch.tensor(list(outputs[b]), dtype=torch.int64, device=device)
-            counts[b].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-    rates = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-    repetition, presence, frequency = (torch.tensor(rate, dtype=torch.float32, device=device) for rate in zip(*rates))
-    return Penalties(repetition, presence, frequency, in_prompt, counts)
-
-
-def _bad_words(
-    params: Sequence[SamplingParams],
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    device: torch.device | str,
-) -> BadWords | None:
-    most = max((len(p.bad_words) for p in params), default=0)
-    if most == 0:
-        return None
-    width = max(1, max(len(w) - 1 for p in params for w in p.bad_words))
-    tables = zip(*(word_row(p, prompt, output, most, width) for p, prompt, output in zip(params, prompts, outputs)))
-    return BadWords(*(torch.tensor(table, device=device) for table in tables))

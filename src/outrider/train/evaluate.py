@@ -20,6 +20,7 @@ from ..ops.reference import ReferenceOps, as_tensor
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
 from ..spec.simulate import Trace
+from ..spec.slot_sampling import sampling_batch
 from ..types import MAX_DRAFT, SamplingParams
 from .capture import capture
 from .clusters import cluster_of
@@ -195,7 +196,7 @@ class Judge:
 def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature: float) -> SamplingBatch:
     """How the answers of these sequences were chosen."""
     params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
-    return SamplingBatch.build(params, [[]] * len(which), [[]] * len(which), model.config.vocab_size, model.device)
+    return sampling_batch(params, [[]] * len(which), [[]] * len(which), model.config.vocab_size, model.device)
 
 
 def joined(seen: Recorded) -> tuple[Tensor, Tensor]:

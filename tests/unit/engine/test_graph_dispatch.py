@@ -15,7 +15,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graph_dispatch import cheapest_covering, covers, padded, warmup_keys
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.prefill_graphs import PrefillKey
-from outrider.engine.slot_sampling import SamplingFeatures
+from outrider.spec.slot_sampling import SamplingFeatures
 
 PLAIN = Key(8, 0, 1024, "greedy", None)
 DRAFTED = Key(8, 4, 1024, "sampled", "drafter")

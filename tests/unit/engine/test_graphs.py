@@ -20,10 +20,10 @@ from outrider.engine.capture import Graph
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor, choosing_of
-from outrider.engine.slot_sampling import NO_FEATURES, SamplingFeatures
 from outrider.engine.step import Request, ScheduledSeq
 from outrider.ops.backend import Capabilities
 from outrider.spec.plan import VERIFY, CostPart
+from outrider.spec.slot_sampling import NO_FEATURES, SamplingFeatures
 from outrider.types import MAX_DRAFT, DraftPlan, SamplingParams
 
 MODELS = {name: tiny_model(name) for name in ("dense", "edge", "moe", "llama")}

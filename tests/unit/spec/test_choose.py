@@ -10,7 +10,8 @@ import torch
 
 from outrider.ops.noise import gumbel
 from outrider.ops.reference import ReferenceOps
-from outrider.spec.choose import SamplingBatch, accept
+from outrider.spec.choose import accept
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import Draft, SamplingParams
 
 OPS, V, EOS = ReferenceOps(), 23, 2
@@ -86,7 +87,7 @@ def test_process_is_its_definition_and_sees_the_drafted_prefix(seed):
     if seed % 3 == 0:
         logits = logits.round()  # ties
     before = logits.clone()
-    batch = SamplingBatch.build(params, prompts, outputs, V, "cpu", [EOS])
+    batch = sampling_batch(params, prompts, outputs, V, "cpu", [EOS])
     z = batch.process(logits, seq, off, drafts)
     assert torch.equal(logits, before), "the caller's logits were changed"
     for r, (b, j) in enumerate(zip(seq.tolist(), off.tolist(), strict=True)):
@@ -101,11 +102,11 @@ def test_a_row_never_depends_on_the_rest_of_the_batch():
         vocab = 600 if trial % 2 else 61  # beyond and within the head that is sorted first
         logits = torch.randn(len(seq), vocab)
         position = 40 + off
-        whole = SamplingBatch.build(params, prompts, outputs, vocab, "cpu", [EOS])
+        whole = sampling_batch(params, prompts, outputs, vocab, "cpu", [EOS])
         z = whole.process(logits, seq, off, drafts)
         tokens = whole.choose(z, seq, position, OPS)
         for r, b in enumerate(seq.tolist()):
-            alone = SamplingBatch.build(params[b : b + 1], prompts[b : b + 1], outputs[b : b + 1], vocab, "cpu", [EOS])
+            alone = sampling_batch(params[b : b + 1], prompts[b : b + 1], outputs[b : b + 1], vocab, "cpu", [EOS])
             zero = torch.zeros(1, dtype=torch.int64)
             one = alone.process(logits[r : r + 1], zero, off[r : r + 1], drafts[b : b + 1])
             assert torch.equal(one[0], z[r])
@@ -117,10 +118,10 @@ def test_verifying_a_block_equals_committing_token_by_token():
     for _ in range(30):
         params, prompts, outputs, drafts, _, _ = ragged(rng, 3)
         logits = torch.randn(3, 4, V)  # [B, K + 1, V] whatever was drafted
-        block = SamplingBatch.build(params, prompts, outputs, V, "cpu", [EOS])
+        block = sampling_batch(params, prompts, outputs, V, "cpu", [EOS])
         seq, off = torch.arange(3).repeat_interleave(4), torch.arange(4).repeat(3)
         z = block.process(logits.view(12, V), seq, off, drafts).view(3, 4, V)
-        step = SamplingBatch.build(params, prompts, outputs, V, "cpu", [EOS])
+        step = sampling_batch(params, prompts, outputs, V, "cpu", [EOS])
         own, none = torch.arange(3), torch.zeros(3, 0, dtype=torch.int64)
         for j in range(4):
             assert torch.equal(step.process(logits[:, j], own, torch.zeros(3, dtype=torch.int64), none), z[:, j])
@@ -130,15 +131,15 @@ def test_verifying_a_block_equals_committing_token_by_token():
         counts = torch.tensor([0, 2, 3])
         block.commit(torch.cat((drafts, drafts[:, :1]), 1), counts)
         grown = [o + drafts[b, : int(counts[b])].tolist() for b, o in enumerate(outputs)]
-        again = SamplingBatch.build(params, prompts, grown, V, "cpu", [EOS])
-        assert torch.equal(block.out_len, again.out_len)
+        again = sampling_batch(params, prompts, grown, V, "cpu", [EOS])
+        assert (block.out_len is again.out_len is None) or torch.equal(block.out_len, again.out_len)
         first = torch.zeros(3, dtype=torch.int64)
         assert torch.equal(block.process(logits[:, 0], own, first, none), again.process(logits[:, 0], own, first, none))
 
 
 def test_grammar_masks_and_wins_over_min_tokens():
     p = SamplingParams(temperature=1.0, min_tokens=3, top_p=0.9)
-    batch = SamplingBatch.build([p, p], [[1], [1]], [[], []], V, "cpu", [EOS])
+    batch = sampling_batch([p, p], [[1], [1]], [[], []], V, "cpu", [EOS])
     mask = torch.zeros(2, V, dtype=torch.bool)
     mask[0, [EOS, 9]] = True
     mask[1, EOS] = True  # the grammar is finished: nothing but the end may follow
@@ -151,7 +152,7 @@ def test_grammar_masks_and_wins_over_min_tokens():
 
 
 def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
-    batch = SamplingBatch.build(
+    batch = sampling_batch(
         [SamplingParams(), SamplingParams(temperature=1e-7, top_p=0.5)], [[1]] * 2, [[]] * 2, V, "cpu", [EOS]
     )
     assert not batch.any_sampled and not batch.any_filter
@@ -167,7 +168,7 @@ def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
 def test_guess_with_the_targets_logits_is_the_targets_choice():
     settings = [(0, 0, 1), (0.7, 5, 0.9), (1.3, 0, 0.8), (1, 0, 1)]
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, seed=s) for s, (t, k, p) in enumerate(settings)]
-    batch = SamplingBatch.build(params, [[1]] * 4, [[]] * 4, V, "cpu", [EOS])
+    batch = sampling_batch(params, [[1]] * 4, [[]] * 4, V, "cpu", [EOS])
     rows = torch.arange(4)
     for t in range(50):
         logits, at = torch.randn(4, V), torch.full((4,), t)
@@ -188,18 +189,18 @@ def test_lean_is_the_heat_of_a_clusters_luckiest_token():
     params = [
         SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s) for s, (t, k, p, m) in enumerate(settings)
     ]
-    cluster_bonus = SamplingBatch.build(params, [[1]] * 5, [[]] * 5, V, "cpu").cluster_bonus(clusters, at, OPS)
+    cluster_bonus = sampling_batch(params, [[1]] * 5, [[]] * 5, V, "cpu").cluster_bonus(clusters, at, OPS)
     noise = [max(float(gumbel(torch.tensor(0), at[0], token)) for token in cluster) for cluster in clusters]
     assert cluster_bonus is not None and not cluster_bonus[1:].any()
     torch.testing.assert_close(cluster_bonus[0], 1.3 * torch.tensor(noise))
-    sampled, cold = (SamplingBatch.build([p], [[1]], [[]], V, "cpu") for p in params[:2])
+    sampled, cold = (sampling_batch([p], [[1]], [[]], V, "cpu") for p in params[:2])
     assert torch.equal(sampled.cluster_bonus(clusters, at[:1], OPS), cluster_bonus[:1])
     assert sampled.cluster_bonus(None, at[:1], OPS) is None and cold.cluster_bonus(clusters, at[:1], OPS) is None
 
 
 def test_draw_gives_the_law_of_its_tokens():
     params = [SamplingParams(temperature=0.8, top_k=4, seed=3), SamplingParams(seed=4)]
-    batch = SamplingBatch.build(params, [[1]] * 2, [[]] * 2, V, "cpu", [EOS])
+    batch = sampling_batch(params, [[1]] * 2, [[]] * 2, V, "cpu", [EOS])
     logits, ids = torch.randn(2, 9), torch.stack([torch.randperm(V)[:9] for _ in range(2)])
     draws = [batch.draw(logits, torch.tensor([t, t]), torch.tensor([t, t]), OPS, V, ids) for t in range(4000)]
     q = draws[0][1]
@@ -210,7 +211,7 @@ def test_draw_gives_the_law_of_its_tokens():
 
 
 def test_draft_noise_differs_from_block_to_block():
-    batch = SamplingBatch.build([SamplingParams(temperature=1.0)], [[1]], [[]], 1000, "cpu", [EOS])
+    batch = sampling_batch([SamplingParams(temperature=1.0)], [[1]], [[]], 1000, "cpu", [EOS])
     flat, at = torch.zeros(1, 1000), torch.tensor([9])
     assert len({int(batch.draw(flat, at, torch.tensor([s]), OPS, 1000)[0]) for s in range(9)}) == 9
 

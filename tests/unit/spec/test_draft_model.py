@@ -7,9 +7,9 @@ import torch
 from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 
 from outrider.spec import draft_model
-from outrider.spec.choose import SamplingBatch
 from outrider.spec.draft_model import PAGE, DraftModel
 from outrider.spec.drafter import DraftBatch
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import DraftPlan, SamplingParams
 
 
@@ -17,9 +17,7 @@ def batch(
     texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), own_noise: bool = False
 ) -> DraftBatch:
     tokens = list(texts.values())
-    sampling = SamplingBatch.build(
-        [params] * len(tokens), [t[:1] for t in tokens], [t[1:] for t in tokens], VOCAB, "cpu"
-    )
+    sampling = sampling_batch([params] * len(tokens), [t[:1] for t in tokens], [t[1:] for t in tokens], VOCAB, "cpu")
     return DraftBatch(
         ids=list(texts), tokens=tokens, last=torch.tensor([t[-1] for t in tokens]),
         position=torch.tensor([len(t) - 1 for t in tokens]),

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 
-from outrider.spec.choose import SamplingBatch
 from outrider.spec.medusa import Medusa
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.files import from_folder
 
@@ -45,7 +45,7 @@ def batch(model, features, params, own_noise=False):
     return SimpleNamespace(
         features=features, last=torch.zeros(count, dtype=torch.int64), position=torch.full((count,), 9), ops=model.ops,
         vocab=VOCAB,
-        sampling=SamplingBatch.build([params] * count, [[1]] * count, [[]] * count, VOCAB, "cpu"), own_noise=own_noise,
+        sampling=sampling_batch([params] * count, [[1]] * count, [[]] * count, VOCAB, "cpu"), own_noise=own_noise,
     )  # fmt: skip
 
 

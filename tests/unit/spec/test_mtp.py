@@ -15,6 +15,7 @@ from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import SamplingParams
 
 C, S, H = 64, 12, 16
@@ -48,7 +49,7 @@ class Head(MTPNet):
 def batch(temperature: float, own_noise: bool, size: int = 200) -> DraftBatch:
     r = torch.Generator().manual_seed(4)
     params = [SamplingParams(temperature=temperature, seed=s) for s in range(size)]
-    sampling = SamplingBatch.build(params, [[]] * size, [[]] * size, C * S, "cpu")
+    sampling = sampling_batch(params, [[]] * size, [[]] * size, C * S, "cpu")
     last, length = torch.randint(0, C * S, (size,), generator=r), torch.arange(size) + 3
     features = torch.randn(size, H, generator=r)
     return DraftBatch([""] * size, [[]] * size, last, length, features, None, sampling, own_noise, OPS, C * S)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.models.inspect import drafter_size, model_size
 from outrider.ops.reference import ReferenceOps
-from outrider.spec.choose import SamplingBatch
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.train import design
 from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
@@ -82,9 +82,7 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
             if drafter.clusters
             else EvalHead(rows)
         )
-        greedy = SamplingBatch.build(
-            [SamplingParams()] * len(g), [[]] * len(g), [[]] * len(g), config.vocab_size, "cpu"
-        )
+        greedy = sampling_batch([SamplingParams()] * len(g), [[]] * len(g), [[]] * len(g), config.vocab_size, "cpu")
         looked, z = model.candidates(g)
         best = z.argmax(-1) if looked is None else looked.gather(1, z.argmax(-1, keepdim=True))[:, 0]
         assert torch.equal(head.choose(g, greedy, torch.zeros(len(g), dtype=torch.int64))[0], best)

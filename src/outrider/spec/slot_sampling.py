@@ -1,0 +1,255 @@
+"""How the sequence in each slot chooses, on the device: temperature, filters and seed; penalties with their counts,
+bias, forbidden words, the least number of tokens.
+
+A row is written when a sequence joins and moved on by `commit`, inside captured steps as well, so that a request with
+penalties runs in the same graph as its neighbours. Wide tables are made when the first request asks for them; the row
+of a sequence that asks for nothing is neutral. `select` gives the rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..cache.store import upload
+from ..types import GREEDY_EPS, SamplingParams
+from .choose import ANY, OFF, BadWords, Filters, FilterValues, Penalties, SamplingBatch, Sparse
+
+
+def _wide(count: int) -> int:
+    """Widths of tables: the next power of two, so that few sizes are captured."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+@dataclass(frozen=True)
+class SamplingFeatures:
+    """What the sequences of a step ask for beside temperature and filters; part of what a graph is captured for."""
+
+    penalties: bool = False
+    bias: int = 0  # most entries of a sequence
+    words: int = 0  # most forbidden words of a sequence,
+    reach: int = 0  # and how many tokens stand before the last one of the longest
+    stops: int = 0  # most tokens that may not come before min_tokens
+    logprobs: int = -1  # most likely tokens to report; -1: no logprobs at all
+    grammar: bool = False
+
+    @staticmethod
+    def of(params: Iterable[SamplingParams], eos: int) -> SamplingFeatures:
+        """eos: how many end tokens the model has."""
+        asks = NO_FEATURES
+        for p in params:
+            if not p.processed:
+                continue
+            words, top = p.bad_words, p.logprobs
+            asks = SamplingFeatures(
+                asks.penalties or p.penalised,
+                max(asks.bias, _wide(len(p.logit_bias))),
+                max(asks.words, _wide(len(words))),
+                max(asks.reach, _wide(max((max(1, len(w) - 1) for w in words), default=0))),
+                max(asks.stops, _wide(len(p.stop_token_ids) + eos) if p.min_tokens else 0),
+                max(asks.logprobs, -1 if top is None else 0 if top == 0 else 5 if top <= 5 else 20),
+                asks.grammar or p.grammar is not None,
+            )
+        return asks
+
+
+NO_FEATURES = SamplingFeatures()
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A sequence that comes to a slot, with what stands there of its answer."""
+
+    slot: int
+    params: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+class SlotSampling:
+    def __init__(self, slots: int, vocab: int, eos: Sequence[int], device: torch.device):
+        """slots: rows of every table, that of rows which fill up a batch included."""
+        self.slots, self.vocab, self.eos, self.device = slots, vocab, tuple(eos), device
+        full = partial(torch.full, (slots,), device=device)
+        self.temperature, self.sampled = full(fill_value=1.0), full(fill_value=False)
+        self.top_k, self.top_p = full(fill_value=OFF), full(fill_value=1.0, dtype=torch.float64)
+        self.min_logp = full(fill_value=-math.inf)
+        self.seed, self.min_tokens, self.prompt_len = (full(fill_value=0) for _ in range(3))
+        self.penalties: Penalties | None = None
+        self.bias = self.stops = Sparse(torch.zeros((slots, 0), dtype=torch.int64), torch.zeros((slots, 0)))
+        none = torch.zeros((slots, 0), dtype=torch.int64)
+        self.words = BadWords(none[:, :, None], none, none.bool(), none)
+        self.version = 0  # counts how often tables have moved: no graph that reads them holds any more
+
+    def grow(self, asks: SamplingFeatures) -> None:
+        """Make room for what is asked; what the rows hold is kept, since sequences may be in flight."""
+        if asks != NO_FEATURES:
+            with torch.inference_mode(False):  # tables may be written outside of it
+                self._grow(asks)
+
+    def _grow(self, asks: SamplingFeatures) -> None:
+        ints = lambda *shape: torch.zeros((self.slots, *shape), dtype=torch.int64, device=self.device)  # noqa: E731
+        floats = lambda value=0.0: torch.full((self.slots,), value, device=self.device)  # noqa: E731
+        if asks.penalties and self.penalties is None:
+            wide = (self.slots, self.vocab)
+            seen, counts = (torch.zeros(wide, dtype=kind, device=self.device) for kind in (torch.bool, torch.int32))
+            self.penalties = Penalties(floats(1.0), floats(), floats(), seen, counts)
+            self.version += 1
+        if asks.bias > self.bias.ids.shape[1]:
+            self.bias, self.version = _widened(self.bias, ints(asks.bias)), self.version + 1
+        if asks.stops > self.stops.ids.shape[1]:
+            self.stops, self.version = _widened(self.stops, ints(asks.stops)), self.version + 1
+        old, (most, reach) = self.words, self.words.prefix.shape[1:]
+        if asks.words > most or asks.reach > reach:
+            count, far = max(asks.words, most), max(asks.reach, reach)
+            new = BadWords(ints(count, far) + ANY, ints(count), ints(count).bool(), ints(far) - 1)
+            if most:  # words end at the right: what a longer one would see further left is not theirs to know
+                new.prefix[:, :most, far - reach :], new.tail[:, far - reach :] = old.prefix, old.tail
+                new.last[:, :most], new.real[:, :most] = old.last, old.real
+            self.words, self.version = new, self.version + 1
+
+    def join(self, rows: Sequence[Joining]) -> None:
+        params, where = [row.params for row in rows], upload([row.slot for row in rows], torch.int64, self.device)
+
+        def put(table: Tensor, values: Sequence[object]) -> None:
+            table.index_copy_(0, where, upload(values, table.dtype, self.device))  # type: ignore[arg-type]
+
+        sampled = [p.temperature >= GREEDY_EPS for p in params]
+        drawn = [p if hot else GREEDY for p, hot in zip(params, sampled)]  # filters are for those who draw
+        put(self.temperature, [p.temperature if hot else 1.0 for p, hot in zip(params, sampled)])
+        put(self.sampled, sampled)
+        put(self.seed, [_int64(p.seed) for p in params])
+        put(self.top_k, [_top_k(p, self.vocab) for p in drawn])
+        put(self.top_p, [p.top_p for p in drawn])
+        put(self.min_logp, [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in drawn])
+        put(self.min_tokens, [p.min_tokens for p in params])
+        put(self.prompt_len, [len(row.prompt) for row in rows])
+        if (to := self.penalties) is not None:
+            put(to.repetition, [p.repetition_penalty for p in params])
+            put(to.presence, [p.presence_penalty for p in params])
+            put(to.frequency, [p.frequency_penalty for p in params])
+            for row in rows:
+                to.in_prompt[row.slot], to.counts[row.slot] = False, 0
+                if row.params.penalised:
+                    prompt, output = (upload(ids, torch.int64, self.device) for ids in (row.prompt, row.output))
+                    to.in_prompt[row.slot].index_fill_(0, prompt, True)
+                    to.counts[row.slot].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        early = [_min_tokens_mask(p, self.eos) if p.min_tokens else {} for p in params]
+        for sparse, pairs in ((self.bias, [p.logit_bias for p in params]), (self.stops, early)):
+            if width := sparse.ids.shape[1]:
+                put(sparse.ids, [[*some.keys(), *[0] * (width - len(some))] for some in pairs])
+                put(sparse.values, [[*some.values(), *[0.0] * (width - len(some))] for some in pairs])
+        words, (most, reach) = self.words, self.words.prefix.shape[1:]
+        if most:
+            tables = zip(*(_word_row(row, most, reach) for row in rows))
+            for table, values in zip((words.prefix, words.last, words.real, words.tail), tables):
+                put(table, values)
+
+    # ---- inside captured steps too: nothing here looks at a value
+    def select(self, slots: Tensor, position: Tensor, filters: Filters, asks: SamplingFeatures) -> SamplingBatch:
+        """Of the sequences in `slots` [B], whose newest tokens stand at `position` [B]."""
+        take = lambda t: t.index_select(0, slots)  # noqa: E731
+        pen, words = self.penalties, self.words
+        cut = FilterValues(take(self.top_k), take(self.top_p), take(self.min_logp)) if filters.any else None
+        found = SamplingBatch(take(self.temperature), take(self.sampled), take(self.seed), filters, cut)
+        return (
+            found
+            if asks == NO_FEATURES
+            else replace(
+                found,
+                out_len=position + 1 - take(self.prompt_len) if asks.stops else None,
+                penalties=Penalties(
+                    *map(take, (pen.repetition, pen.presence, pen.frequency, pen.in_prompt, pen.counts))
+                )
+                if asks.penalties and pen is not None
+                else None,
+                bias=Sparse(take(self.bias.ids), take(self.bias.values)) if asks.bias else None,
+                bad_words=BadWords(*map(take, (words.prefix, words.last, words.real, words.tail)))
+                if asks.words
+                else None,
+                stops=Sparse(take(self.stops.ids), take(self.stops.values)) if asks.stops else None,
+                min_tokens=take(self.min_tokens) if asks.stops else None,
+            )
+        )
+
+    def commit(self, seen: SamplingBatch, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """The first `counts` of `tokens` [B, K + 1] were emitted: what `select` gave, and from it the tables, move
+        on."""
+        seen.commit(tokens, counts)
+        if seen.penalties is not None and self.penalties is not None:
+            self.penalties.counts.index_copy_(0, slots, seen.penalties.counts)
+        if seen.bad_words is not None:
+            self.words.tail.index_copy_(0, slots, seen.bad_words.tail)
+
+
+GREEDY = SamplingParams()
+
+
+def sampling_batch(
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    vocab: int,
+    device: torch.device | str,
+    eos: Sequence[int] = (),
+) -> SamplingBatch:
+    """Of sequences that stand in no slots."""
+    slots = SlotSampling(len(params), vocab, eos, torch.device(device))
+    asks, where = SamplingFeatures.of(params, len(eos)), torch.arange(len(params), device=device)
+    slots.grow(asks)
+    slots.join([Joining(i, *each) for i, each in enumerate(zip(params, prompts, outputs))])
+    position = torch.tensor([len(p) + len(o) - 1 for p, o in zip(prompts, outputs)], device=device)
+    return slots.select(where, position, filters_of(params, vocab), asks)
+
+
+def filters_of(params: Iterable[SamplingParams], vocab: int) -> Filters:
+    """What these need together."""
+    drawn = [p for p in params if p.temperature >= GREEDY_EPS]
+    top_k = [_top_k(p, vocab) for p in drawn]
+    cut = [k for p, k in zip(drawn, top_k) if k != OFF or p.top_p < 1.0]
+    return Filters(
+        sampled=bool(drawn),
+        any=bool(cut) or any(p.min_p > 0 for p in drawn),
+        top_k=any(k != OFF for k in top_k),
+        top_p=any(p.top_p < 1.0 for p in drawn),
+        head=None if OFF in cut else max(cut, default=1),
+    )
+
+
+def _top_k(p: SamplingParams, vocab: int) -> int:
+    return p.top_k if 0 < p.top_k < vocab else OFF
+
+
+def _int64(seed: int) -> int:
+    seed &= 0xFFFFFFFFFFFFFFFF
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def _min_tokens_mask(p: SamplingParams, eos: Sequence[int]) -> Mapping[int, float]:
+    """What is added to the logits of tokens that would end an answer before it has `min_tokens`."""
+    return dict.fromkeys(sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos)}), -math.inf)
+
+
+def _word_row(row: Joining, most: int, width: int) -> tuple[Sequence[object], ...]:
+    """A row of each table of a `BadWords` that has `most` words of up to `width` tokens before the last."""
+    words, gap = row.params.bad_words, most - len(row.params.bad_words)
+    line = [*row.prompt[-width:], *row.output[-width:]][-width:]
+    return (
+        [[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap,
+        [w[-1] for w in words] + [0] * gap,
+        [True] * len(words) + [False] * gap,
+        [-1] * (width - len(line)) + line,
+    )
+
+
+def _widened(old: Sparse, ids: Tensor) -> Sparse:
+    """The same pairs in a wider table; `ids` is the new one's, all 0."""
+    new, width = Sparse(ids, ids.float()), old.ids.shape[1]
+    if width:
+        new.ids[:, :width], new.values[:, :width] = old.ids, old.values
+    return new
