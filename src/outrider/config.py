@@ -86,9 +86,7 @@ class EngineConfig:
 class SpecConfig:
     draft_tokens: int | None = None  # None: the controller chooses K every cycle
     verify: Verify = "coupled"
-    tree: int | None = (
-        None  # most tokens of a tree of drafts; 0: drafts are lines; None: where it pays (DraftPolicy._nodes)
-    )
+    tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are chains; None: where it pays
 
     def __post_init__(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
@@ -173,10 +171,9 @@ class LoadSettings:
         for name in ("max_images", "max_image_pixels"):
             if whole(name, getattr(self, name)) < 0:
                 raise OutriderError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if whole("tensor_parallel", self.tensor_parallel) < 1:
-            raise OutriderError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
-        if whole("max_adapters", self.max_adapters) < 1:
-            raise OutriderError(f"max_adapters must be at least 1, got {self.max_adapters}")
+        for name in ("tensor_parallel", "max_adapters"):
+            if whole(name, getattr(self, name)) < 1:
+                raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not isinstance(self.adapters, Mapping) or not all(isinstance(name, str) for name in self.adapters):
             raise OutriderError(f"adapters are {{name: path}}, got {str(self.adapters)[:60]}")
         if self.tensor_parallel > 1 and self.adapters:
@@ -243,24 +240,23 @@ OPTIONS = options(LoadSettings) | ENGINE
 
 def parse_tree(text: str | int | None) -> int | None:
     """'auto', 'off' or a number, as users write it."""
-    if text is None or text == "auto":
-        return None
-    try:
-        return SpecConfig(tree=0 if text == "off" else int(str(text))).tree
-    except ValueError:
-        raise OutriderError(
-            f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {text!r}"
-        ) from None
+    found = _number(0 if text == "off" else text, f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}")
+    return SpecConfig(tree=found).tree
 
 
 def parse_draft_tokens(text: str | int | None) -> int | None:
     """'auto' or a number, as users write it."""
+    found = _number(text, f"draft_tokens must be a number in 0..{MAX_DRAFT} or 'auto'")
+    return SpecConfig(draft_tokens=found).draft_tokens
+
+
+def _number(text: str | int | None, rule: str) -> int | None:
     if text is None or text == "auto":
         return None
     try:
-        return SpecConfig(draft_tokens=int(str(text))).draft_tokens
+        return int(str(text))
     except ValueError:
-        raise OutriderError(f"draft_tokens must be a number in 0..{MAX_DRAFT} or 'auto', got {text!r}") from None
+        raise OutriderError(f"{rule}, got {text!r}") from None
 
 
 def user_file() -> dict[str, dict[str, object]]:

@@ -103,9 +103,8 @@ class LLM:
         if team is not None:
             Leader(made.engine, team)
         if (key := made.cost_key) is not None:
-            digest = hashlib.blake2b(
-                "|".join((key.machine, key.model, key.version)).encode(), digest_size=8
-            ).hexdigest()
+            text = "|".join((key.machine, key.model, key.version))
+            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
             made.engine.controller.cost = calibrate(made.engine, key, hub.cache_path("costs", f"{digest}.json"))
         return cls(made.engine, model, made.drafter_note, made.weight_bytes, team, made.vision)
 
@@ -146,19 +145,11 @@ class LLM:
         params.validate()
         ids, group = self._encode(prompt), next(self._ids)
         draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
-        answers = [replace(params, seed=params.seed + i, n=1) for i in range(params.n)]
+        asked = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
+        asked.images = ids.images if isinstance(ids, ImagePrompt) else ()
         return [
-            Request(
-                f"{group}.{i}",
-                ids,
-                answer,
-                draft_tokens,
-                drafter,
-                tree=tree,
-                adapter=adapter or self.adapter,
-                images=getattr(ids, "images", ()),
-            )
-            for i, answer in enumerate(answers)
+            replace(asked, id=f"{group}.{i}", params=replace(params, seed=params.seed + i, n=1))
+            for i in range(params.n)
         ]
 
     def generate(
@@ -291,9 +282,8 @@ def _take(completion: Completion, event: Event) -> None:
     completion.token_ids += event.tokens
     assert completion.kinds is not None
     completion.kinds += event.kinds
-    completion.logprobs = (
-        completion.logprobs + event.logprobs if event.logprobs is not None and completion.logprobs is not None else None
-    )
+    before, told = completion.logprobs, event.logprobs
+    completion.logprobs = before + told if before is not None and told is not None else None
     if event.finish_reason is not None:
         completion.finish_reason = event.finish_reason
         assert event.stats is not None

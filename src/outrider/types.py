@@ -312,9 +312,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # None: off; 0: the chosen token only; n: also the n most likely
     grammar: Grammar | None = None  # masks logits position by position
-    keep_special: bool = (
-        False  # text keeps control tokens other than EOS (the server parses tool calls and thoughts from them)
-    )
+    keep_special: bool = False  # text keeps control tokens other than EOS: a server parses tool calls from them
 
     def __post_init__(self) -> None:
         given: object = self.stop
@@ -343,34 +341,25 @@ class SamplingParams:
         return not filtered and not self.altered
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
-        for name in WHOLE:
-            require(_is(getattr(self, name), Integral), f"{name} must be a whole number, got {getattr(self, name)!r}")
-        for name in REAL:
-            require(_is(getattr(self, name), Real), f"{name} must be a number, got {getattr(self, name)!r}")
-        require(
-            self.logprobs is None or _is(self.logprobs, Integral),
-            f"logprobs must be a whole number or None, got {self.logprobs!r}",
-        )
-        require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
-        require(self.top_k >= 0, f"top_k must be >= 0 (0 turns it off), got {self.top_k}")
-        require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
-        require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
-        require(
-            0.0 < self.repetition_penalty <= 10.0,
-            f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}",
-        )
-        require(
-            -2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"
-        )
-        require(
-            -2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}"
-        )
-        require(self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}")
-        require(
-            0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}"
-        )
-        require(1 <= self.n <= 128, f"n must be in [1, 128], got {self.n}")
-        require(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
+        for kind, what, names in ((Integral, "a whole number", WHOLE), (Real, "a number", REAL)):
+            for name in names:
+                require(_is(getattr(self, name), kind), f"{name} must be {what}, got {getattr(self, name)!r}")
+        top = self.logprobs
+        require(top is None or _is(top, Integral), f"logprobs must be a whole number or None, got {top!r}")
+        for name, ok, range_ in (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "in [0, 100]"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 turns it off)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "in (0, 10]"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]"),
+            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]"),
+            ("n", 1 <= self.n <= 128, "in [1, 128]"),
+            ("logprobs", top is None or 0 <= top <= 20, "in [0, 20]"),
+        ):
+            require(ok, f"{name} must be {range_}, got {getattr(self, name)}")
         require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty")
         require(all(w for w in self.bad_words), "bad_words must not hold an empty sequence")
         if vocab_size is not None:

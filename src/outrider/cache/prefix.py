@@ -39,9 +39,7 @@ class PrefixEntry:
     pages: dict[GroupName, int]  # 0: dropped
     children: int = 0
     used: int = 0
-    when: float = (
-        0.0  # the same in seconds. Who uses a page uses those before it: no entry is older than what follows it
-    )
+    when: float = 0.0  # the same in seconds. Who uses a page uses those before it: none is older than what follows it
 
 
 class PrefixCache:

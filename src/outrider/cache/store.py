@@ -71,9 +71,8 @@ class CacheSpec:
     page_size: int
     chunk: int  # most positions written ahead of the committed length in one pass (prefill chunk or K + 1)
     tokens: int
-    window_tokens: int | None = (
-        None  # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
-    )
+    # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
+    window_tokens: int | None = None
     swap: int = 0  # bytes of host memory for the pages of pre-empted sequences
 
 

@@ -34,26 +34,8 @@ LENGTH = struct.Struct("<I")  # bytes that follow
 # Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself
 # defines.
 RESERVED = frozenset(
-    (
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "raise_exception",
-        "strftime_now",
-        "range",
-        "dict",
-        "lipsum",
-        "cycler",
-        "joiner",
-        "namespace",
-        "loop",
-        "self",
-        "super",
-        "caller",
-        "varargs",
-        "kwargs",
-    )
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "range", "dict"}
+    | {"lipsum", "cycler", "joiner", "namespace", "loop", "self", "super", "caller", "varargs", "kwargs"}
 )
 
 

@@ -26,7 +26,7 @@ from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
 from .grammar import unpacked
 from .metrics import Metrics
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, switch_off
 from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
 
 log = logging.getLogger("outrider")
@@ -40,15 +40,6 @@ VERIFIERS: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
 def confidences(row: list[float]) -> list[float]:
     """Of a draft's tokens, without the place behind it where nothing was drafted."""
     return row[:-1] if row and row[-1] == 0.0 else row
-
-
-def switch_off(drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception, metrics: Metrics) -> None:
-    """The drafter failed on these: they go on plainly."""
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)
-    for item in scheduled:
-        item.seq.stats.drafter_off = reason
-    metrics.drafter_failures += 1
 
 
 class EagerExecutor(Executor):
@@ -231,66 +222,42 @@ class EagerExecutor(Executor):
     def _neural(
         self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Sequence[float] | None
     ) -> Draft:
-        runner = self.runner
-        assert runner.drafter is not None
-        pick = None if len(which) == len(scheduled) else torch.tensor(which, device=runner.device)
-        take = lambda t: t if pick is None else t[pick]  # noqa: E731
-        batch = self._draft_batch(
-            [scheduled[i].seq.id for i in which], [scheduled[i].seq.tokens for i in which], take(x.slots),
-            take(x.last), take(x.position),
-            x.sampling if pick is None else x.sampling.select(pick), x.max_context,
-        )  # fmt: skip
+        assert self.runner.drafter is not None
+        if len(which) < len(scheduled):
+            at, scheduled = torch.tensor(which, device=self.runner.device), [scheduled[i] for i in which]
+            x = replace(x, slots=x.slots[at], last=x.last[at], position=x.position[at], sampling=x.sampling.select(at))
+        batch = self._draft_batch([item.seq.id for item in scheduled], [item.seq.tokens for item in scheduled], x)
         if not self.own_noise:
-            batch.plans, batch.trust = [scheduled[i].plan for i in which], trust
-        return runner.drafter.propose(batch, max(scheduled[i].plan.k for i in which))
+            batch.plans, batch.trust = [item.plan for item in scheduled], trust
+        return self.runner.drafter.propose(batch, max(item.plan.k for item in scheduled))
 
-    def _draft_batch(
-        self, ids: Sequence[str], tokens: Sequence[Sequence[int]], slots: Tensor, last: Tensor, length: Tensor,
-        sampling: SamplingBatch,
-        max_context: int,
-    ) -> DraftBatch:  # fmt: skip
-        runner, count = self.runner, len(ids)
-        each = torch.arange(count, device=runner.device)
-        start = torch.arange(count + 1, dtype=torch.int32, device=runner.device)
-        kv = runner.store.view(slots, length - 1, each, start, 1, max_context)
-        features = runner.features[slots]
-        return DraftBatch(
-            ids, tokens, last, length, features, kv, sampling, self.own_noise, runner.model.ops, runner.vocab
-        )
+    def _draft_batch(self, ids: Sequence[str], tokens: Sequence[Sequence[int]], x: CycleInput) -> DraftBatch:
+        runner, (each, start) = self.runner, (torch.arange(n, device=x.slots.device) for n in (len(ids), len(ids) + 1))
+        kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, x.max_context)
+        features, vocab = runner.features[x.slots], runner.vocab
+        return DraftBatch(ids, tokens, x.last, x.position, features, kv, x.sampling, self.own_noise, x.ops, vocab)
 
     # ---- timing
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
-        runner = self.runner
+        runner, drafter = self.runner, self.runner.drafter
         slots = torch.tensor(runner.scratch_slots(batch, context + k + 1), device=runner.device)
-        length = torch.full((batch,), context, dtype=torch.int64, device=runner.device)
-        params = [SamplingParams()] * batch
-        sampling = sampling_batch(params, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
-        last = torch.zeros_like(length)
+        position = torch.full((batch,), context, dtype=torch.int64, device=runner.device)
+        sampling = sampling_batch([SamplingParams()] * batch, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
+        last, rows = torch.zeros_like(position), Rows.of((k,) * batch, runner.device)
+        x = CycleInput(rows, slots, last, position, sampling, runner.model.ops, context + k + 1)
         if part == VERIFY:
-            rows = Rows.of((k,) * batch, runner.device)
-            x = CycleInput(rows, slots, last, length, sampling, runner.model.ops, context + k + 1)
-            draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=runner.device), torch.full_like(length, k))
+            draft = Draft(last[:, None].expand(batch, k), torch.full_like(position, k)) if k else None
             runner.store.flush()
-            out = cycle(
-                runner.model,
-                runner.store.pages_of(slots, x.max_context),
-                draft if k else None,
-                verify_coupled,
-                runner.drafter,
-                x,
-            )
+            pages = runner.store.pages_of(slots, x.max_context)
+            out = cycle(runner.model, pages, draft, verify_coupled, drafter, x)
             out.verdict.tokens.tolist()  # waits for the device
             return
-        drafter, ids = runner.drafter, [f"scratch {i}" for i in range(batch)]
         assert drafter is not None
-        unread = READING if part.kind == "reading" else 0
+        ids, unread = [f"scratch {i}" for i in range(batch)], READING if part.kind == "reading" else 0
         for name in ids:  # time its round, not the reading of a text that it has read long before
             drafter.assume(name, [0] * max(0, context - unread))
-        tokens = [[0] * (context + 1)] * batch
-        drafter.propose(
-            self._draft_batch(ids, tokens, slots, last, length, sampling, context + k + 1), k
-        ).tokens.tolist()
+        drafter.propose(self._draft_batch(ids, [[0] * (context + 1)] * batch, x), k).tokens.tolist()
         for name in ids:
             drafter.forget(name)
 

@@ -87,10 +87,10 @@ class Engine:
         # prefixes are shared in multiples of it
         self.granularity = config.page_size if self.can.prompts_independent else self.chunk
         self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
+        rows, reuse = self.can.replay_rows, config.prefix_cache
         self.scheduler = Scheduler(
-            self.store, self.max_batch, self.prefill, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context,
-        )  # fmt: skip
+            self.store, self.max_batch, self.prefill, self.granularity, rows, reuse, self.max_context
+        )
         self._metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
@@ -106,8 +106,8 @@ class Engine:
         self.meanwhile: Callable[[], None] = lambda: None
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
-        if 0 < (rows := self.can.independent_rows) < self.max_batch:
-            log.warning("more than %d sequences at once: answers may then depend on their company", rows)
+        if 0 < (most := self.can.independent_rows) < self.max_batch:
+            log.warning("more than %d sequences at once: answers may then depend on their company", most)
 
     @property
     def controller(self) -> Controller:
@@ -309,11 +309,9 @@ class Engine:
         seq.has_features = True
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
-        event = Event(
-            seq.id, tokens, kinds, taken.texts, logprobs, None, None, taken.error, tree, taken.stopped_by,
-            brought.drafts,
-        )  # fmt: skip
+        event = Event(seq.id, tokens, kinds, taken.texts, logprobs, tree=tree, drafts=brought.drafts)
         if taken.finish is not None:
+            event.error, event.stopped_by = taken.error, taken.stopped_by
             self._finish(seq, event, taken.finish)
         else:
             self.store.commit(seq.held, seq.computed)

@@ -5,13 +5,12 @@ Capturing a step takes a tenth of a second, more where kernels are compiled firs
 waits for it. So:
 
 - `warmup_keys`: a few graphs are captured before the server says that it is ready;
-- `cheapest_covering`: a step runs in the cheapest graph that holds it, which may have more sequences (idle ones fill it
-up), more drafted tokens (a
-  limit leaves them out), a longer context, or a way of choosing that does more. The tokens have the same bits;
+- `cheapest_covering`: a step runs in the cheapest graph that holds it, which may have more sequences (idle ones fill
+  it up), more drafted tokens (a limit leaves them out), a longer context, or a way of choosing that does more. The
+  tokens have the same bits;
 - `padded`: a step that no graph holds is captured with room to spare, so that few are;
 - `oversized`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more
-sequences (and more than
-  `FEW`, which cost about what one costs), gets a graph of its own.
+  sequences (and more than `FEW`, which cost about what one costs), gets a graph of its own.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ WAYS: tuple[Choosing, ...] = get_args(Choosing)  # the later ones do what the ea
 
 def covers(there: Key, wanted: Key) -> bool:
     """Can the step run in this graph?"""
-    same = (there.source, there.part, there.asks, there.nodes, there.adapted) == (
-        wanted.source,
-        wanted.part,
-        wanted.asks,
-        wanted.nodes,
-        wanted.adapted,
-    )
+    same = replace(there, batch=0, k=0, context=0, choosing=wanted.choosing) == replace(wanted, batch=0, k=0, context=0)
     deep = there.k == wanted.k or (there.k > wanted.k > 0 and not wanted.nodes)
     wide = there.batch >= wanted.batch and there.context >= wanted.context
     return same and deep and wide and WAYS.index(there.choosing) >= WAYS.index(wanted.choosing)
@@ -75,8 +68,6 @@ def warmup_keys(most: int, furthest: int, rows: int, widths: Sequence[int]) -> l
     shapes = [(batch, min(NEAR, furthest)) for batch in batches]
     shapes += [(batch, min(NEAR * FURTHER, furthest)) for batch in batches if batch <= FAR_BATCH and furthest > NEAR]
     ways: tuple[Choosing, ...] = ("sampled", "greedy")
-    keys = [
-        Key(batch, k, context, way, "drafter" if k else None)
-        for k in dict.fromkeys(widths) for batch, context in shapes for way in ways if batch * (k + 1) <= rows
-    ]  # fmt: skip
+    each = [(k, *shape, way) for k in dict.fromkeys(widths) for shape in shapes for way in ways]
+    keys = [Key(b, k, context, way, "drafter" if k else None) for k, b, context, way in each if b * (k + 1) <= rows]
     return sorted(keys, key=lambda key: -key.batch * (key.k + 1))

@@ -196,7 +196,7 @@ class GraphExecutor(Executor):
         return min(self.can.bucket(self.idle), self.can.graph_batches[-1])
 
     def key(self, scheduled: Sequence[ScheduledSeq]) -> Key | None:
-        """The graph these scheduled run in; None: they need the eager executor."""
+        """The graph that these run in; None: they need the eager executor."""
         if self.broken is not None or len(scheduled) > self.can.graph_batches[-1]:
             return None
         choosing, asks = self._asked([item.seq for item in scheduled])
@@ -210,10 +210,8 @@ class GraphExecutor(Executor):
         nodes = self._nodes(scheduled, k, furthest) if source == "drafter" and asks == NO_FEATURES else 0
         # A server may run lines in a graph of more drafted tokens, which writes K/V of as many positions.
         beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
-        return Key(
-            self.can.bucket(len(scheduled)), k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes,
-            any([item.seq.adapter is not None for item in scheduled]),
-        )  # fmt: skip
+        adapted, batch = any([item.seq.adapter is not None for item in scheduled]), self.can.bucket(len(scheduled))
+        return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted)
 
     def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they
@@ -233,7 +231,7 @@ class GraphExecutor(Executor):
         return nodes if nodes > depth and len(scheduled) <= TOGETHER else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, SamplingFeatures]:
-        """How these sequences choose, and what else they ask for. SwappedKV until the batch changes."""
+        """How these sequences choose, and what else they ask for. Kept until the batch changes."""
         if self._known[0] != seqs:
             params = [seq.request.params for seq in seqs]
             self._known = (seqs, choosing_of(params), SamplingFeatures.of(params, len(self.runner.eos)))
@@ -402,26 +400,23 @@ class GraphExecutor(Executor):
         if key.asks != NO_FEATURES:
             self.runner.moved_on()
         if fresh:
-            where = upload([item.slot for item in fresh], torch.int64, self.device)
-            self.state.last.index_copy_(
-                0, where, upload([item.seq.tokens[-1] for item in fresh], torch.int64, self.device)
-            )
-            self.state.position.index_copy_(0, where, upload([item.start for item in fresh], torch.int64, self.device))
-        fill = key.batch - len(scheduled)
-        self._put("slots", self.inputs.slots, [*[item.slot for item in scheduled], *[self.idle] * fill])
-        self._put("cap", self.inputs.cap, [*[self._furthest] * len(scheduled), *[1] * fill])
-        self._put("limit", self.inputs.limit, [*[item.plan.k for item in scheduled], *[0] * fill])
+            told = [(item.slot, item.seq.tokens[-1], item.start) for item in fresh]
+            where, last, position = upload([*zip(*told)], torch.int64, self.device)
+            self.state.last.index_copy_(0, where, last)
+            self.state.position.index_copy_(0, where, position)
+        fill, inputs = key.batch - len(scheduled), self.inputs
+        self._put("slots", inputs.slots, [item.slot for item in scheduled] + [self.idle] * fill)
+        self._put("cap", inputs.cap, [self._furthest] * len(scheduled) + [1] * fill)
+        self._put("limit", inputs.limit, [item.plan.k for item in scheduled] + [0] * fill)
         if key.adapted and self.runner.adapters is not None and self.runner.adapters.slots is not None:
             placed = self.runner.adapters.slots.place([item.seq.adapter for item in scheduled])
             ranges = row_ranges([*placed, *[-1] * fill], [key.drafted + 1] * key.batch)
-            self._put("ranges", self.inputs.ranges, ranges)
+            self._put("ranges", inputs.ranges, ranges)
         if key.source in ("host", "both"):
-            self._put(
-                "by_host", self.inputs.by_host, [*[item.guess is not None for item in scheduled], *[False] * fill]
-            )
-            self._put("base", self.inputs.base, [*[item.start for item in scheduled], *[0] * fill])
+            self._put("by_host", inputs.by_host, [item.guess is not None for item in scheduled] + [False] * fill)
+            self._put("base", inputs.base, [item.start for item in scheduled] + [0] * fill)
             lines = [([*(item.guess or ()), *[0] * KNOWN])[:KNOWN] for item in scheduled]
-            self.inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
+            inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:
         """Upload a value for each row of the batch, unless the device has them already. Rows past the batch are not

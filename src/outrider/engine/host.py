@@ -20,9 +20,9 @@ from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..spec.slot_sampling import sampling_batch
 from ..types import DraftPlan, SamplingParams
 from .cycle import logprobs
-from .eager import EagerExecutor, switch_off
+from .eager import EagerExecutor
 from .metrics import Metrics
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, switch_off
 from .step import Emitted, Executor, PendingStep, Plan, StepBatch
 
 

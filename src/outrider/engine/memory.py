@@ -41,9 +41,14 @@ class KVBudget:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model: ModelConfig, can: Capabilities, dtype: torch.dtype, device: torch.device,
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        can: Capabilities,
+        dtype: torch.dtype,
+        device: torch.device,
         extra: Sequence[AttnSpec],
-    ) -> KVBudget:  # fmt: skip
+    ) -> KVBudget:
         """For an engine on this device with K/V of this type. extra: a drafter's own K/V layers."""
         batch, passes, budget = config.max_batch or can.sequences, max_prefill_rows(model, can), None
         if device.type == "cuda":
@@ -159,11 +164,8 @@ def _divided(
     spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
     served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
     if full:  # one sequence must be able to have the whole context, however few others then fit
-        served = (
-            max(1, min(served, (budget - spare * sliding - (asked + page) * full) // max(1, held * sliding)))
-            if sliding
-            else served
-        )
+        left = budget - spare * sliding - (asked + page) * full
+        served = max(1, min(served, left // max(1, held * sliding))) if sliding else served
     window_tokens = served * held + spare
     tokens = (budget - window_tokens * sliding) // full if full else batch * asked + page
     tokens = min(tokens, batch * asked + page)
@@ -186,6 +188,5 @@ def swap_bytes(config: EngineConfig) -> int:
 def _too_long(context: int, need: int, free: int) -> OutriderError:
     return OutriderError(
         f"{context} tokens of context need {need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory "
-        f"are free: "
-        f"lower --max-context"
+        "are free: lower --max-context"
     )

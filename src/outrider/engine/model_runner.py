@@ -22,6 +22,7 @@ from ..spec.protocols import Target
 from ..spec.slot_sampling import Joining, SamplingFeatures, SlotSampling, filters_of
 from ..types import ImageSpan, KVView, OutputRows
 from .adapters import AdapterPool
+from .metrics import Metrics
 from .step import ScheduledSeq, Seq
 
 log = logging.getLogger("outrider")
@@ -149,10 +150,7 @@ class ModelRunner:
         try:
             self.drafter.extend(streams, kv, following)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("drafter %s switched off for %d request(s): %s", self.drafter.name, len(scheduled), reason)
-            for item in scheduled:
-                item.seq.stats.drafter_off = reason
+            switch_off(self.drafter.name, scheduled, error)
 
     def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> Target:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
@@ -245,3 +243,15 @@ class ModelRunner:
         for cache in self.scratch:
             self.store.close(cache)
         self.scratch.clear()
+
+
+def switch_off(
+    drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception, metrics: Metrics | None = None
+) -> None:
+    """The drafter failed on these: they go on plainly."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)
+    for item in scheduled:
+        item.seq.stats.drafter_off = reason
+    if metrics is not None:
+        metrics.drafter_failures += 1

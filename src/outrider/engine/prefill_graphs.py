@@ -1,4 +1,4 @@
-"""PrefillGraphs over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long
+"""Passes over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long
 before the device.
 
 A pass is captured for a number of rows, a number of sequences and a bound of the context: when it is first needed, or,

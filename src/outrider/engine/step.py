@@ -64,9 +64,8 @@ class Seq:
     swapped_kv: SwappedKV | None = None  # what the host keeps of its K/V, while it waits to run again
     # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
     has_features: bool = False
-    drafts_from_hidden: bool = (
-        False  # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
-    )
+    # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
+    drafts_from_hidden: bool = False
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     restoring: Iterator[None] | None = None  # reads its prefix back from disk, a part per step, before it is admitted

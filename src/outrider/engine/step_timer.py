@@ -39,11 +39,16 @@ class StepTimer:
             if pending.rows <= ROWS[-1]:
                 self.prefill.observe(pending.rows, seconds)
         else:
-            before, self._timed = self._timed, [item.seq for item in scheduled]
-            seconds, known = self.runner.clock() - pending.began, before == self._timed  # with reading and committing
+            seconds, known = self.runner.clock() - pending.began, True  # with reading and committing
             self.prefill.observe(0, seconds)
-            if rows := sum(item.count for item in prompts):
+            if prompts:
+                rows = sum(item.count for item in prompts)
                 self.prefill.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
+        if not self.policy.controller.planned:
+            return
+        if not pending.executor.async_results:
+            before, self._timed = self._timed, [item.seq for item in scheduled]
+            known = before == self._timed
         # The cost table holds the base model's steps, and trees of one sequence.
         if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
             drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)

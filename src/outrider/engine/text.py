@@ -64,12 +64,9 @@ class Tokenizer:
         self.image_text: tuple[str, str] | None = None  # what a template writes for an image, and what is read instead
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
-        self.elsewhere: Callable[[str, bool], list[int]] | None = (
-            None  # `ids` of long texts, where a server has them made
-        )
-        self.render_elsewhere: Callable[[dict[str, Json]], str] | None = (
-            None  # the chat template, where a server bounds it
-        )
+        # a server has `ids` of long texts and the chat template made in other processes
+        self.elsewhere: Callable[[str, bool], list[int]] | None = None
+        self.render_elsewhere: Callable[[dict[str, Json]], str] | None = None
 
     # ---- text and ids -----------------------------------------------------------------------------------------------
     def encode(self, text: str, bos: bool = False) -> list[int]:
@@ -174,11 +171,8 @@ class Tokenizer:
         odd = next(filter(reserved, variables), None)
         if odd is not None:
             raise OutriderError(f"the chat template's variable '{odd[:40]}' can't be set")
-        given = {
-            "messages": [dict(m) for m in messages], "tools": tools, "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **variables, **self.files.specials,
-        }  # fmt: skip
+        given = {"messages": [dict(m) for m in messages], "tools": tools, "documents": None}
+        given |= {"add_generation_prompt": add_generation_prompt, **variables, **self.files.specials}
         elsewhere = self.render_elsewhere
         try:
             return self.with_image_text(self._template.render(given) if elsewhere is None else elsewhere(given))

@@ -85,9 +85,12 @@ class DrafterStats:
     lengths."""
 
     def __init__(
-        self, tuning: Tuning, prior: Sequence[float], trust: Sequence[float] | None = None,
+        self,
+        tuning: Tuning,
+        prior: Sequence[float],
+        trust: Sequence[float] | None = None,
         counts: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`trust`: the card's acceptance by confidence, in 16 equal bins. `counts`: how many tokens the card judged at
         each position; None: the prior is not from a card and is taken as it is."""
         self.tuning, self.arm = tuning, PositionStats()

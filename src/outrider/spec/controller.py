@@ -26,7 +26,7 @@ from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import BINS, CycleStats, DrafterStats, PositionStats
 from .batch_k import choose_k
 from .cost import CostTable
-from .plan import DEEPEST, TIMED, CostPart, DraftContext, SeqState, Source, VerifiedTree
+from .plan import DEEPEST, TIMED, CostPart, DraftContext, Observed, SeqState, Source, VerifiedTree
 from .tuning import Tuning, match_range
 
 
@@ -67,9 +67,8 @@ class Controller:
         self._rest = 0  # for how many more steps that holds (of a single sequence: unless a longer match turns up),
         self._pause = 0  # for how many it held the time before,
         self._match = 0  # and the match that a single sequence had
-        self._histogram = [0] * (MAX_DRAFT + 1)
         self._untold: list[Callable[[], None]] = []  # observations to be learnt from
-        self._planned = False  # until somebody asks for a plan nothing is learnt
+        self.planned = False  # until somebody asks for a plan nothing is learnt
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """A controller that has observed nothing yet, with the same priors and a copy of the cost table."""
@@ -78,7 +77,7 @@ class Controller:
 
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
-        self._planned = True
+        self.planned = True
         if len(seqs) == 1 and self._holds(seqs[0]):
             self._rest -= 1
             return self._held
@@ -367,24 +366,29 @@ class Controller:
 
     # ---- after a cycle ----
     def observe(
-        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None,
+        self,
+        id: str,
+        drafter: str | None,
+        drafted: int,
+        accepted: int,
+        confidence: Sequence[float] | None = None,
         tree: VerifiedTree | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted`
         counts all its tokens."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(
                 f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
             )
-        if self._planned:
-            self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
+        if self.planned:
+            self._untold.append(partial(self._learn, id, Observed(drafter, drafted, accepted, confidence, tree)))
 
     def observe_step(
         self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool = False
     ) -> None:
         """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (their mean); `tree`: of trees
         of a fixed size, their depth."""
-        if not self._planned:
+        if not self.planned:
             return
         self._untold.append(partial(self._time_step, batch, k, context, seconds, drafter, tree))
         if len(self._untold) >= self.tuning.untold:
@@ -398,11 +402,8 @@ class Controller:
         for learn in told:
             learn()
 
-    def _learn(
-        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None,
-        tree: VerifiedTree | None
-    ) -> None:  # fmt: skip
-        self._histogram[drafted] += 1
+    def _learn(self, id: str, observed: Observed) -> None:
+        drafter, drafted, accepted, confidence, tree = observed
         steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
         self._cycle.append((drafter, drafted, steps))
         seq = self._seqs.get(id)
@@ -482,9 +483,7 @@ class Controller:
         return {
             "acceptance": {str(source): [round(a, 4) for a in stats.a] for source, stats in self._shared.items()},
             "drafts": {str(source): stats.judged for source, stats in self._shared.items()},
-            "by_k": list(self._histogram),
             "explored_share": self._explored / self._time if self._time else 0.0,
-            "drift": self.cost.drift,
             "running": len(self._seqs),
         }
 

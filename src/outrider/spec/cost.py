@@ -196,9 +196,15 @@ class CostTable:
 
     # ---- refreshing ------------------------------------------------------------------------------------------------
     def observe(
-        self, batch: int, k: float, context: int, seconds: float, drafter: str | None, mixed: float | None = None,
+        self,
+        batch: int,
+        k: float,
+        context: int,
+        seconds: float,
+        drafter: str | None,
+        mixed: float | None = None,
         tree: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One finished cycle (no prompt chunk in it): k drafted tokens a sequence by `drafter`, all of it in `seconds`.
         mixed: what the table predicted for a cycle whose sequences drafted differently; it says something of the
         machine, and nothing of any one cell."""

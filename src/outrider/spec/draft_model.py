@@ -235,10 +235,9 @@ class DraftModel(Drafter):
             HostDraftRequest(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.plans, len(batch.ids) == 1)
         )
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
-        return Draft(
-            torch.tensor([fill(m.tokens) for m in made]), torch.tensor([m.length for m in made]),
-            confidence=torch.tensor([fill(m.confidence) for m in made], dtype=torch.float32),
-        )  # fmt: skip
+        confidence = torch.tensor([fill(m.confidence) for m in made], dtype=torch.float32)
+        lengths = torch.tensor([m.length for m in made])
+        return Draft(torch.tensor([fill(m.tokens) for m in made]), lengths, confidence=confidence)
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:

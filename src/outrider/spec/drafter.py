@@ -138,9 +138,12 @@ class Drafter:
 
 
 def guess_next(
-    sampling: SamplingBatch, at: Tensor, score: Callable[[Tensor | None], tuple[Tensor | None, Tensor]], ops: Backend,
+    sampling: SamplingBatch,
+    at: Tensor,
+    score: Callable[[Tensor | None], tuple[Tensor | None, Tensor]],
+    ops: Backend,
     clusters: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, with
     its own noise; and the logits they were chosen from. score(cluster_bonus): as `Score`, at this step. clusters [C,
     S]: ids of a clustered head."""

@@ -68,6 +68,16 @@ class VerifiedTree(DraftTree):
         return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
 
 
+class Observed(NamedTuple):
+    """What became of one sequence's draft."""
+
+    drafter: str | None
+    drafted: int
+    accepted: int
+    confidence: Sequence[float] | None
+    tree: VerifiedTree | None
+
+
 class Source(NamedTuple):
     """What acceptance is learnt of: a drafter, for the n-gram drafter at one range of match lengths, and for a target
     with an adapter apart."""

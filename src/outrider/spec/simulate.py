@@ -240,11 +240,10 @@ def read_traces(path: Path) -> Iterator[Trace]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             raw = json.loads(line)
-            yield Trace(
-                str(raw["id"]), str(raw["category"]), str(raw["drafter"]), tuple(int(r) for r in raw["runs"]),
-                tuple(int(r) for r in raw.get("ngram", ())), tuple(int(m) for m in raw.get("match", ())),
-                tuple(tuple(float(c) for c in row) for row in raw.get("confidence", ())),
-                int(raw.get("prompt_tokens", 64)),
-            )  # fmt: skip
+            id, category, drafter = (str(raw[name]) for name in ("id", "category", "drafter"))
+            told = (raw["runs"], raw.get("ngram", ()), raw.get("match", ()))
+            runs, ngram, match = (tuple(map(int, each)) for each in told)
+            sure = tuple(tuple(map(float, row)) for row in raw.get("confidence", ()))
+            yield Trace(id, category, drafter, runs, ngram, match, sure, int(raw.get("prompt_tokens", 64)))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise OutriderError(f"{path}:{number}: not a trace ({error})") from error

@@ -136,11 +136,8 @@ def build_fixed_tree(
 
 def widened(kv: KVView) -> KVView:
     """The view of one row a sequence, for WIDTH rows of each at the same position."""
-    return replace(
-        kv, positions=kv.positions.repeat_interleave(WIDTH), row_seq=kv.row_seq.repeat_interleave(WIDTH),
-        row_start=kv.row_start * WIDTH,
-        max_rows=WIDTH,
-    )  # fmt: skip
+    positions, row_seq = kv.positions.repeat_interleave(WIDTH), kv.row_seq.repeat_interleave(WIDTH)
+    return replace(kv, positions=positions, row_seq=row_seq, row_start=kv.row_start * WIDTH, max_rows=WIDTH)
 
 
 def spread_view(kv: KVView, seq: Tensor) -> KVView:

@@ -14,8 +14,12 @@ class Tuning:
     # The same for copies of earlier text, by the length of the match (`match_range`), a little below what answers of a
     # 135M model show: the longer a copy has lasted, the surer it goes on.
     ngram_prior: tuple[tuple[float, ...], ...] = (
-        (0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.88, 0.9), (0.95, 0.97),
-    )  # fmt: skip
+        (0.45, 0.6, 0.7),
+        (0.6, 0.72, 0.78),
+        (0.75, 0.8, 0.85),
+        (0.86, 0.88, 0.9),
+        (0.95, 0.97),
+    )
     prior_weight: float = 4.0  # how many observations the card's prior is worth at most
     prior_tokens: float = 8.0  # tokens of the card, judged at a position, for each such observation
     proven_card: int = 512  # judged tokens of a card before its drafter may be trusted from the start
