@@ -33,7 +33,7 @@ from outrider.ops.formats import BLOCKS
 from outrider.ops.noise import gumbel
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.trees import TreeRows
-from outrider.spec.choose import SamplingBatch
+from outrider.spec.slot_sampling import sampling_batch
 from outrider.train import design
 from outrider.types import AttnSpec, DraftNoise, DraftTree, KVView, SamplingParams
 from outrider.weights.dummy_file import write_gguf
@@ -565,7 +565,7 @@ def test_filters_are_their_definition(ops: CpuOps, vocab: int) -> None:
         {"top_k": 50, "top_p": 0.3, "min_p": 0.02}, {},
     ]  # fmt: skip
     params = [SamplingParams(temperature=t, **one) for one in how for t in (0.3, 1.0, 3.0)]
-    batch = SamplingBatch.build(params, [[0]] * len(params), [[]] * len(params), vocab, "cpu")
+    batch = sampling_batch(params, [[0]] * len(params), [[]] * len(params), vocab, "cpu")
     rows, none = torch.arange(len(params)), torch.zeros(len(params), 0, dtype=torch.int64)
     for seed in range(3):
         logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(seed)) * 4

@@ -174,16 +174,21 @@ class CycleResult(NamedTuple):
     drafts: list[int] | None = None  # the tokens drafted
 
 
+class HostFilters(Protocol):
+    top_k: Tensor  # int64 [B]
+    top_p: Tensor  # float64 [B]
+    min_logp: Tensor  # float32 [B]
+
+
 class HostSampling(Protocol):
     """As much of spec.choose.SamplingBatch as a host cycle reads."""
 
     temperature: Tensor  # float32 [B]
     sampled: Tensor  # bool [B]
     seed: Tensor  # int64 [B]
-    top_k: Tensor  # int64 [B]
-    top_p: Tensor  # float64 [B]
-    min_logp: Tensor  # float32 [B]
-    any_filter: bool
+
+    @property
+    def cut(self) -> HostFilters | None: ...
 
 
 class HostCycle(Protocol):

@@ -135,7 +135,7 @@ class CpuCycle:
             c.sampled = sampling.sampled.data_ptr()
             c.seed = sampling.seed.data_ptr()
             for name in ("top_k", "top_p", "min_logp"):
-                setattr(c, name, getattr(sampling, name).data_ptr() if sampling.any_filter else None)
+                setattr(c, name, getattr(sampling.cut, name).data_ptr() if sampling.cut is not None else None)
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:
