@@ -1,11 +1,11 @@
-"""Pages are counted here: who holds which page, for one cache group. Torch-free.
+"""Page allocation and reference counts of one cache group. Torch-free.
 
-A sequence's K/V of a group lives in pages of `page_size` positions, indexed by absolute page number
-(`position // page_size`). Full layers keep every page. Sliding layers release pages that lie wholly before
-the window of the *committed* length, so their memory does not grow with the context. A rejected draft needs
-nothing: its positions are simply written again.
+A sequence's K/V of a group lives in pages of `page_size` positions, indexed by absolute page number (`position //
+page_size`). Full layers keep every page. Sliding layers release pages that lie wholly before the window of the
+*committed* length, so their memory does not grow with the context. A rejected draft needs no cleanup: its positions are
+overwritten.
 
-Page 0 is the scratch page; it is never handed out.
+Page 0 is the scratch page; it is never allocated.
 """
 
 from __future__ import annotations

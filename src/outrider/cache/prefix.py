@@ -1,8 +1,8 @@
-"""Prefix reuse: a full page of K/V is known by the hash of all tokens up to its end. Torch-free.
+"""Prefix cache: a full page of K/V is identified by the hash of all tokens up to its end. Torch-free.
 
-Pages form chains (each entry names its parent). A lookup walks the chain from the first page; a hit at n pages
-needs every full-attention page and those sliding pages that the window before the hit can still see. Leaves are
-evicted first, oldest first, so chains never have holes.
+Pages form chains (each entry names its parent). A lookup follows the chain from the first page; a hit at n pages needs
+every full-attention page and those sliding pages that the window before the hit can still see. Leaves are evicted
+first, oldest first, so chains never have holes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Prefixes on disk: full pages of K/V in files, found again after a restart by the chain hash that `prefix.py` knows.
+"""Prefix cache on disk: full pages of K/V in files, found again after a restart by the chain hash of `prefix.py`.
 
 One file per page, `FOLDER/<identity>/<page number>-<chain hash>.kv`: a header, then the page's bytes, group by group
-and layer by layer, K before V. The identity is a hash of all that the bits depend on (weights, kernels, K/V format), so
-a file of another model is never looked at. A file appears whole (write, then rename), so any number of servers may
-share a folder without locks. A file that is cut short, changed or foreign is ignored with one line in the log and
-computed again.
+and layer by layer, K before V. The identity is a hash of everything the bits depend on (weights, kernels, K/V format),
+so files of another model are never read. Files appear atomically (write, then rename), so any number of servers may
+share a folder without locks. A truncated, changed or foreign file is ignored with one line in the log, and its page is
+recomputed.
 
 Pages are copied out between steps into a bounded queue and written by a thread. They are read back when a prompt is
-admitted, a bounded number of bytes per step, into ordinary entries of the prefix cache. Beyond its size the folder
-loses the pages used least recently, the deepest of a chain first, so that what stays can be reached.
+admitted, a bounded number of bytes per step, into ordinary entries of the prefix cache. Beyond its size limit the
+folder evicts the least recently used pages, the deepest of a chain first, so that the remaining ones stay reachable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The K/V tensors, and the page tables as tensors.
 
-One tensor `[pages, kv_heads, page_size, head_dim]` per layer that owns K/V. `KVStore` owns the pools, the prefix cache
-and one table row per slot (a slot is a running sequence's place). `view()` gives a forward pass what it may touch.
+There is one tensor `[pages, kv_heads, page_size, head_dim]` per layer that owns K/V. `KVStore` owns the pools, the
+prefix cache and one table row per slot (one slot per running sequence). `view()` returns what a forward pass may
+access.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Pages of pre-empted sequences in host memory: what was computed is copied out and back instead of being computed
-again.
+"""Host swap space: K/V pages of preempted sequences are copied to host memory and back instead of being recomputed.
 
-The host's share is a number of blocks, taken when they are first needed (pinned on a GPU, so that copies do not hold up
-the host) and then kept for the next. A sequence's pages lie one behind the other in as many blocks as they need. Copies
-are in the order of the device's other work: pages may be given to somebody else as soon as `out` has returned.
+The host memory is a number of blocks, allocated when first needed (pinned on a GPU, so that copies are asynchronous)
+and then reused. A sequence's pages lie one after the other in as many blocks as they need. Copies are ordered with the
+device's other work: pages may be reused as soon as `out` has returned.
 """
 
 from __future__ import annotations

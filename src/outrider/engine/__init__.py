@@ -1,2 +1,2 @@
-"""Step after step: `scheduler` decides what a step holds, an executor (`eager`, `host` or `graphs`) runs it, `engine`
-commits what it brought and speaks to the outside."""
+"""The engine loop: `scheduler` builds the batch of a step, an executor (`eager`, `host` or `graphs`) runs it, and
+`engine` commits the result and emits events."""

@@ -1,8 +1,8 @@
-"""The adapters of one engine: names and paths, the loaded ones within a limit, and the model that applies them.
+"""LoRA adapters of one engine: their names and paths, the loaded ones within a limit, and the model that applies them.
 
-At most `max_adapters` are loaded. One more makes the least recently used leave; its name and path stay, and it is read
-again when a request asks for it. A request holds its adapter until it ends, so an adapter that leaves, or is replaced
-by another under the same name, never changes a request on its way.
+At most `max_adapters` are loaded. Loading one more evicts the least recently used one; its name and path stay, and it
+is loaded again when a request needs it. A request holds its adapter until it ends, so evicting an adapter, or replacing
+it under the same name, never changes a running request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a cycle costs here: times the executors' own parts on scratch sequences, for the controller's cost table.
+"""Measures what a cycle costs on this machine: times the executors on scratch sequences and fills the controller's cost
+table.
 
-The table is kept beside the model cache, keyed by machine, model and version, so that only a first start measures.
-Later starts time a few cycles and measure again where the table is off. Where steps run as CUDA graphs they trust it:
-checking would mean capturing graphs.
+The table is stored next to the model cache, keyed by machine, model and version, so only the first start measures.
+Later starts time a few cycles and measure again if the table is off. Where steps run as CUDA graphs the stored table is
+trusted: checking it would require capturing graphs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A function captured as a CUDA graph (`Graph`), the memory that several graphs share (`GraphPool`), and graphs by what
-they were captured for (`GraphCache`).
+"""CUDA graphs: `Graph` is a captured function, `GraphPool` the memory that several graphs share, and `GraphCache` the
+captured graphs by key.
 
-`Graph` runs its function once, captures it, and `replay` runs the captured kernels again on the same tensors. On a
-device without graphs `replay` calls the function itself, so code that uses it is tested on the CPU.
+`Graph` runs its function once and captures it; `replay` runs the captured kernels again on the same tensors. On a
+device without graphs `replay` calls the function itself, so the same code is tested on the CPU.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Chat templates: a template is a foreign program, so it runs in jinja's sandbox, and for a server in a process
-with limits.
+"""Chat templates. A template is untrusted code, so it runs in jinja's sandbox, and in a server in a subprocess with
+limits.
 
-`ChatTemplate` renders here. `TemplateProcess` renders in a process of its own under limits of processor time,
-memory and output: a loop without an end or a text that doubles a hundred times ends that process and is an error of
-the request; the next request starts another. Run as a script, this file is that process: frames of JSON come on
-stdin (the template, then variables) and go out on stdout. It imports nothing of this package, so that the process
-stays small.
+`ChatTemplate` renders in this process. `TemplateProcess` renders in a subprocess with limits on CPU time, memory and
+output: an endless loop or an exploding text kills that process and fails the request; the next request starts a new
+process. Run as a script, this file is that process: JSON frames arrive on stdin (the template, then variables) and
+leave on stdout. It imports nothing from this package, which keeps the process small.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The cycle: draft K, verify K + 1, choose, accept. One function on tensors; plain decoding is K = 0 of it.
+"""One speculative decoding cycle: draft K tokens, verify K + 1 rows, choose, accept. Plain decoding is K = 0.
 
-B sequences with L tokens each, the newest (`last`, at position `length` = L - 1) not yet run. Each brings its own K.
-The rows of the verify pass are the newest token and the drafted ones, ragged: sequence b has K_b + 1 of them.
-Nothing here waits for the device. The caller commits: K/V beyond the accepted length is simply written again.
+The batch has B sequences of L tokens each. The newest token (`last`, at position `length` = L - 1) has not run yet.
+Each sequence has its own K. The verify pass is ragged: sequence b has K_b + 1 rows, its newest token and its drafted
+tokens. Nothing here waits for the device. The caller commits; K/V beyond the accepted length is overwritten later.
 """
 
 from __future__ import annotations

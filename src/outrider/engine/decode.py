@@ -1,8 +1,7 @@
-"""The function that a graph captures: one decode step over buffers that stay where they are.
+"""The function that a CUDA graph captures: one decode step over buffers at fixed addresses.
 
-`State` is what the sequences carry from step to step, by slot; `Inputs` is what the host says of a step, by row of the
-batch. `DecodeStep` puts the cycle (engine.cycle) between them and never looks at a value, so that nothing in it waits
-for the device.
+`State` holds what sequences carry from step to step, by slot. `Inputs` holds what the host uploads for a step, by batch
+row. `DecodeStep` runs the cycle (engine.cycle) between them and never reads a value, so it never waits for the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What each decoding sequence drafts: the controller's choice within the drafter's limits and the request's wishes.
+"""Decides what each decoding sequence drafts: the controller's choice, within the drafter's limits and the request's
+settings.
 
-`DraftPolicy.plan` makes a `DraftPlan` for each sequence of a step, once; executors carry it out. Torch-free.
+`DraftPolicy.plan` makes one `DraftPlan` per sequence and step; executors carry it out. Torch-free.
 """
 
 from __future__ import annotations

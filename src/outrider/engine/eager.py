@@ -1,7 +1,8 @@
-"""The step operation by operation: the definition, which takes every request, every drafter and every verifier.
+"""The eager executor: runs a step operation by operation. It defines the result and supports every request, drafter and
+verifier.
 
-A drafter that fails (raises, or returns ids outside the vocabulary or numbers that are not finite) costs its guess,
-never the answer: it is switched off for the requests concerned.
+A drafter that fails (raises, or returns ids outside the vocabulary or non-finite numbers) loses its draft and never
+changes the output: it is switched off for the requests concerned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine: schedule -> launch -> read -> commit, one step at a time, in one thread.
 
-`submit` takes a request, `step` runs one step and returns what happened, `abort` drops a request. Token ids inside;
-text only in the events' deltas. Whatever the drafter does, the target's choices are what is emitted.
+`submit` adds a request, `step` runs one step and returns its events, `abort` drops a request. The engine works on token
+ids; only the events' deltas hold text. The emitted tokens are always the target's choices, whatever the drafter does.
 """
 
 from __future__ import annotations

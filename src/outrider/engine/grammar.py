@@ -1,12 +1,12 @@
-"""Structured output: a grammar turned into token masks that advance along a draft.
+"""Structured output: a grammar becomes token masks that advance along a draft.
 
 A `CompiledGrammar` is compiled once and shared; each request makes its own `GrammarMatcher` from it. Before a verify
-pass the engine asks `bits(drafts)`: a row for each position of the draft and one for the token after it, with a bit for
-every token. The target's logits are masked row by row, so a draft that leaves the grammar is cut where it leaves, and
-what is emitted is what masked plain decoding would have emitted. `advance(tokens)` then commits.
+pass the engine calls `bits(drafts)`, which returns one row per position of the draft and one for the token after it,
+with one bit per vocabulary token. The target's logits are masked row by row, so a draft is cut where it leaves the
+grammar, and the output equals that of masked plain decoding. `advance(tokens)` then commits.
 
-`GrammarCompiler` needs the optional package `llguidance` (extra `serve`); `AllowedTokens` is a grammar without it. No
-torch here.
+`GrammarCompiler` needs the optional package `llguidance` (extra `serve`); `AllowedTokens` is a grammar that does not.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Which decode steps a server captures before its first request, and which graph serves a step that has none of its
-own.
+"""Decides which decode steps a server captures before its first request, and which graph serves a step without a graph
+of its own.
 
-Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is being served
-waits for it. So:
+Capturing a step takes a tenth of a second, or more if kernels must be compiled first, and all running requests wait for
+it. So:
 
-- `warmup_keys`: a few graphs are captured before the server says that it is ready;
-- `cheapest_covering`: a step runs in the cheapest graph that holds it, which may have more sequences (idle ones fill
-  it up), more drafted tokens (a limit leaves them out), a longer context, or a way of choosing that does more. The
-  tokens have the same bits;
-- `padded`: a step that no graph holds is captured with room to spare, so that few are;
+- `warmup_keys`: a few graphs are captured before the server reports that it is ready;
+- `cheapest_covering`: a step runs in the cheapest graph that covers it. That graph may have more sequences (idle ones
+  pad the batch), more drafted tokens (a limit masks them), a longer context, or more sampling features. The tokens have
+  the same bits;
+- `padded`: a step that no graph covers is captured with padding, so that few captures are needed;
 - `oversized`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more
-  sequences (and more than `FEW`, which cost about what one costs), gets a graph of its own.
+  sequences (and more than `FEW`, which cost about as much as one), gets a graph of its own.
 """
 
 from __future__ import annotations

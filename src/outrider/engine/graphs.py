@@ -1,15 +1,14 @@
-"""The step as one CUDA graph: draft K, verify K + 1, choose, accept and the next inputs in a single launch.
+"""The CUDA graph executor: draft K, verify K + 1, choose, accept and the next inputs in a single launch.
 
-What the next step starts from (newest token, length, features) stays on the device, one row a cache slot, so a step can
-be launched before the host has seen the tokens of the one before. Tokens leave by an asynchronous copy into pinned
-memory. The host runs one step behind: it reserves pages for the step in flight and the next one, and drops what a
-sequence that has ended produced since. There is one graph for each `Key`, captured when it is first needed, all from
-one pool of memory; a batch is filled up with idle rows on the scratch page to the next size that the backend captures.
-A server has a few graphs from the beginning and lets steps run in one that is there rather than capture another
-(graph_dispatch.py).
+The inputs of the next step (newest token, length, features) stay on the device, one row per cache slot, so a step can
+be launched before the host has read the tokens of the previous one. Tokens are copied asynchronously into pinned
+memory. The host runs one step behind: it reserves pages for the step in flight and the next one, and drops the tokens
+of a sequence that has ended meanwhile. There is one graph per `Key`, captured when it is first needed; all graphs share
+one memory pool. A batch is padded with idle rows on the scratch page to the next size that the backend captures. A
+server captures a few graphs at start and prefers an existing graph over a new capture (graph_dispatch.py).
 
-Drafts that the host knows (copies of earlier text) are one step old as well: it uploads what it expects to follow the
-tokens it has seen, and the graph takes the piece that begins where the sequence really stands.
+Drafts made by the host (n-gram copies) are one step old as well: the host uploads what it expects after the tokens it
+has seen, and the graph uses the part from the sequence's current position on.
 
 On a device without graphs the captured function itself runs: the same code is tested on the CPU.
 """

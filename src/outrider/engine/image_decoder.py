@@ -1,7 +1,7 @@
-"""Image files of unknown origin are decoded in a process of their own, with bounds on time and memory.
+"""Decodes untrusted image files in a subprocess with limits on time and memory.
 
-A decoder that is tricked into taking gigabytes or minutes, or that crashes, takes that process down and nothing else:
-the file is refused, and the next one starts a new process. Run: models/image_processing.py, frames on stdin and stdout.
+A file that makes the decoder take gigabytes or minutes, or crash, ends that process only: the file is refused, and the
+next one starts a new process. The process runs models/image_processing.py, with frames on stdin and stdout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Images on their way into a prompt: whatever a caller gives becomes soft tokens, and a placeholder becomes a span.
+"""Images in prompts: an image becomes soft tokens, and its placeholder becomes a span of image tokens.
 
-`ImageEncoder.encode` decodes (files in a process of their own), resizes and runs the vision model, one image at a time;
-the last images are kept by their content. `expand` replaces each placeholder token of a prompt by begin-of-image, n
-image tokens and end-of-image.
+`ImageEncoder.encode` decodes (files in a subprocess), resizes and runs the vision model, one image at a time; the most
+recent images are cached by content. `expand` replaces each placeholder token of a prompt by begin-of-image, n image
+tokens and end-of-image.
 """
 
 from __future__ import annotations

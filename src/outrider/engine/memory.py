@@ -1,9 +1,9 @@
-"""How much context there is room for: the model's own limit, what was asked for, and the memory for K/V.
+"""Plans the K/V memory: how many positions fit, given the model's context limit, the configuration and the free memory.
 
-On a CPU, K/V shares the memory with whatever else runs there, so it takes little unless asked. On a GPU it takes what
-weights and work leave of the share that was granted (`EngineConfig.gpu_memory`). Full layers keep every position;
-sliding ones only a window of each sequence, so the two kinds of pages are divided such that as many sequences of a
-usual length as possible fit.
+On a CPU, K/V shares the memory with other programs, so the default is small. On a GPU it takes what weights and
+activations leave of the granted share (`EngineConfig.gpu_memory`). Full-attention layers keep every position; sliding
+layers keep only a window per sequence, so the two kinds of pages are divided such that as many sequences of a typical
+length as possible fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine counts. Torch-free; the server turns it into Prometheus text."""
+"""The engine's counters. Torch-free; the server exports them as Prometheus text."""
 
 from __future__ import annotations
 

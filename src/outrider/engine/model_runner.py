@@ -1,8 +1,8 @@
-"""What all executors share: the model, the K/V cache, the drafter, and the hidden states that drafts start from, by
-slot.
+"""State that all executors share: the model, the K/V cache, the drafter, and the hidden states that drafts start from,
+by slot.
 
-`ModelRunner.prompts` runs the prompt chunks of a step, `ModelRunner.score` reads a text without continuing it: both are
-the same whichever executor decodes. `ModelRunner.sampling` gives how the sequences of a batch choose.
+`ModelRunner.prompts` runs the prompt chunks of a step, `ModelRunner.score` runs a text without continuing it; both are
+the same for every executor. `ModelRunner.sampling` returns the sampling parameters of a batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One answer: its text as the tokens come, and where it ends.
+"""The output of one request: detokenised text, and where it ends.
 
-A cycle brings several tokens, but an answer ends at the token where plain decoding would have ended it: end tokens, the
-length, a stop string and a grammar's failure are looked for token by token, and what a cycle brought behind the end is
-dropped, with its log-probabilities and its count. So nothing in an answer depends on how far the drafter guessed.
+A cycle emits several tokens, but an output ends at the token where plain decoding would have ended it. End tokens, the
+length limit, stop strings and a grammar's failure are checked token by token, and tokens after the end are dropped,
+with their log-probabilities and their count. So the output does not depend on the draft length.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How many prompt tokens a step may have. Torch-free.
 
-`PrefillBudget` is made once by `PrefillBudget.of` from the model and its backend; the scheduler asks it, and the engine
-tells it what steps took (`observe`). Next to sequences that decode, a step has as many prompt tokens as make it at most
-`LONGER` times as long: from steps with and without prompts the budget estimates what a step without prompts takes and
-what a prompt row adds, so running streams are held up by a long prompt as little on a large model as on a small one, at
-every batch. Where many sequences wait for their prompt, or none decodes, whole passes of it run.
+`PrefillBudget.of` makes one from the model and its backend; the scheduler queries it, and the engine reports step times
+to it (`observe`). In a step with decoding sequences, prompt tokens may make the step at most `LONGER` times as long.
+The budget estimates the time of a step without prompts and the time per prompt row, so a long prompt delays running
+streams equally little on large and small models and at every batch size. Where many sequences wait for prefill, or none
+decodes, whole prefill passes run.
 """
 
 from __future__ import annotations

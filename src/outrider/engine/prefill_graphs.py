@@ -1,16 +1,14 @@
-"""Passes over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long
-before the device.
+"""Prefill passes as CUDA graphs: one launch instead of hundreds, so the host finishes long before the device.
 
-A pass is captured for a number of rows, a number of sequences and a bound of the context: when it is first needed, or,
-in a server, a few of them before the first request comes (`prepare`) and then no others. Chunks run in the smallest
-captured pass that holds them; where none does, their kernels are launched one by one. Rows beyond those of the chunks
-belong to an idle sequence on the scratch page and stand at position 0. So only backends whose rows are independent have
-captured passes: there a row has the same bits in any pass.
+A pass is captured for a number of rows, a number of sequences and a context bound: when it is first needed or, in a
+server, a few before the first request (`prepare`) and none later. Chunks run in the smallest captured pass that holds
+them; if none does, their kernels are launched one by one. Padding rows belong to an idle sequence on the scratch page,
+at position 0. So only backends with independent rows have captured passes: there a row has the same bits in any pass.
 
-Idle rows take the device as long as others do. So passes are captured only up to the number of rows that the device
-computes in the time the host takes to launch kernels one by one (`max_prefill_rows`): below that, a filled-up graph is
-done sooner. On a small model, where all of `ROWS` are below it, more rows go in several captured passes; on a large
-one, in a single pass launched kernel by kernel.
+Padding rows cost as much device time as others. So passes are captured only up to the number of rows that the device
+computes in the time the host takes to launch kernels one by one (`max_prefill_rows`): below that, a padded graph is
+faster. On a small model, where all of `ROWS` are below it, more rows run in several captured passes; on a large one, in
+a single pass launched kernel by kernel.
 
 On a device without graphs the captured function itself runs: the same code is tested on the CPU.
 """

@@ -1,13 +1,14 @@
-"""Which sequences run in a step, and how far. Torch-free: it sees tokens, positions and a cache that counts pages.
+"""Decides which sequences run in a step, and how many tokens of each. Torch-free: it sees tokens, positions and page
+counts.
 
 A step holds the decode rows of every running sequence (the newest token and its drafts) and prompt chunks up to a
-budget, so that a long prompt never holds up running streams for more than one chunk (on a CPU: a few tokens); where
-many prompts wait beside few streams a step takes several. A prompt is prefilled up to its last token, which then goes
-through the first decode cycle like any other.
+budget, so a long prompt delays running streams by at most one chunk (on a CPU: a few tokens); if many prompts wait and
+few streams run, a step takes several chunks. A prompt is prefilled up to its last token, which then runs in the first
+decode cycle.
 
-When pages run out the youngest sequence is pre-empted: it gives up its pages and waits at the head of the queue. What
-it had computed is kept on the host where there is room (`--swap`), and computed again otherwise; noise depends on
-(seed, position) only, so it goes on with the same text.
+When pages run out the youngest sequence is preempted: it frees its pages and waits at the head of the queue. Its K/V is
+swapped to the host if there is space (`--swap`), and recomputed otherwise. Noise depends on (seed, position) only, so
+the sequence continues with the same text.
 """
 
 from __future__ import annotations

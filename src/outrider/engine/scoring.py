@@ -1,8 +1,7 @@
-"""What a model makes of a given text, without generating: log-probabilities of its tokens, or one vector for all of it.
+"""Scores a given text without generating: log-probabilities of its tokens, or one embedding of the whole text.
 
-A `ScoringJob` goes through the text a few rows at a time, each part between two steps of the engine, so that a long
-text holds up nobody's stream. It uses a slot and pages of the engine's cache while it runs and gives them back at the
-end.
+A `ScoringJob` processes the text a few rows at a time between engine steps, so a long text delays no stream. It uses a
+slot and pages of the engine's cache while it runs and frees them at the end.
 """
 
 from __future__ import annotations

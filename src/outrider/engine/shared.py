@@ -1,10 +1,9 @@
-"""One engine and several callers at once: threads, streams that are read in turn, an answer while another is on its
-way.
+"""Shares one engine among several concurrent callers: threads, or streams that are read in turn.
 
-Each caller has the events of its own requests, all of them and in order. Whoever waits for one makes the next step,
-which brings everybody's on; one step runs at a time, and who brings requests comes first between two. A caller who
-leaves early takes its requests along. Of a step that fails nobody knows which sequences it has spoilt: everybody's end,
-and everybody is told.
+Each caller receives all events of its own requests, in order. A waiting caller runs the next step for all callers. One
+step runs at a time, and between two steps callers that submit requests go first. If a caller stops reading early, its
+requests are aborted. If a step fails, the affected sequences are unknown: all requests end, and every caller receives
+an error.
 """
 
 from __future__ import annotations

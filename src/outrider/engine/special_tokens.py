@@ -1,15 +1,14 @@
-"""Which control tokens of a conversation the chat template wrote, and which a message only spells.
+"""Keeps messages from forging special tokens: only those that the chat template wrote are encoded as special tokens.
 
-A template is rendered to text, and text that spells a control token encodes to it: whoever writes `<|im_end|>` into a
-message could end its turn and forge another. So a conversation is rendered a second time with stand-ins for the
-characters that begin and end control text in everything that came from outside (messages, tools, a request's variables;
-keys and values). What that rendering holds of control text was written by the template. Where the plain rendering holds
-no more, it is encoded as it is, and ordinary conversations keep their ids to the last one. Otherwise the second
-rendering is encoded by a twin of the tokenizer whose control tokens bear names that nobody knows: what a message spells
-is to the twin a text like any other.
+A template is rendered to text, and text that spells a special token encodes to it: a message with `<|im_end|>` in it
+could end its turn and forge another. So a conversation is rendered a second time, where stand-ins replace the
+characters that begin and end special tokens in all untrusted text (messages, tools, a request's variables; keys and
+values). The special tokens in that rendering were written by the template. If the plain rendering has no others, it is
+encoded as it is, so ordinary conversations keep their exact ids. Otherwise the second rendering is encoded by a copy of
+the tokenizer with unguessable names for its special tokens, so that the text of a message is encoded as ordinary text.
 
-Stand-ins are single characters that occur nowhere in the conversation, so templates that trim, split or measure a
-message do what they always did.
+Stand-ins are single characters that do not occur in the conversation, so templates that trim, split or measure a
+message work as before.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One step as plain data, and who runs it. Torch-free.
+"""The plain data of one step, and the `Executor` protocol. Torch-free.
 
-The scheduler decides a `StepBatch`: for every sequence that takes part a `ScheduledSeq`, which is a chunk of its
-prompt, or its newest token with K drafted ones behind it. An `Executor` runs it: `plan` says how it would run the step
-(None: it cannot), `launch` starts the plan and returns a `PendingStep`, `read` waits for that and says what each
-decoding item emitted. Three executors run the same step: `eager` is the definition and plans everything, `host` runs a
-cycle in one call of a C library, `graphs` replays a CUDA graph. `pick` says which, once a step.
+The scheduler builds a `StepBatch` with one `ScheduledSeq` per sequence: a chunk of its prompt, or its newest token
+followed by K drafted ones. An `Executor` runs it: `plan` returns how it would run the step (None: it cannot), `launch`
+starts the plan and returns a `PendingStep`, `read` waits for it and returns the emitted tokens of each decoding
+sequence. There are three executors: `eager` is the definition and plans everything, `host` runs a cycle in one call of
+a C library, `graphs` replays a CUDA graph. `pick` chooses one per step.
 """
 
 from __future__ import annotations

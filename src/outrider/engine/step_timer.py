@@ -1,6 +1,6 @@
-"""What steps took: told to the controller, which draws up costs by it, and to the budget of prompt tokens. Torch-free.
+"""Reports step times to the controller's cost table and to the prefill budget. Torch-free.
 
-Where steps overlap (`async_results`), a step took the time between two results; elsewhere, from its start to its
+Where steps overlap (`async_results`), the time of a step is that between two results; elsewhere, from its start to its
 commit.
 """
 

@@ -1,7 +1,7 @@
-"""Text at the edge: encode, decode, chat templates, and incremental detokenisation.
+"""Tokenisation: encode, decode, chat templates, and incremental detokenisation.
 
-Decoding goes by bytes: every token is a byte string (`token_bytes`), text is their UTF-8. So what a stream emits piece
-by piece is what `decode` gives at once, and half a character is never shown.
+Decoding works on bytes: every token is a byte string (`token_bytes`), and text is their UTF-8. So a stream emits
+exactly the text that `decode` returns, and never half a character.
 """
 
 from __future__ import annotations

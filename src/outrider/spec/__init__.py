@@ -1,1 +1,1 @@
-"""Guessing (drafters), deciding (choose, rejection) and deciding how much to guess (controller, cost)."""
+"""Speculative decoding: drafters, verification (choose, rejection) and the choice of K (controller, cost)."""

@@ -1,8 +1,7 @@
-"""How often drafts are right: acceptance by position and by the drafter's confidence, learnt as they are judged.
-Torch-free.
+"""Online acceptance statistics, by draft position and by the drafter's confidence. Torch-free.
 
-a_j is the chance that position j is right given that all before it were. A rejection hides the positions behind it:
-they are not counted (censoring), and are estimated from the positions before.
+a_j is the probability that position j is accepted given that all before it were. Positions after a rejection are not
+observed: they are not counted (censoring), and are estimated from the positions before.
 """
 
 from __future__ import annotations

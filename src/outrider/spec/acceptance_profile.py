@@ -1,12 +1,12 @@
-"""What a drafter's folder says about how often it is right: acceptance.json, the controller's prior. Torch-free.
+"""A drafter's measured acceptance, acceptance.json in its folder: the controller's prior. Torch-free.
 
-{"weights": fingerprint of the drafter, "accepted": [a_j: chance that position j is right given that all before it
-were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": tokens it was measured on, "seen":
-[how many of them were judged at each position: the prior is as strong as that], "second": how often its second best
-token is right where the best is wrong; null: not measured}
+{"weights": fingerprint of the drafter, "accepted": [a_j: probability that position j is accepted given that all before
+it were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": number of tokens measured, "seen":
+[number of tokens measured at each position: the strength of the prior], "second": how often its second best token is
+right where the best is wrong; null: not measured}
 
-Made by `outrider train` and `outrider eval-drafter --card`. A card of other weights is not used: without one
-the controller starts from neutral figures and learns the same within some hundred tokens.
+`outrider train` and `outrider eval-drafter --card` write it. A profile of other weights is ignored: the controller then
+starts from neutral figures and learns the same within some hundred tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""How many tokens each sequence of a batch should draft, given what every number of them brings and costs. Pure,
-torch-free."""
+"""Chooses K for each sequence of a batch, given the expected tokens and the cost of every K. Pure, torch-free."""
 
 from __future__ import annotations
 

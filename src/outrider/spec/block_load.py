@@ -1,7 +1,7 @@
-"""A block drafter's checkpoint: which tensors its configuration asks for, and how they are read.
+"""Loads a block drafter's checkpoint: which tensors its configuration requires, and how they are read.
 
-Names differ by author (a prefix, `midlayer`, un-nested heads); `renamed` brings them to one spelling. Whatever is
-missing, left over or of another shape is an error by name, found in the files' headers before a weight is read.
+Names differ by author (a prefix, `midlayer`, un-nested heads); `renamed` maps them to one spelling. A missing, extra or
+misshapen tensor is an error that names it, raised from the files' headers before any weight is read.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What a cycle costs on this machine: step time by batch, K and context, plus the drafter's own time. Torch-free.
+"""The cost table: measured step time by batch, K and context on this machine, plus the drafter's own time. Torch-free.
 
-A `CostTable` holds measured times at a few knots and answers for everything between: linear in the batch and in the
-context, monotone in K (a wider step is never taken to be cheaper: a dip is noise). `timing.measure` fills it in
-at most three seconds; `observe` keeps it true while the engine runs; `save` / `load` keep it between runs, keyed by
-machine, model and version.
+A `CostTable` holds measured times at a few knots and interpolates: linear in the batch and in the context, monotone in
+K (a wider step is never cheaper: a dip is noise). `timing.measure` fills it in at most three seconds; `observe` updates
+it while the engine runs; `save` / `load` keep it between runs, keyed by machine, model and version.
 
-Two things change a step's time: the machine (another process, a hotter chip: every cell alike) and a cell that was
-mis-measured. Only the second matters for choosing K. So a surprise is first put down to the machine (`drift`), and to
-the cell only when the step before was of another kind: then the two were timed under the same conditions and their
-ratio means something.
+Two things change a step's time: the machine (another process, a hotter chip: all cells alike) and a mis-measured cell.
+Only the second matters for choosing K. So a deviation is first attributed to the machine (`drift`), and to the cell
+only if the step before was of another kind: then both were timed under the same conditions and their ratio is
+meaningful.
 """
 
 from __future__ import annotations

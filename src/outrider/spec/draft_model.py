@@ -1,12 +1,12 @@
-"""A small model of the same vocabulary drafts, token by token, with pages of its own.
+"""A draft model: a small model with the target's vocabulary that drafts token by token, with its own K/V pages.
 
-It first catches up on the tokens it has not seen (the whole prompt, the first time), then runs K - 1 steps on its
-own guesses. K/V is written at positions: a rejected guess is simply overwritten, an accepted one is already there.
-Pages are taken as needed and given back by `forget`; the pool grows by doubling.
+It first reads the tokens it has not seen (the whole prompt, the first time), then runs K - 1 steps on its own drafts.
+K/V is written by position: a rejected token is overwritten, an accepted one is already there. Pages are allocated as
+needed and freed by `forget`; the pool grows by doubling.
 
-A guess need not be exact, so a draft model is cheapened where it is loaded (llm._load_drafter): weights in about
-four bits (`Backend.coarse`), and a head over a shortlist of tokens. Where the backend has whole rounds in one call
-(`Backend.draft_chain`) they are taken; requests with filters, and verifiers that draw, go step by step.
+A draft need not be exact, so a draft model is compressed when it is loaded (llm._load_drafter): weights in about four
+bits (`Backend.coarse`), and a head over a shortlist of tokens. Rounds run in one call if the backend supports that
+(`Backend.draft_chain`); requests with filters, and verifiers that sample, run step by step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The drafter protocol, and the one loop of draft steps. A drafter sees a batch of sequences, read-only, and guesses K
-tokens for each.
+"""The drafter protocol, and the shared loop of draft steps. A drafter reads a batch of sequences and drafts K tokens
+for each.
 
-Nothing a drafter returns can change an answer: the target decides. A drafter that raises, or returns ids outside
-the vocabulary or numbers that are not finite, is switched off for the requests concerned (`engine.eager`).
+A draft never changes the output: the target decides. A drafter that raises, or returns ids outside the vocabulary or
+non-finite numbers, is switched off for the requests concerned (`engine.eager`).
 
-A kind of drafter says how a token is scored (`Score`); `draft_round` is the loop that everybody shares: drafters whose
-rounds are not one call of a backend, and benchmarks. Its step is `guess_next`. `train/evaluate.py` takes that step from
-all positions of whole answers at once, as long as the guesses are right; `tests/e2e/test_train.py` holds that walk
-against the engine's own drafts.
+Each kind of drafter defines how a token is scored (`Score`). `draft_round` is the shared loop, for benchmarks and for
+drafters whose rounds are not one backend call. Its step is `guess_next`. `train/evaluate.py` runs that step from all
+positions of whole answers at once, as long as the drafts are right; `tests/e2e/test_train.py` compares the result with
+the engine's own drafts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Medusa heads (Cai et al. 2024): head i reads the target's last hidden state and guesses the token i + 2 places ahead.
+"""Medusa heads (Cai et al. 2024): head i reads the target's last hidden state and predicts the token i + 2 positions
+ahead.
 
     x = h;  x = x + silu(W_j·x + b_j) for each residual layer j;  logits = head·x
 
-The newest token is known by then, so head 0 guesses the one after it: a chain of the heads' own guesses, no tree.
-A folder holds config.json with model_type "medusa", `medusa_num_heads`, `medusa_num_layers` (or vLLM's `num_heads`,
+The newest token is known by then, so head 0 predicts the one after it: a chain of the heads' own drafts, no tree. A
+folder holds config.json with model_type "medusa", `medusa_num_heads`, `medusa_num_layers` (or vLLM's `num_heads`,
 `num_hidden_layers`) and one safetensors file, with the original names `{head}.{layer}.linear.weight|bias` and
 `{head}.{layers}.weight`, or vLLM's `blocks.{head}.layers.{layer}.weight|bias` and `lm_heads.{head}.weight`. With
 `"tied_to_target": true` there are no head matrices: the target's own head is used.

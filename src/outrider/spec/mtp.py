@@ -1,7 +1,8 @@
-"""Multi-token prediction over the target's own cache: no second cache, no prefill.
+"""Multi-token prediction (MTP) over the target's own K/V cache: no second cache, no prefill.
 
-The drafter is fed the target's embedding of the newest token and the target's hidden state of the position before it;
-it attends to the target's K/V at one constant position; its own hidden state and guess are fed back for the next step.
+The drafter's input is the target's embedding of the newest token and the target's hidden state of the position before
+it. It attends to the target's K/V at one constant position; its own hidden state and token are the input of the next
+step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the controller is told of a sequence before a cycle, what it answers, and what it remembers of one."""
+"""The controller's input per sequence (`DraftContext`), its observations (`Observed`) and its state (`SeqState`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What engine and drafters need of a network, as protocols: `Target`, the model that answers, and `DraftNet`, an MTP
-drafter's network."""
+"""What engine and drafters require of a network, as protocols: `Target`, and `DraftNet`, an MTP drafter's network."""
 
 from __future__ import annotations
 

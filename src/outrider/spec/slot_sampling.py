@@ -1,9 +1,9 @@
-"""How the sequence in each slot chooses, on the device: temperature, filters and seed; penalties with their counts,
-bias, forbidden words, the least number of tokens.
+"""Sampling state on the device, one row per slot: temperature, filters and seed; penalties with their counts, bias, bad
+words, min_tokens.
 
-A row is written when a sequence joins and moved on by `commit`, inside captured steps as well, so that a request with
-penalties runs in the same graph as its neighbours. Wide tables are made when the first request asks for them; the row
-of a sequence that asks for nothing is neutral. `select` gives the rows of a batch.
+A row is written when a sequence joins and updated by `commit`, inside captured steps as well, so a request with
+penalties runs in the same graph as the rest of the batch. Wide tables are allocated when the first request needs them;
+the row of a sequence without such settings is neutral. `select` returns the rows of a batch.
 """
 
 from __future__ import annotations

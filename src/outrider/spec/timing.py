@@ -1,6 +1,6 @@
-"""Measuring a cost table: times the parts of a cycle that say most, within a budget of seconds. Torch-free.
+"""Fills a cost table: times the most informative parts of a cycle, within a budget of seconds. Torch-free.
 
-`measure` makes a table from a callable that runs a part once; `agrees` says whether a stored one is still true.
+`measure` makes a table from a callable that runs a part once; `agrees` tells whether a stored table is still valid.
 """
 
 from __future__ import annotations

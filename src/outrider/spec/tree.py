@@ -1,18 +1,18 @@
-"""Growing a tree of drafts from the drafter's own scores.
+"""Builds draft trees from the drafter's own scores.
 
 Level by level: the likeliest nodes of a level are scored together, as one batch of the drafter's step; the three best
-tokens behind each (of the *noisy* scores when sampling: the target will add the same noise) become its children. A
-node's chance is the product of the confidences on its path, each taken as the acceptance it has shown (`trust`); a node
-whose chance is below `drop` is left out, one below `stop` has no children. So a tree is wide where the drafter wavers
-and a plain line where it is sure. EAGLE-2 (Li et al. 2024) grows trees by confidence as well, to a fixed size; here the
-price of a row decides, and a line is the tree that one gets when rows are dear.
+tokens after each (by the *noisy* scores when sampling: the target will add the same noise) become its children. A
+node's probability is the product of the confidences on its path, each mapped to its measured acceptance (`trust`). A
+node with a probability below `drop` is left out, one below `stop` has no children. So a tree is wide where the drafter
+is uncertain and a chain where it is sure. EAGLE-2 (Li et al. 2024) also builds trees by confidence, to a fixed size;
+here the cost of a row decides, and a chain is the tree when rows are expensive.
 
-The nodes of the main chain (the best guess behind the best guess ...) come first: where the target agrees with it, and
-most often it does, everything lies as if no branch had been there.
+The nodes of the main chain (the best token after the best token ...) come first: if the target agrees with it, as it
+usually does, the K/V lies as if there had been no branch.
 
-`build_tree` looks at the scores and makes trees of any shape. `build_fixed_tree` is for captured steps, which cannot:
-it always scores the same number of nodes a level and keeps the same number of tokens, the likeliest, and every choice
-between them is an op on the device (ops.trees).
+`build_tree` reads the scores on the host and makes trees of any shape. `build_fixed_tree` is for captured steps, which
+cannot: it always scores the same number of nodes per level and keeps the same number of tokens, the likeliest, and
+every choice between them is an op on the device (ops.trees).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every number that the controller goes by. Torch-free."""
+"""All constants of the controller. Torch-free."""
 
 from __future__ import annotations
 
