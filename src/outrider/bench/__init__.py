@@ -1,2 +1,2 @@
-"""Measuring and predicting: `harness` times contestants, `prove` compares texts, `predict` reckons from a
+"""Benchmarks and predictions: `harness` times contestants, `prove` compares outputs, `predict` estimates from a
 configuration."""

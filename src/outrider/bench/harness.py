@@ -1,9 +1,9 @@
 """Runs contestants over prompts, interleaved, and writes every finished cell to disk at once.
 
 A cell is one contestant answering one group of prompts (a batch of one category) at one temperature, once. For every
-group and repeat all contestants answer before the next group comes, in rotating order, so that a machine that speeds up
-or slows down treats them alike. Cells are appended to `cells.jsonl`; a run that was interrupted reads them
-back and does only what is missing. `run.json` holds the settings: a folder belongs to one run.
+group and repeat all contestants answer before the next group starts, in rotating order, so a change of machine speed
+affects them alike. Cells are appended to `cells.jsonl`; an interrupted run reads them back and runs only the missing
+ones. `run.json` holds the settings: a folder belongs to one run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What this machine does with the engine's own kernels: the two figures that `outrider predict MODEL --gpu here` rests
-on.
+"""Measures this machine's memory bandwidth and arithmetic rate with the engine's own kernels, for `outrider predict
+MODEL --gpu here`.
 
-On a CPU a product of one row and one of many are timed over more weights than its caches hold, in the format the model
-is held in. The slope is the arithmetic of a row, what is left of the first the time to move the bytes: a prediction
-made of them is a prediction of these very products. On a GPU: a second of reading memory and of multiplying.
+On a CPU, a product of one row and one of many rows are timed over more weights than the caches hold, in the model's
+weight format. The slope is the arithmetic per row, and the rest of the one-row time is the time to move the bytes, so
+the prediction is about these very products. On a GPU, memory reads and matrix products are timed for a second.
 """
 
 from __future__ import annotations

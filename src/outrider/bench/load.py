@@ -1,5 +1,4 @@
-"""The load generator behind `outrider bench-server`: N streams at once against one server, each timed token by
-token."""
+"""The load generator of `outrider bench-server`: N concurrent streams against one server, each timed token by token."""
 
 from __future__ import annotations
 

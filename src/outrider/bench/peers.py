@@ -1,6 +1,6 @@
-"""Other engines beside ours, where they are installed: same weights, same prompt ids, same machine.
+"""Other engines for comparison, where installed: same weights, same prompt ids, same machine.
 
-Their texts are shown but not held against ours: another engine rounds differently, and a sampled text depends on its
+Their texts are shown but not compared with ours: another engine rounds differently, and a sampled text depends on its
 own random numbers.
 """
 

@@ -1,18 +1,15 @@
-"""How fast will it be, before anything is downloaded: memory, ms per token, the best K, from config.json and a table
-of machines.
+"""Predicts memory, ms per token and the best K from config.json and a table of machines, before any download.
 
-The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the
-arithmetic (on a CPU: both, one after the other), plus what every kernel costs however little it does, plus what
-every further row costs a layer.
+A step over R rows (sequences × (K + 1)) takes the longer of moving the bytes and doing the arithmetic (on a CPU: their
+sum), plus a fixed overhead per kernel, plus a cost per further row and layer:
 
-    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead + layers ·
-    (R -
-    1) · row
+    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach))
+              + kernels · overhead + layers · (R - 1) · row
 
-`bytes` counts each weight once for all rows (a mixture of experts: the experts that R tokens are expected to ask
-for), and the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps
-(docs/benchmarks.md says which); elsewhere bandwidth and rate are the vendors' and the constants are carried over.
-Torch-free.
+`bytes` counts each weight once for all rows (in a mixture of experts: the experts that R tokens are expected to
+choose), and the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps
+(docs/benchmarks.md says which); elsewhere bandwidth and rate are the vendors' and the other constants are those of the
+H200. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What an image costs in a prompt: its soft tokens, the arithmetic of the vision model and of the tokens, and about how
-long both take. Torch-free."""
+"""Predicts the cost of an image in a prompt: its soft tokens, the arithmetic of the vision model and of the tokens, and
+the time of both. Torch-free."""
 
 from __future__ import annotations
 

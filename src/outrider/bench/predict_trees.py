@@ -1,9 +1,9 @@
-"""What drafts that branch would bring and cost: the companion of `predict` for trees. Torch-free.
+"""Predicts gain and cost of draft trees; the counterpart of `predict`. Torch-free.
 
-Of the tokens behind a node at depth j the drafter's best is right with the chance a_j; where it is wrong, the second
-with the chance s (the card's `second`), where both are, the third with 0.7·s, and the fourth with 0.49·s. The tree is
-the likeliest of its size and depth whatever the drafter's confidence, with up to four tokens behind each of up to four
-nodes a level; one that is grown by confidence, cycle by cycle, brings more.
+Of the tokens after a node at depth j the drafter's best is right with probability a_j; where it is wrong, the second
+with probability s (the profile's `second`); where both are, the third with 0.7·s, and the fourth with 0.49·s. The tree
+is the likeliest of its size and depth regardless of the drafter's confidence, with up to four tokens after each of up
+to four nodes per level; a tree built by confidence in every cycle gains more.
 """
 
 from __future__ import annotations

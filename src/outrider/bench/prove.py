@@ -1,6 +1,6 @@
 """A certificate of losslessness for one model and its drafters, on the machine it runs on.
 
-1. Row invariance: the logits of a position, computed alone, in verify blocks of 2..17 rows and beside 7 other
+1. Row invariance: the logits of a position, computed alone, in verify blocks of 2..17 rows and in a batch with 7 other
    sequences, are compared bit for bit.
 2. Identity: plain decoding against every drafter and K, greedy and sampled: the same tokens or the first difference,
    with the gap between the two candidates' log-probabilities there.

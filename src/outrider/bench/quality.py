@@ -1,7 +1,7 @@
-"""Is the answer right? GSM8K by its last number, MMLU by its letter, HumanEval by running the tests.
+"""Scores answers: GSM8K by the last number, MMLU by the letter, HumanEval by running its tests.
 
-HumanEval runs code that a model wrote: in a process of its own, with limits on time, memory and file size, an empty
-environment and an empty folder. That stops accidents, not malice; only answers of the model under test are run.
+HumanEval runs code that a model wrote: in a subprocess with limits on time, memory and file size, an empty environment
+and an empty folder. That stops accidents, not malice; only answers of the model under test are run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From cells to figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, a table, an
+"""Turns cells into figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, a table, an
 HTML page.
 
-Speed-up of a contestant in a category: seconds per token of plain decoding over its own, on the same prompts, each
-the median over the repeats. The 95 % interval resamples prompts (percentile bootstrap, 1000 draws, fixed seed).
+Speed-up of a contestant in a category: seconds per token of plain decoding over its own, on the same prompts, each the
+median over the repeats. The 95 % interval resamples prompts (percentile bootstrap, 1000 draws, fixed seed).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What holding a model's weights in few bits costs: perplexity and logit error against float32 on a short text.
+"""Measures the loss from quantised weights: perplexity and logit error against float32 on a short text.
 
-The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats), \
-or
-as a GPU would round it, and through the torch reference with every weight in float32, one after the other, so that \
-only
-one of them is in memory.
+The text is teacher-forced through the model with the weights of the CPU kernels (`--quantize`, or a GGUF file's own
+formats), or as a GPU would round them, and through the torch reference with every weight in float32, one after the
+other, so that only one model is in memory.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Several GPUs on paper: what dividing a model over them gives, what whole replicas give instead, and what many users
-need. Torch-free.
+"""Predicts several GPUs: tensor parallelism, replicas, and the number of GPUs that many users need. Torch-free.
 
-What N GPUs divide: weights, arithmetic, and K/V as far as there are K/V heads. What they do not: the kernels' own time
-and the drafter. What comes on top is the exchange: a sum of [rows, hidden] after attention and after the MLP of every
-layer (a third after routed experts), one for the embedding, the logits of everybody, and for each drafted token one a
-drafter layer and its embedding. One takes
+N GPUs divide weights, arithmetic, and K/V as far as there are K/V heads. They do not divide the kernels' fixed time or
+the drafter. Communication is added: an all-reduce of [rows, hidden] after attention and after the MLP of every layer (a
+third after routed experts), one for the embedding, the gathering of the logits, and for each drafted token one per
+drafter layer and one for its embedding. Each takes
 
     link latency + (N - 1) · bytes / link bandwidth + the kernels that add the parts up
 
-since everybody's part is gathered and added in the order of the ranks (`outrider.parallel.process_group`). Latencies of
-links are rounded from published steps of other engines (docs/tensor-parallel.md says which), bandwidths are the
-vendors', one way.
+since the parts of all ranks are gathered and added in rank order (`outrider.parallel.process_group`). Link latencies
+are rounded from published steps of other engines (docs/tensor-parallel.md says which), bandwidths are the vendors', one
+way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is asked: prompts by category, from the package (quick) or from a folder of prompt files (full).
+"""Benchmark prompts by category, from the package (quick) or from a folder of prompt files (full).
 
-What a file may hold: outrider.prompts. No two prompts of a suite have the same id.
+`outrider.prompts` defines the file format. No two prompts of a suite have the same id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose the ops once: `choose(device, name)` returns the object that every model is handed."""
+"""Backend selection: `choose(device, name)` returns the ops object that is passed to every model."""
 
 from __future__ import annotations
 

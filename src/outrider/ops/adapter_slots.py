@@ -1,13 +1,13 @@
-"""Adapters in slots: what the sequences of a pass change, stacked in tensors that stay where they are.
+"""LoRA slots: the adapters of a pass, stacked in tensors at fixed addresses.
 
-A captured step can only read fixed addresses, so a backend whose steps are captured keeps the matrices of each adapter
-in use in a slot of one tensor per weight (`SlotWeight`), and a pass says by a list of row ranges which rows use which
-slot. A slot's content may change between two passes: writes and passes are in the order of one stream. A larger rank,
-a weight that no adapter changed before, or more adapters in one pass than there are slots make new tensors; `version`
-counts these, since graphs that were captured before read the old ones.
+A captured step can only read fixed addresses, so a backend with captured steps keeps the matrices of each adapter in
+use in a slot of one tensor per weight (`SlotWeight`), and a list of row ranges says which rows of a pass use which
+slot. A slot's content may change between two passes: writes and passes are ordered on one stream. A larger rank, a
+weight that no adapter changed before, or more adapters in one pass than there are slots require new tensors; `version`
+counts these, since graphs captured earlier read the old ones.
 
-`SlotOps` stands in for the backend during such a pass. A product, its change and what follows them are one operation
-of the backend (`adapted_linear`), the same in captured and in other passes.
+`SlotOps` replaces the backend during such a pass. A product, its adapter and the epilogue are one operation of the
+backend (`adapted_linear`), the same in captured and in other passes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a backend is: the ops that models call, what it may run as a whole, and what it can do, stated once.
+"""The backend interface: the ops that models call, the larger parts a backend may run as a whole, and its capabilities.
 
-`Backend` is the seam between the engine and the kernels. `ReferenceOps` defines every op in plain torch and stands in
-with "no" for what it does not have; other backends override what they do better. Nobody asks a backend by `hasattr`:
-what it can do is in its `Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits
-that follow from kernels stand there only.
+`Backend` separates the engine from the kernels. `ReferenceOps` defines every op in plain torch and declines the
+optional parts; other backends override what they do better. Callers never use `hasattr`: what a backend can do is in
+its `Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits that follow from kernels
+are stated only there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Counter-based noise: what target and drafters add to the scores of a token at a position. Never stored, the same
-wherever it is made."""
+"""Counter-based noise that target and drafters add to the score of a token at a position. It is never stored and is the
+same on every backend."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every op in plain PyTorch: the definition that each kernel is checked against, and the path for any device.
 
-An ops object is chosen once (`outrider.ops.choose`) and handed to the models. Rows are tokens; every method is a
-function of its arguments. Weights are `[out, in]` tensors, or whatever `hold` or `quantize` of the same ops object
-returned. Activations keep the dtype of `x`; norm weights are float32; logits are float32.
+An ops object is chosen once (`outrider.ops.choose`) and passed to the models. Rows are tokens; every method is a
+function of its arguments. Weights are `[out, in]` tensors, or packed weights returned by the same ops object.
+Activations keep the dtype of `x`; norm weights are float32; logits are float32.
 """
 
 from __future__ import annotations

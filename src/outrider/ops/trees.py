@@ -1,8 +1,8 @@
-"""Trees of drafts without a look at the host: how one is grown, cut to size, walked and put in chain, as ops on tensors
-of fixed shapes.
+"""Draft trees on the device: built, cut to size, verified and compacted by ops on tensors of fixed shapes, without a
+host sync.
 
-What a captured step needs (engine.decode). Here every op is defined in plain torch; a backend may run each as one
-kernel. A draft cannot change an answer, so `branch` and `build_fixed_tree` need not agree between backends to the bit;
+Captured steps use them (engine.decode). Every op is defined here in plain torch; a backend may run each as one kernel.
+A draft cannot change the output, so `branch` and `build_fixed_tree` need not agree between backends bit for bit;
 `accept_path` and `compact_kv` must.
 """
 

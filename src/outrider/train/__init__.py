@@ -1,5 +1,5 @@
-"""Training drafters: `run` is the whole command, `answers` lets the target answer, `trainer` trains, `evaluate`
+"""Training drafters: `run` is the whole command, `answers` generates the target's answers, `trainer` trains, `evaluate`
 measures, `export` writes.
 
-Nothing here is needed to serve a model.
+Serving a model needs none of this.
 """

@@ -1,9 +1,10 @@
-"""The target answers prompts: through the engine, many at a time, every answer on disk as soon as it ends.
+"""Generates the target's answers to prompts with the engine, in large batches; every answer is written as soon as it
+ends.
 
-OUT/answers.jsonl, a line an answer: {"prompt": line of the prompt, "draw": the how-manieth answer to it, "temperature",
-"seed", "tokens", "done"}. What the clock or Ctrl-C cuts short is written with "done": false and goes on later where it
-was: the engine's noise depends on (seed, position) alone, so the text is the one that an undisturbed run would have
-given.
+OUT/answers.jsonl has one line per answer: {"prompt": line of the prompt, "draw": the number of this answer to it,
+"temperature", "seed", "tokens", "done"}. An answer that the time limit or Ctrl-C cuts short has "done": false and
+continues later from there: the engine's noise depends on (seed, position) alone, so the text equals that of an
+uninterrupted run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Block drafters written in the layouts that other engines read: speculators' (vLLM and the speculators package read
-it) and vLLM's own (z-lab's DFlash and EAGLE-3 as SafeAILab names it; SGLang and llama.cpp's converter read it as well).
+"""Writes block drafters in the layouts that other engines read: speculators' (read by vLLM and the speculators package)
+and vLLM's own (z-lab's DFlash and SafeAILab's EAGLE-3; also read by SGLang and llama.cpp's converter).
 
-`block_dict` is the inverse of `BlockConfig.from_hf` for what both layouts can say; the rest is refused by name.
+`block_dict` is the inverse of `BlockConfig.from_hf` for what both layouts can express; anything else is an error that
+names it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Block drafters as trainable networks: DFlash and EAGLE-3 from many anchors of whole sequences at once.
 
-The network is `models/block.py`'s over dense ops, so that what is trained is what runs. An anchor a is a position that
-the target has seen. DFlash drafts tokens a + 2, a + 3, … in one pass over a block at positions a + 1, a + 2, …: the
-token a + 1 and mask tokens. EAGLE-3 takes one step after another, fed the true next token. All anchors of a sequence
+The network is that of `models/block.py` over dense ops, so training and inference run the same code. An anchor a is a
+position that the target has seen. DFlash drafts tokens a + 2, a + 3, … in one pass over a block at positions a + 1, a +
+2, …: the token a + 1 and mask tokens. EAGLE-3 runs step by step, fed the true next token. All anchors of a sequence
 attend to one set of context keys, each up to its own position, and to the rows of their own block.
 """
 

@@ -1,9 +1,9 @@
-"""Online capture: one forward of the target over whole sequences gives what a drafter may see, and nothing goes to
+"""Online capture: one forward pass of the target over whole sequences yields the drafter's inputs; nothing is stored on
 disk.
 
 The target's own model code runs over dense tensors instead of pages: `DenseOps` writes K/V as [B, kv_heads, T, D] and
-attends with the library's fused kernels. Sequences are padded on the right; causality keeps the padding harmless.
-`Recorder` gives what the target shows of a batch: captured on the spot, or once a sequence and then kept in memory.
+attends with torch's fused kernels. Sequences are padded on the right; causality keeps the padding harmless. `Recorder`
+returns the target's outputs for a batch: captured on the spot, or once per sequence and then kept in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Time that a run may take, and being asked to stop: looked at between two pieces of work, never in the middle of one.
+"""Time limit and stop requests of a run, checked between two pieces of work, never in the middle of one.
 
-A budget is wall-clock time of the whole command: loading, answering, training, evaluation and export together. Ctrl-C
-and SIGTERM set a flag, so that the piece of work at hand is finished and everything is saved; a second Ctrl-C does not
-wait.
+The budget is wall-clock time of the whole command: loading, answering, training, evaluation and export together. Ctrl-C
+and SIGTERM set a flag, so the current piece of work finishes and everything is saved; a second Ctrl-C stops at once.
 """
 
 from __future__ import annotations

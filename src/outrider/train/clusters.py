@@ -1,10 +1,9 @@
-"""The clustered head: the vocabulary in C clusters of one size, so that a draft step scores only the best few.
+"""The clustered head: the vocabulary in C clusters of equal size, so that a draft step scores only the best few.
 
-`balanced_kmeans` groups the head's rows: plain k-means where every cluster takes exactly V / C rows, filled best
-fit first. Centroids start as the clusters' means and are trained along with the drafter (`cluster_loss`): what they
-must do is rank the cluster of the token that the target will choose, which a mean alone does not. Their label is
-the answer's own token: the best one in a greedy answer, a drawn one (so, over many, the whole distribution) in a
-sampled answer.
+`balanced_kmeans` groups the head's rows: k-means where every cluster takes exactly V / C rows, filled best fit first.
+Centroids start as the clusters' means and are trained along with the drafter (`cluster_loss`): they must rank the
+cluster of the token that the target will choose, which a mean alone does not. Their label is the answer's own token:
+the best one in a greedy answer, a drawn one (so, over many, the whole distribution) in a sampled answer.
 """
 
 from __future__ import annotations

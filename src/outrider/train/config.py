@@ -1,8 +1,7 @@
 """The settings of a training run: one frozen dataclass, filled by the command line and by the TOML of a recipe.
 Torch-free.
 
-A dozen of the fields are options of `outrider train`. All others are keys of a recipe, under the names they have
-here.
+A dozen of the fields are options of `outrider train`. All others are keys of a recipe, under the same names.
 """
 
 # ruff: noqa: SIM905  # tables of names are easier to read as words

@@ -1,7 +1,7 @@
 """Training data: token sequences on disk, batches out.
 
-A dataset is one file of token ids (`data.npz`): small, because no hidden states are
-stored. Everything here is numpy and the standard library; batches hold torch tensors.
+A dataset is one file of token ids (`data.npz`): small, because no hidden states are stored. It needs numpy and the
+standard library only; batches hold torch tensors.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which drafter to train for a target, and where its weights start.
+"""Chooses the drafter architecture for a target, and its initial weights.
 
 Plain style (Llama-family targets, our own model_type): layers read target layers spread over the upper part of the
-depth, the width is the target's, the head is the target's embedding. Each layer starts as the attention and the
-strongest MLP neurons of the layer it reads, and the input projection is fitted so that what enters the first layer
-is, as nearly as a linear map can, the residual stream that enters the target layer it imitates.
+depth, the width is the target's, the head is the target's embedding. Each layer is initialised with the attention and
+the strongest MLP neurons of the layer it reads, and the input projection is fitted so that the input of the first layer
+is, as nearly as a linear map can make it, the residual stream that enters the target layer it imitates.
 
-Gemma style (Gemma targets): Gemma 4's own layout, three sliding layers and a full one on the last layers that own
-K/V, with a head of its own, which starts as the target's embedding in its principal directions.
+Gemma style (Gemma targets): Gemma 4's own layout, three sliding layers and a full one on the last layers that own K/V,
+with a separate head, initialised with the target's embedding in its principal directions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How good is a drafter: tokens per cycle for every K, walked exactly over the target's own answers.
+"""Evaluates a drafter: exact tokens per cycle for every K over the target's own answers.
 
-A drafted token counts while all before it were right, so along every chain that still counts the drafter's tokens are
-the answer's: feeding the answer gives, for all anchors at once, how many drafted tokens match. The walk then visits
+A drafted token counts only if all before it were right, so along every chain that counts the drafter's tokens are the
+answer's: feeding the answer gives, for all anchors at once, how many drafted tokens match. The evaluation then visits
 only the anchors that decoding would: from an anchor with m matches, min(m, K) + 1 tokens are emitted.
 """
 

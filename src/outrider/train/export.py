@@ -1,4 +1,4 @@
-"""A trained drafter on disk.
+"""Writes a trained drafter to disk.
 
 Gemma 4 targets: the `gemma4_assistant` layout that transformers and vLLM load. Other targets: the same files under our
 own model_type. `config_dict` and `DrafterConfig.from_hf` are inverses.

@@ -1,8 +1,8 @@
-"""What a run will do in its time: one forecast, made in seconds before anything long begins.
+"""Forecasts what a run will reach in its time; made in seconds before the run starts.
 
-It rests on measured figures of the machine, taken as it is loaded now (memory.MachineSpeed), and on counted
-operations. The same forecast is shown, decides whether the run begins, and gives the shortest `--minutes` that would
-do, so the three cannot contradict each other.
+It uses measured figures of the machine under its current load (memory.MachineSpeed) and counted operations. The same
+forecast is shown, decides whether the run starts, and gives the shortest sufficient `--minutes`, so the three cannot
+contradict each other.
 """
 
 from __future__ import annotations

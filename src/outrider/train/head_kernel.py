@@ -1,5 +1,5 @@
-"""`losses.row_terms` as one Triton kernel: a program a row, three passes over the vocabulary, the logits overwritten by
-their gradient. The second and third pass find the row in the cache of the GPU."""
+"""`losses.row_terms` as one Triton kernel: one program per row, three passes over the vocabulary, the logits
+overwritten by their gradient. The second and third pass hit the GPU's L2 cache."""
 
 from __future__ import annotations
 

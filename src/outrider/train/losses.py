@@ -2,21 +2,20 @@
 
 p is the target's distribution at the position, q the drafter's. Per row, weighted:
 
-    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)  +  second · −log
-    q'(argmax
-    p)
+    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)
+    +  second · −log q'(argmax p)
 
-Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK
-losses); `hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is
-q without that token, so it asks for the right one in the second place. Rows may have mixes of their own: greedy
-answers and sampled ones want different things. The head is the dear part of training a drafter (a vocabulary a row
-and step), so the logits are made in chunks, turned into their own gradient in place, and multiplied back at once:
-nothing of size [rows, V] outlives its chunk. The head itself gets a gradient only if it wants one (a head tied to
-the target is frozen).
+Σmin(p, q) = 1 − TV is the probability that rejection sampling accepts the drafted token (the objective of the LK
+losses); `hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is q
+without that token, so the loss pulls the right one to second place. Rows may have different weights: greedy and sampled
+answers need different losses. The head is the expensive part of training a drafter (one vocabulary per row and step),
+so the logits are computed in chunks, turned into their own gradient in place, and multiplied back at once: nothing of
+size [rows, V] outlives its chunk. The head itself gets a gradient only if it requires one (a head tied to the target is
+frozen).
 
-On a CPU even that is too dear for a large vocabulary. There a batch's loss looks at some thousands of tokens
-(`Scored`): those that the target finds likely somewhere in the batch, those that were said, and random ones which
-stand for all the others.
+On a CPU even that is too expensive for a large vocabulary. There a batch's loss uses some thousands of tokens
+(`Scored`): those that are likely under the target somewhere in the batch, those of the answers, and random ones that
+represent all others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Answering by several processes, each with an engine of its own, all on one device.
+"""Generates answers with several processes on one device, each with its own engine.
 
 A small target leaves a GPU idle while the host schedules the next step; several hosts keep it busy. Process r takes
-every N-th task from r on and appends to OUT/answers-r.jsonl, so a run that is continued with as many processes goes
-on where each of them was; with another number nothing that is done is done again. A process ends by itself when its
-parent is gone.
+every N-th task from r on and appends to OUT/answers-r.jsonl, so a run that resumes with the same number of processes
+continues where each of them was; with another number no finished work is repeated. A process exits when its parent is
+gone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What fits: the sizes of a run chosen by the memory that is free and by how fast the device multiplies.
+"""Chooses the sizes of a run by the free memory and the speed of the device.
 
-The dear things are, per anchor, the teacher's distribution and the activations of all unrolled steps, and on a CPU
-every row of the head. So a CPU scores a few thousand tokens a batch instead of the whole vocabulary (losses.py), runs
-the target once a sequence and keeps what it showed where that fits (capture.py), and takes batches that last about two
-seconds. The choices are written to OUT/sizes.json: a run that continues keeps them, whatever is free then.
+The expensive parts are, per anchor, the teacher's distribution and the activations of all unrolled steps, and on a CPU
+every row of the head. So a CPU scores a few thousand tokens per batch instead of the whole vocabulary (losses.py), runs
+the target once per sequence and keeps its outputs if they fit (capture.py), and takes batches of about two seconds. The
+choices are written to OUT/sizes.json: a resumed run keeps them, whatever is free then.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The card of a trained drafter, README.md: what it is, what it reaches on held-out answers, how it was made, what it
-cannot do."""
+"""The model card of a trained drafter, README.md: architecture, results on held-out answers, training, limitations."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The drafter as a trainable network: the arithmetic of `models/drafter.py`, batched over all anchors of whole
 sequences.
 
-Anchor a is a position that the target has seen: hidden state a, keys 0..a. Step j is fed the embedding of token a +
-j (for all anchors at once: the sequence shifted by j) and predicts token a + j + 1. The K/V, the mask and the
-rotary position are those of the anchor in every step, so each step is one causal attention of the last Tq positions
-over all T. Parameters carry the canonical weight names.
+Anchor a is a position that the target has seen: hidden state a, keys 0..a. Step j takes the embedding of token a + j
+(for all anchors at once: the sequence shifted by j) and predicts token a + j + 1. The K/V, the mask and the rotary
+position are those of the anchor in every step, so each step is one causal attention of the last Tq positions over all
+T. Parameters carry the canonical weight names.
 """
 
 from __future__ import annotations

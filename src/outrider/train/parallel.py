@@ -1,4 +1,4 @@
-"""Several processes under `torchrun`: who we are, and the few things that processes must agree on.
+"""Data parallelism under `torchrun`: rank, world size, and the few collectives that training needs.
 
 The drafter is small, so every process holds all of it and takes its own share of the batches; gradients are averaged.
 Decisions that would differ between processes (clocks, evaluations) are rank 0's. Without torchrun everything is a

@@ -1,9 +1,9 @@
 """Recipes: settings of a training run in a TOML file, and runs of several phases.
 
-Keys are the fields of TrainConfig. A file without [[phase]] tables is one run in OUT. With them, each phase is a
-run under OUT/1-NAME, OUT/2-NAME, ...: it starts from the drafter of the phase before and learns from its answers
-too, and OUT/drafter is the last one's, with the provenance of all. Keys above the tables hold for every phase.
-Options of the command line win; its --minutes is divided over the phases in the proportion of their own minutes.
+Keys are the fields of TrainConfig. A file without [[phase]] tables is one run in OUT. With them, each phase is a run
+under OUT/1-NAME, OUT/2-NAME, ...: it starts from the drafter of the previous phase and also trains on its answers.
+OUT/drafter is the last one's, with the provenance of all. Keys above the tables hold for every phase. Options of the
+command line win; its --minutes is divided over the phases in proportion to their own minutes.
 """
 
 from __future__ import annotations

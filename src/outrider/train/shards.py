@@ -1,9 +1,8 @@
-"""A target that no process holds whole: every matrix of its layers is divided over the processes and gathered when it
-is used.
+"""Sharded target weights: every matrix of its layers is divided over the processes and gathered when it is used.
 
-Training is data-parallel, so every process runs the whole target on batches of its own; the target is frozen, so
-nothing of it need be kept between two uses but a process's own piece. All processes must therefore run the target
-together, pass by pass, evaluations included. Embedding and head stay whole: losses and clusters read them at any time.
+Training is data-parallel, so every process runs the whole target on its own batches. The target is frozen, so between
+two uses a process keeps only its own shard. All processes must therefore run the target together, pass by pass,
+evaluations included. Embedding and head stay whole: losses and clusters read them at any time.
 """
 
 from __future__ import annotations

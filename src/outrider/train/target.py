@@ -1,6 +1,5 @@
-"""The model that a drafter is trained for: `describe` reads its files and tokenizer, `open_target` loads its weights
-dense, `encode` turns prompts into token sequences.
-"""
+"""The target model of a training run: `describe` reads its files and tokenizer, `open_target` loads its weights dense,
+`encode` turns prompts into token sequences."""
 
 from __future__ import annotations
 

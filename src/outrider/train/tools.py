@@ -1,5 +1,5 @@
-"""`outrider eval-drafter`, `cluster-head` and `export`: measuring a drafter, giving it a clustered head, another layout
-for a block drafter."""
+"""`outrider eval-drafter`, `cluster-head` and `export`: measure a drafter, give it a clustered head, write a block
+drafter in another layout."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ One batch: the target's forward (no gradient) gives hidden states, K/V and its o
 then takes `unroll` steps from every anchor in parallel, fed the true next token and its own hidden state. A draft step
 only counts if those before it were right, hence the true token; K/V, mask and position stay those of the anchor.
 
-Runs are reproducible: batches depend on (seed, epoch), and a run that continues from a checkpoint repeats, on the CPU
-bit by bit, what an uninterrupted one would have done. Under `torchrun` each process takes its share of the batches and
-gradients are averaged (parallel.py).
+Runs are reproducible: batches depend on (seed, epoch), and a run resumed from a checkpoint repeats what an
+uninterrupted one would have done, bit for bit on the CPU. Under `torchrun` each process takes its share of the batches
+and gradients are averaged (parallel.py).
 """
 
 from __future__ import annotations

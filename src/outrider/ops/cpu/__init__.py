@@ -1,1 +1,1 @@
-"""C kernels for the CPU: built at first use (`build`), called through ctypes (`lib`), offered as `CpuOps`."""
+"""C kernels for the CPU: built at first use (`build`), called through ctypes (`lib`), exposed as `CpuOps`."""

@@ -1,7 +1,8 @@
-"""Find the C kernels for this processor: shipped inside the wheel, or compiled once into the cache folder.
+"""Finds the C kernels for this processor: shipped inside the wheel, or compiled once into the cache folder.
 
-The library's name carries a hash of the sources, the flags and the compiler, so a change of any of them builds anew
-and old processes keep what they have loaded. Starts may race: each builds under a name of its own, then renames.
+The library's name contains a hash of the sources, the flags and the compiler, so a change of any of them triggers a
+build, and running processes keep the library they have loaded. Starts may race: each builds under its own name, then
+renames.
 """
 
 from __future__ import annotations

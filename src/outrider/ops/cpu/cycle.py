@@ -1,8 +1,8 @@
 """A whole decode cycle of a compiled model in one call of the library (cycle.h): draft, verify, choose, accept.
 
-Between two passes over the weights every line of Python runs on cold caches. A cycle made of single tensor operations
-loses half a millisecond there plainly and more than one with a draft, of four to seven; this loses a tenth of that. It
-does what `engine.cycle` with `verify_coupled` does, to the bit, for requests whose tokens are chosen greedily or by
+Between two passes over the weights every line of Python runs on cold caches. A cycle of four to seven milliseconds made
+of single tensor operations loses half a millisecond there without a draft and more than one with a draft; this call
+loses a tenth of that. It equals `engine.cycle` with `verify_coupled`, bit for bit, for requests that are greedy or use
 temperature, top-k, top-p and min-p.
 """
 

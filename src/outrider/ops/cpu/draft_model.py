@@ -1,6 +1,7 @@
-"""A draft model's round in one call of the library (draft_model.h): what it has not read yet, then guess by guess.
+"""A draft model's round in one call of the library (draft_model.h): read the tokens not yet seen, then draft token by
+token.
 
-Step by step in torch a guess costs half a millisecond beside its pass over the weights, of four or five.
+Step by step in torch, a draft token costs half a millisecond on top of its four or five for the weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A whole model, or a drafter's step, in one call of the library.
 
-`compile_model` and `compile_drafter` walk a built model once into C structs and return a stand-in with the model's own
-methods, or None where it has a part that the library does not know (experts, odd sizes): the caller then keeps the
-model itself. The answers are bitwise the same either way.
+`compile_model` and `compile_drafter` convert a built model once into C structs and return an object with the model's
+own methods, or None if the library does not support a part of it (experts, odd sizes): the caller then keeps the model
+itself. The results are bitwise the same either way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The C library's structs and signatures. What is declared here must match the headers; sizes are checked at load."""
+"""The C library's structs and signatures. They must match the headers; sizes are checked at load."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Memory for weights on huge pages where the system offers them: streaming 100 MB a token through 4 KiB pages costs a
-walk of the page table every 4 KiB, which a virtual machine pays twice over.
-"""
+"""Memory for weights on huge pages, where the system has them: streaming 100 MB per token through 4 KiB pages costs a
+page-table walk every 4 KiB, which is twice as expensive in a virtual machine."""
 
 from __future__ import annotations
 

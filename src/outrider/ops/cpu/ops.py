@@ -1,7 +1,7 @@
-"""CpuOps: the operations on this machine's cores, in C, with weights kept quantised.
+"""CpuOps: the ops in C on this machine's cores, with weights kept quantised.
 
-Activations are float32. Every answer row is bitwise the same whichever rows are computed beside it,
-dense weights and attention included; `compile` runs a whole model in one call and gives the same bits.
+Activations are float32. Every output row is bitwise independent of the other rows, including dense weights and
+attention; `compile` runs a whole model in one call and gives the same bits.
 """
 
 from __future__ import annotations

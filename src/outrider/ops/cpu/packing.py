@@ -1,4 +1,4 @@
-"""Quantised weights in the layout of formats.h: the file's own bits, moved by the library as they stream by.
+"""Quantised weights in the layout of formats.h: the file's own bits, repacked by the library while they are loaded.
 
 Every block format of GGUF keeps its values and its width (6-bit scales become bytes: at most 1.03 times the file). Rows
 of several tensors fused into one weight stay in their own formats (W_PARTS).

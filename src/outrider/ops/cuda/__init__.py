@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++, compiled when they are first needed by the compiler library that torch brings along."""
+"""Kernels in CUDA C++, compiled at first use by NVRTC, which comes with torch."""

@@ -1,8 +1,8 @@
-"""CUDA C++ at run time: `Kernel` compiles a source with NVRTC, a library that torch's CUDA wheels bring along, and
-launches it through the driver, so nobody needs a compiler or a build step, and a CUDA graph captures the launch like
-any other. What was compiled is kept in Outrider's cache: a model's kernels take seconds, once a machine.
+"""Runs CUDA C++ kernels: `Kernel` compiles a source with NVRTC, which comes with torch's CUDA wheels, and launches it
+through the driver. So no compiler and no build step is needed, and a CUDA graph captures the launch like any other.
+Compiled kernels are kept in Outrider's cache: a model's kernels take seconds, once per machine.
 
-`missing()` says in one line why there are none here, or None. `image` alone works without a GPU.
+`missing()` returns in one line why kernels cannot be compiled here, or None. `image` alone works without a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Formats of weights, one a file. The seam is in `base`: `Weight`, `Format`, and what a backend makes of them,
-`DeviceWeight`."""
+"""Weight formats, one per file. The interface is in `base`: `Weight`, `Format`, and `DeviceWeight`, a weight packed by
+a backend."""
 
 from .base import DeviceWeight, Format, Packed, Unit, Weight, join, stack, stays_dense
 from .dense import DenseFormat, dense

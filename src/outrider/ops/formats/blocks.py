@@ -1,8 +1,8 @@
-"""Grouped integers as GGUF's blocks: the CPU's kernels then read compressed-tensors, AWQ and GPTQ checkpoints in 4 or 8
-bits.
+"""Converts grouped integers to GGUF blocks, so that the CPU kernels read compressed-tensors, AWQ and GPTQ checkpoints
+in 4 or 8 bits.
 
-Symmetric ones become Q4_0 or Q8_0 and keep their values (a factor outside float16's normal range is refused); 4-bit
-ones with zeros become Q4_1, whose offset is rounded to float16.
+Symmetric ones become Q4_0 or Q8_0 and keep their values (a scale outside float16's normal range is refused); 4-bit ones
+with zero-points become Q4_1, whose offset is rounded to float16.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Eight-bit floats (e4m3) with a factor for a row, or for 128 columns of it.
+"""FP8 (e4m3) with one scale per row, or per 128 columns of a row.
 
-Tensors: q float8_e4m3fn [N, K]; scale float32 [N, 1] or [N, K / group]. A factor for the whole tensor, or for a block
-of rows, is spread over the rows when it is read: weight[n, k] = q[n, k] * scale[n, k // group].
+Tensors: q float8_e4m3fn [N, K]; scale float32 [N, 1] or [N, K / group]. A scale of the whole tensor, or of a block of
+rows, is expanded to rows when it is read: weight[n, k] = q[n, k] * scale[n, k // group].
 """
 
 from __future__ import annotations

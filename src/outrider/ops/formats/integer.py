@@ -1,11 +1,11 @@
-"""Integers of 4 or 8 bits with a factor for a group of columns: what compressed-tensors, AWQ and GPTQ checkpoints come
-down to.
+"""Integers of 4 or 8 bits with one scale per group of columns: the common form of compressed-tensors, AWQ and GPTQ
+checkpoints.
 
     weight[n, order[j]] = (q[n, j] - zero[n, j // group]) * scale[n, j // group]
 
 Tensors: q uint8 [N, K] or, in 4 bits, [N, K / 2] with the even column in the low half; scale [N, K / group]; zero
-uint8, where the integers are not symmetric about 2^(bits - 1); order int32 [K], where the columns are stored in another
-order than the input has.
+uint8, if the integers are not symmetric about 2^(bits - 1); order int32 [K], if the columns are stored in another order
+than the input has.
 """
 
 from __future__ import annotations

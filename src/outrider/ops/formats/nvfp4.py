@@ -1,7 +1,7 @@
-"""NVFP4: four-bit floats (e2m1), an eight-bit factor (e4m3) for 16 columns and one float32 factor above it.
+"""NVFP4: 4-bit floats (e2m1), one FP8 scale (e4m3) per 16 columns and one float32 scale per tensor.
 
 Tensors: q uint8 [N, K / 2], the even column in the low half; scale float8_e4m3fn [N, K / 16]; factor float32 [N, 1],
-the tensor's one spread over the rows: weight[n, k] = e2m1(q[n, k]) * (scale[n, k // 16] * factor[n]).
+the tensor's scale expanded to rows: weight[n, k] = e2m1(q[n, k]) * (scale[n, k // 16] * factor[n]).
 """
 
 from __future__ import annotations

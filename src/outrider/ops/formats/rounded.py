@@ -1,5 +1,4 @@
-"""What `--quantize` makes of a dense matrix on a GPU: which format, by the matrix's shape. (CPUs have formats of their
-own.)"""
+"""The formats of `--quantize` on a GPU: which format a dense matrix gets, by its shape. (CPUs have other formats.)"""
 
 from __future__ import annotations
 

@@ -1,21 +1,20 @@
-"""Attention over paged K/V: one token, a few drafted ones, or a prompt chunk of each of many sequences, in one launch
-or two.
+"""Attention over paged K/V: one token, a few drafted ones, or a prompt chunk of each of many sequences, in one or two
+launches.
 
 The queries of a sequence and the heads that share a K/V head are packed into the rows of one tile. Keys are cut into
-splits at absolute positions; a split is a chain of blocks, and a row's splits are added in order. So a row has the same
-bits whoever else is in the pass and however many rows it comes with: a block that a row cannot see adds exactly nothing
-to it.
+splits at absolute positions; a split is a chain of blocks, and a row's splits are added in order. So a row's bits do
+not depend on the other rows of the pass or on their number: a block that a row cannot see adds exactly nothing to it.
 
-Few queries: a program takes one split or a few, and a second kernel adds the splits up. Many: one program walks all
-splits of its queries and adds them up as it goes. Both give the same bits, because maxima are rounded up to whole
-numbers: weights are powers of two of (score - maximum), so the factor between two maxima is an exact power of two, and
-rescaling a sum rounds nothing. The sum of weights is a matrix product too: its order, unlike that of a reduction, does
-not follow from the tile's shape.
+Few queries: a program takes one split or a few, and a second kernel adds the splits up. Many: one program processes all
+splits of its queries and adds them up as it goes. Both give the same bits, because maxima are rounded up to integers:
+weights are powers of two of (score - maximum), so the factor between two maxima is an exact power of two, and rescaling
+a sum rounds nothing. The sum of weights is a matrix product too: its order, unlike that of a reduction, does not follow
+from the tile's shape.
 
 Rows of a tree (KVView.ancestors) share the keys of the committed text, and only those. Splits that hold a position of
-the tree are walked for each row by itself: a key is fetched from where the row's ancestor was written and takes its
-place in the order of positions, so a row has the bits it would have in a line. It is still one launch: those programs
-stand behind the others of their tile.
+the tree are processed for each row separately: a key is fetched from where the row's ancestor was written and takes its
+place in the order of positions, so a row has the bits it would have in a chain. It is still one launch: those programs
+come after the others of their tile.
 """
 
 from __future__ import annotations

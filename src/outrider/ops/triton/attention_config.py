@@ -1,7 +1,7 @@
-"""How attention cuts keys, and what a program of a pass takes.
+"""How attention splits keys, and the tile of one program.
 
-`ReductionSpec` is a layer's: it fixes the order of sums. `AttentionConfig` is a pass's: it follows from the number of
-sequences, rows and keys, changes no bit and was measured (docs/gpu-measured.md).
+`ReductionSpec` belongs to a layer: it fixes the order of sums. `AttentionConfig` belongs to a pass: it follows from the
+number of sequences, rows and keys, changes no bit and was measured (docs/gpu-measured.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention of block drafters: the rows of a block over the paged K/V of the positions before it, and over one another.
 
-One kernel norms and rotates the block's q and k and leaves its K/V where the next one reads it; that one packs the rows
-of a block and the heads that share a K/V head into a tile, and walks a split of the context; the last split takes the
+The first kernel norms and rotates the block's q and k and stores its K/V for the second. The second packs the rows of a
+block and the heads that share a K/V head into a tile, and processes a split of the context; the last split takes the
 block's own rows. Drafts decide no token, so splits may follow from the batch: no order of sums is promised here.
 """
 

@@ -1,4 +1,4 @@
-"""Picking tokens: argmax with counter-based noise that is never stored, and the clustered head of small drafters."""
+"""Token sampling: argmax with counter-based noise that is never stored, and the clustered head of small drafters."""
 
 from __future__ import annotations
 

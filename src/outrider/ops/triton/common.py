@@ -1,8 +1,8 @@
-"""What the kernels share: activations, the end of a product, and programmatic dependent launch (PDL).
+"""Shared by the kernels: activations, epilogues, and programmatic dependent launch (PDL).
 
-PDL lets a kernel pdl_start while the one before it drains. `pdl_start` allows the next kernel in and waits until all
-earlier ones are complete and visible. Before it a kernel may touch weights, which nobody writes, and K/V of positions
-below the pass's first: between the pass that wrote those and this one stands a kernel without PDL.
+PDL lets a kernel start while the previous one drains. `pdl_start` lets the next kernel start and waits until all
+earlier ones are complete and visible. Before it a kernel may read weights, which no kernel writes, and K/V of positions
+below the pass's first: a kernel without PDL runs between the pass that wrote those and this one.
 """
 
 from __future__ import annotations

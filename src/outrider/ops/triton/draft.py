@@ -1,9 +1,8 @@
-"""Gemma 4's small clustered drafters on a GPU: `FusedDrafter` runs a whole round in one launch (draft_kernel.py says
-how).
+"""Gemma 4's small clustered drafters on a GPU: `FusedDrafter` runs a whole round in one launch (draft_kernel.py).
 
 The layers' matrices are copied once into one flat tensor in the order of use, so that layers of one shape are a loop;
-the drafter's own weights become views of it. The product of `pre`'s second half with `post` is taken once: the fed-back
-state then never leaves the drafter's width. Batches beyond `most` sequences go step by step (spec.drafter).
+the drafter's own weights become views of it. The product of `pre`'s second half with `post` is computed once, so the
+fed-back state keeps the drafter's width. Batches of more than `most` sequences run step by step (spec.drafter).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """A small clustered drafter's whole round in one launch: K times [embedding; hidden state] -> layers -> clusters ->
-guess.
+token.
 
-As many programs as the GPU has sms, all resident, walk through the same phases. A phase takes its share of the weights
-into registers, waits until every program has finished the phase before (`sync`), then reads what the others left in a
-small scratch. Such a phase is nothing but latency, so: what stood before the last phase is read ahead of the wait;
-vectors are read once by every warp (`spread`, the first level of cache serves seven of eight), so that norms and
-products are sums within a warp; loops over keys keep one softmax a row and join them once. Phases keep nothing between
-them but the scratch, so that they can also be launched one by one (SYNC False): that is how the interpreter runs them.
+One resident program per SM; all run the same phases. A phase loads its share of the weights into registers, waits until
+every program has finished the previous phase (`sync`), then reads the others' results from a small scratch. Such a
+phase is latency-bound, so: what is older than the last phase is read before the wait; vectors are read once by every
+warp (`spread`, L1 serves seven of eight), so that norms and products are sums within a warp; loops over keys keep one
+softmax per row and merge them once. Phases communicate only through the scratch, so they can also be launched one by
+one (SYNC False), as the interpreter does.
 
-Scratch, float32, one row of STRIDE a sequence; offsets X (input stream), X0 and X1 (stream before attention and before
-the MLP), MG (what the fed-back state adds to the next input), A (cosines and sines), Q (queries), P and ML (attention
-by splits: sums; maximum and mass), YP (out product by groups of columns), ACT, Y (down product), GN (the normed stream
-for the head), C (cluster scores), L (the best clusters); `best`: every program's best score and token as one number.
-Nothing here can change an answer: no row invariance.
+Scratch, float32, one row of STRIDE per sequence; offsets X (input stream), X0 and X1 (stream before attention and
+before the MLP), MG (what the fed-back state adds to the next input), A (cosines and sines), Q (queries), P and ML
+(attention by splits: sums; maximum and mass), YP (out product by groups of columns), ACT, Y (down product), GN (the
+normed stream for the head), C (cluster scores), L (the best clusters); `best`: every program's best score and token as
+one number. Drafts cannot change the output: no row invariance.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Gemma 4's larger drafters on a GPU: `SteppedDrafter` runs a round as some thirty short kernels a step
+"""Gemma 4's larger drafters on a GPU: `SteppedDrafter` runs a round as some thirty short kernels per step
 (draft_steps_kernel.py).
 
-A step of the plain drafter is 47 kernels over a gigabyte of weights (31B): here norms, rotation, embedding and residual
-are the beginning of the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix
-is int8 with one factor a row: a draft need not be exact, and half the bytes are half the time. The product of `pre`'s
-second half with `post` is taken once, so that the fed-back state stays in the drafter's width. One sequence only
-(`most`).
+A step of the plain drafter is 47 kernels over a gigabyte of weights (31B). Here norms, rotation, embedding and residual
+are fused into the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix is int8
+with one scale per row: a draft need not be exact, and half the bytes take half the time. The product of `pre`'s second
+half with `post` is computed once, so that the fed-back state keeps the drafter's width. One sequence only (`most`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Kernels of a large drafter's step (draft_steps.py): each is one short pass over a weight matrix for one row.
 
-A program loads its whole tile of weights into registers before it waits for the kernel ahead: with several programs a
-SM, and the next kernels' programs let in early, the memory has something to do while sums and norms are made. The
-stream is only H wide: a program makes the norm it needs for itself, or (READY) finds it made by `ready_kernel`: a
-launch more, but a product that has little to do after the wait and registers for twice the weights.
+A program loads its whole tile of weights into registers before it waits for the previous kernel: with several programs
+per SM, and the next kernels' programs started early (PDL), the memory stays busy during sums and norms. The stream is
+only H wide, so a program computes the norm it needs itself, or (READY) reads that of `ready_kernel`: one more launch,
+but less work after the wait and registers for twice the weights.
 
-Weights are bfloat16, or int8 with one factor a row, seen as words of four. Activations between kernels are float32, or
-with int8 weights 16 bits with one factor for every 16 of them: a word of four high bytes, a word of four low ones, so
-that the product is two instructions a word. A row of K such values takes K words: K/4 high, K/4 low, K/16 factors.
-Nothing here can change an answer: no row invariance, only the same bits for the same input.
+Weights are bfloat16, or int8 with one scale per row, read as words of four. Activations between kernels are float32, or
+with int8 weights 16 bits with one scale per 16 of them: a word of four high bytes, a word of four low ones, so that the
+product is two instructions per word. A row of K such values takes K words: K/4 high, K/4 low, K/16 scales. Drafts
+cannot change the output: no row invariance, only the same bits for the same input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keys and values as matrix products take them, whether they are kv_tensors as they are computed or in eight bits.
+"""Loads keys and values as operands of matrix products, from the compute dtype or from 8 bits.
 
-Of eight bits a word of 16 holds two neighbouring columns, and a product runs over the even columns and then over the
-odd ones: this is the order of its sums at every number of rows and in every kernel (queries are sorted likewise; of
-values it is only where a sum stands). Kernels fetch words and get both as a tuple.
+In 8 bits, a 16-bit word holds two neighbouring columns, and a product runs over the even columns and then over the odd
+ones: this is the order of its sums at every number of rows and in every kernel (queries are sorted likewise; for values
+it only decides where a sum is stored). Kernels load words and get both halves as a tuple.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Products y = x · wᵀ whose rows stand alone: a row has the same bits whether it comes by itself or among 2,048
-others.
+"""Row-invariant products y = x · wᵀ: a row has the same bits alone and among 2,048 others.
 
-The weight's own cut (gemm_config.py) fixes a sum: the inner dimension falls into `splits` spans, a span is one
+The weight's own reduction (gemm_config.py) fixes a sum: the inner dimension is cut into `splits` spans, a span is one
 chain of matrix instructions of 16 columns each, and the spans are added in order. Everything else follows from the
-number of rows and changes no bit: how many rows and columns a program takes, which of the two operands is on the
-long side of the instruction, how many columns are fetched at a time, and whether the spans of a tile run in several
-programs (the last one to epilogue adds them up) or one after the other in a single program, which is what a pass of
-many rows does. Where TMA fetches, passes of several hundred rows go to `gemm_tma`, and those whose rows are a power
-of two and some more to `gemm_streamk`; on Hopper `gemm_wgmma` takes those of them where it is faster.
+number of rows and changes no bit: the tile of a program, which of the two operands is on the long side of the
+instruction, how many columns are fetched at a time, and whether the spans of a tile run in several programs (the last
+one to finish adds them up) or one after the other in a single program, as in a pass of many rows. With TMA, passes of
+several hundred rows go to `gemm_tma`, and those whose rows are a power of two and some more to `gemm_streamk`; on
+Hopper `gemm_wgmma` takes those of them where it is faster.
 """
 
 from __future__ import annotations

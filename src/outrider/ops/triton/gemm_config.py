@@ -1,9 +1,9 @@
-"""How each weight matrix of the family is cut, and which tiles serve how many rows: the one place that says so.
+"""How each weight matrix is split, and which tiles serve how many rows.
 
-`GemmReduction` is a weight's own: what it says about spans fixes the order of its sums. `GemmConfig` is a pass's: how
-many rows and columns a program takes; it follows from the number of rows and changes no bit. The matrix instructions of
-one warp (`mma.sync`, 16 rows) and of four (`wgmma`, 64 rows) add 16 columns at a time in the same way, bit for bit, so
-a pass may take either. Measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not.
+`GemmReduction` belongs to a weight: its spans fix the order of sums. `GemmConfig` belongs to a pass: the rows and
+columns of a program; it follows from the number of rows and changes no bit. The matrix instructions of one warp
+(`mma.sync`, 16 rows) and of four (`wgmma`, 64 rows) add 16 columns at a time in the same way, bit for bit, so a pass
+may use either. Measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not.
 """
 
 from __future__ import annotations

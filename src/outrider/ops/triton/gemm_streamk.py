@@ -1,13 +1,13 @@
-"""Products of 129 to some hundred rows, fetched by TMA of Hopper and later cards: the chains of sums of `linear`, so
-the same bits.
+"""Stream-K products of 129 to some hundred rows with TMA (Hopper and later): the chains of sums of `linear`, so the
+same bits.
 
-The engine brings whole tiles of x and of the weights into shared memory, with zeros past their ends: threads compute no
-addresses and hold no masks. A program takes BM and BM2 rows (five of 32 or 64 sequences are 160 or 320, and tiles are
-powers of two) through the same weights, whose rows are on the long side of the instruction. There are as many programs
-as sms, and they take the tiles in rounds. What is left over of the last round is cut along the chains: a program begins
-with the first partial_out of a tile, leaves the sums, and ends with the last partial_out of the tile that the program
-before it began with. A chain goes on from the very sums that were left, so nothing is added in another order, and all
-end at once.
+TMA loads whole tiles of x and of the weights into shared memory, with zeros past their ends: threads compute no
+addresses and need no masks. A program takes BM and BM2 rows (five rows each of 32 or 64 sequences are 160 or 320, and
+tiles are powers of two) through the same weights, whose rows are on the long side of the instruction. There is one
+program per SM, and they take the tiles in rounds. The rest of the last round is cut along the chains: a program starts
+with the first part of a tile, stores the sums, and ends with the last part of the tile that the previous program
+started with. A chain continues from exactly the stored sums, so the order of additions is unchanged, and all programs
+end at the same time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Products of several hundred rows, fetched by TMA of Hopper and later cards: the chains of sums of `linear`, so the
-same bits.
+"""Products of several hundred rows with TMA (Hopper and later): the chains of sums of `linear`, so the same bits.
 
-The engine brings whole tiles of x and of the weights into shared memory, with zeros past their ends. Threads compute no
-addresses and hold no masks, which is what keeps `linear_kernel` from the rate of the matrix units.
+TMA loads whole tiles of x and of the weights into shared memory, with zeros past their ends. Threads compute no
+addresses and need no masks; these keep `linear_kernel` from the tensor cores' peak rate.
 """
 
 from __future__ import annotations

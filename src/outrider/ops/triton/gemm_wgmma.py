@@ -1,5 +1,5 @@
-"""Products of many rows in bfloat16 on Hopper, in CUDA C++ (`ops/cuda/gemm_wgmma.cu`): the chains of sums of `gemm`, so
-the same bits, at the rate of cuBLAS."""
+"""bfloat16 products of many rows on Hopper, in CUDA C++ (`ops/cuda/gemm_wgmma.cu`): the chains of sums of `gemm`, so
+the same bits, at the speed of cuBLAS."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Low-rank changes by ranges of rows: y + B (scale · A x), each range with the matrices of its slot.
+"""LoRA products by ranges of rows: y + B (scale · A x), each range with the matrices of its slot.
 
-`shrink` goes before the product with the weight: it multiplies x with A by spans of the inner dimension, which have
-programs of their own. Their sums are added in the order of the spans, multiplied by the adapter's scale, rounded to B's
-dtype, multiplied with B (`lowrank_delta`), and what comes of it is added to the rounded product: in the product's own
-kernel (dense weights, few rows), or in one behind it (`expand`). Spans depend on the width of x alone, and ranks are
-added 16 at a time. So a row's bits depend on the row and its adapter only. To rows of slot -1, and to columns of
-matrices that a slot leaves alone, -0.0 is added, which changes no bit.
+`shrink` runs before the product with the weight: it multiplies x with A by spans of the inner dimension, one program
+per span. Their sums are added in the order of the spans, multiplied by the adapter's scale, rounded to B's dtype,
+multiplied with B (`lowrank_delta`), and the result is added to the rounded product: in the product's own kernel (dense
+weights, few rows), or in the next one (`expand`). Spans depend on the width of x alone, and ranks are added 16 at a
+time. So a row's bits depend on the row and its adapter only. To rows of slot -1, and to columns of matrices that a slot
+does not change, -0.0 is added, which changes no bit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Mixture of experts: each needed expert is read once a tile of pairs, and a row's answer depends on that row
-alone.
+"""Mixture of experts: each needed expert is read once per tile of pairs, and a row's result depends on that row alone.
 
 A pair is (row, slot): one of a row's chosen experts. `routing` picks the experts of each row and lists the pairs by
-expert; the grouped_gemm products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their
-order. How many pairs a tile takes follows from their number; a pair's sums are one chain over the inner dimension
-whatever the tile (linear.chain). Quantised experts have a product of their own (`quant_moe`).
+expert; the grouped products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their order.
+The number of pairs per tile follows from their total; a pair's sums are one chain over the inner dimension whatever the
+tile (linear.chain). Quantised experts have their own product (`quant_moe`).
 """
 
 from __future__ import annotations

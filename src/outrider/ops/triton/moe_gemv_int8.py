@@ -1,10 +1,10 @@
-"""The experts of 1 to 3 tokens in int8, and the dense MLP beside them where it is in int8 too, in CUDA C++
-(`ops/cuda/moe_gemv_int8.cu`): the bits of `routing`, `quant_moe` and `quant`, sooner, and in three launches instead of
+"""Int8 experts for 1 to 3 tokens, together with the shared dense MLP if it is int8 too, in CUDA C++
+(`ops/cuda/moe_gemv_int8.cu`): the bits of `routing`, `quant_moe` and `quant`, faster, and in three launches instead of
 six or seven.
 
-`Plan.of` is the rule, in one place: bfloat16, gate_up in groups of 128 columns, down with a factor for each row, which
-is what `--quantize int8` makes of Gemma's 26B-A4B; and `FewExperts.of` the device: Hopper, where both were seen to give
-the same bits. Everything else, and every larger number of rows, goes to Triton; so does all where NVRTC cannot be had.
+`Plan.of` decides by weights: bfloat16, gate_up in groups of 128 columns, down with one scale per row, as `--quantize
+int8` makes of Gemma's 26B-A4B. `FewExperts.of` decides by device: Hopper, where both gave the same bits. Triton runs
+everything else, and everything if NVRTC is missing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Row-wise kernels: RMSNorm, the fused residual step, embedding rows, gating. One row a program, so a row stands
-alone."""
+"""Row-wise kernels: RMSNorm, the fused residual step, embedding rows, gating. One program per row, so rows are
+independent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What stands beside Triton's kernels: others in CUDA C++ with the same bits, compiled at first need. They are for
-Hopper, where both were seen to give the same bits; elsewhere, and where they cannot be compiled, everything goes
-through Triton, and a line of the log says so."""
+"""CUDA C++ alternatives to Triton kernels with the same bits, compiled at first use. They are for Hopper, where both
+gave the same bits; elsewhere, and where they cannot be compiled, Triton runs everything, and a line of the log says so.
+"""
 
 from __future__ import annotations
 

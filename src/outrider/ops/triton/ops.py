@@ -1,4 +1,4 @@
-"""The Triton twin of every op. Rows stand alone: a row has the same bits in a pass of any size, decoding or prompt."""
+"""Every op in Triton. Rows are independent: a row has the same bits in a pass of any size, decode or prefill."""
 
 from __future__ import annotations
 

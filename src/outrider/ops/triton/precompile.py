@@ -1,10 +1,10 @@
-"""Compiling side by side what a pass of another size will need.
+"""Compiles in parallel the kernels that a pass of another size will need.
 
-A pass of more rows takes larger tiles, and a model has some ten kinds of products: compiled one after the other when
-they are first launched they would hold up whoever is being served for a quarter of a minute, once a machine. So the
-products that were asked for are remembered, and when the first of them comes with a new number of rows, all of them are
-compiled for it at once, a thread each. Nothing is launched here, and nothing depends on it: what could not be compiled
-ahead is compiled when it is needed.
+A pass of more rows takes larger tiles, and a model has some ten kinds of products: compiled one after the other at
+their first launch they would delay running requests by a quarter of a minute, once per machine. So the products in use
+are recorded, and when the first of them comes with a new number of rows, all of them are compiled for it at once, one
+thread each. This module launches nothing and is optional: a kernel that was not compiled ahead is compiled when it is
+needed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention of prompt chunks: many queries of a sequence, heads of 256 and 512, splits of one block.
 
-The sums of `attention`, so the same bits, arranged for the matrix units. A split's product with the values is made for
-a quarter of the columns at a time and added to the sums before the next quarter is begun: then one accumulator of all
-columns is alive and not two, and tiles of 128 queries (two warpgroups with 64 whole rows each, so that nothing of a row
-is exchanged) fit the registers. Only blocks at the edge of what a tile sees are masked.
+It computes the sums of `attention`, so the same bits, arranged for the tensor cores. A split's product with the values
+is computed for a quarter of the columns at a time and added to the sums before the next quarter starts: then one
+accumulator of all columns is alive instead of two, and tiles of 128 queries (two warpgroups with 64 whole rows each, so
+that no row is exchanged) fit the registers. Only blocks at the edge of a tile's visible keys are masked.
 """
 
 from __future__ import annotations

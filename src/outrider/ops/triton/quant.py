@@ -5,16 +5,16 @@ one row is P words of 32 bits. Word 2c holds, for the first half of the planes, 
 (upper 16 bits) of each plane; word 2c + 1 the same for the second half. So one mask gives a register with two
 neighbouring columns of one plane, exactly as the matrix instruction takes them: nothing moves between threads, and a
 plane multiplies P neighbouring columns of x. 64 rows of a chunk lie together, so a program reads one contiguous piece
-of memory. Of five and six bits the lower four lie so, and beside each word the one or two above each of its eight
-nibbles, in a byte or two. Factors are 16-bit pairs, a word for two groups, a row's words beside each other, 64 rows
-together too.
+of memory. Five- and six-bit codes store their lower four bits like that, and next to each word, in a byte or two, the
+one or two high bits of each of its eight nibbles. Scales are 16-bit pairs, one word per two groups; a row's words are
+adjacent, and 64 rows lie together here too.
 
 **Order of sums**: planes in order, chunks in order, then `splits` spans in order: a function of the shape alone. The
 weights are on the long side of the matrix instruction, the tokens on the short one, so a token's sum does not depend on
-how many there are. (8 tokens take Hopper's older instruction, more its newer one: both gave the same bits on an H200,
-as the device checks compare.)
+the number of tokens. (8 tokens take mma.sync, more take wgmma: both gave the same bits on an H200, as the device checks
+compare.)
 
-**Factors** multiply the sum of a group, in float32: the weights themselves are small integers (or floats of 4 or 8
+**Scales** multiply the sum of a group, in float32: the weights themselves are small integers (or floats of 4 or 8
 bits), which bfloat16 holds exactly. `zero_point` is for formats with an offset: zero_point[n, g] · (sum of x over the
 group) is added.
 """

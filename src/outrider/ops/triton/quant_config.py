@@ -1,7 +1,7 @@
-"""How quantised weights are cut among programs.
+"""Launch configurations of the quantised products.
 
 `splits` are part of the order of sums: a function of the shape alone. Rows of a program, warps and stages are not, and
-follow the number of tokens: the bits were the same on an H200 whatever they were (docs/gpu.md has the measurements).
+follow the number of tokens: on an H200 they changed no bit (docs/gpu.md has the measurements).
 """
 
 from __future__ import annotations

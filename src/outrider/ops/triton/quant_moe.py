@@ -1,11 +1,10 @@
-"""Experts that stay in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers,
-as `quant` does it.
+"""Experts in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers, as in `quant`.
 
 Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program
 takes BN rows of one expert and up to BM of its pairs, the weights on the long side of the matrix instruction.
 
-**Order of sums**: planes in order, chunks in order, one chain for a pair whatever the tile: its answer depends on
-that pair alone.
+**Order of sums**: planes in order, chunks in order, one chain per pair whatever the tile: its result depends on that
+pair alone.
 """
 
 from __future__ import annotations

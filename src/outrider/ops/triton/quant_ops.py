@@ -1,7 +1,7 @@
-"""TritonOps with quantised weights: what the dense kernels do, for matrices that stay in 4 or 8 bits.
+"""TritonOps with quantised weights: the dense ops, for matrices that stay in 4 or 8 bits.
 
-A matrix is a `QuantWeight` (rows of one format), `Parts` (rows of several) or a dense tensor, which goes the dense way;
-experts are `QuantExperts` or dense.
+A matrix is a `QuantWeight` (rows of one format), `Parts` (rows of several) or a dense tensor, which uses the dense
+kernels; experts are `QuantExperts` or dense.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights in the layout of the quantised kernels (`quant`), made on the device when they are loaded.
+"""Repacks weights into the layout of the quantised kernels (`quant`), on the device, when they are loaded.
 
-`repack(weight)` takes the formats below. The values stay what the format defines, but for factors that are products of
-two numbers (K-quants) or float32 (FP8 by block): these are rounded to float16, 2^-12 of themselves.
+`repack(weight)` takes the formats below. The values stay as the format defines them, except for scales that are
+products of two numbers (K-quants) or float32 (FP8 by block): these are rounded to float16, a relative error of 2^-12.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which rows go to which experts: pairs of (row, slot), listed by expert, and the tile of them that a program takes.
+"""Expert routing: pairs of (row, slot), listed by expert, and the tile of them that a program takes.
 
-A pair is one of a row's chosen experts. `list_pairs` routes every row and lists the pairs; `tile_of` is what the
-grouped products (dense in `moe`, quantised in `quant_moe`) share: the t-th tile of up to BM pairs of one expert,
-counted through the experts.
+A pair is one of a row's chosen experts. `list_pairs` routes every row and lists the pairs; `tile_of` is shared by the
+grouped products (dense in `moe`, quantised in `quant_moe`): the t-th tile of up to BM pairs of one expert, counted
+through the experts.
 """
 
 from __future__ import annotations

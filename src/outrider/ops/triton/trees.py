@@ -1,8 +1,7 @@
-"""Trees of drafts as one kernel a step: see ops.trees, which defines what each does. One program a sequence, but for
-the scores.
+"""Draft trees, one kernel per operation: ops.trees defines each. One program per sequence, except for the scores.
 
-All numbers of a tree fit a few registers, so places are counted instead of sorted: a node's place is how many others
-come before it.
+All numbers of a tree fit a few registers, so ranks are counted instead of sorted: a node's rank is the number of nodes
+before it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Words of packed weights to planes of bfloat16, two neighbouring columns a register (layout: `quant`).
+"""Unpacks words of packed weights to planes of bfloat16, two neighbouring columns per register (layout: `quant`).
 
 `planes_of` is inline PTX on a GPU and plain arithmetic elsewhere (the interpreter, other dtypes): the same numbers.
-What each kind costs, in instructions for two weights: int4 a shift, a mask and a subtraction; five and six bits two
-more for what stands above the nibble; int8 the like with two masks; fp8 and fp4 put sign, exponent and mantissa in
-place and multiply by a power of two.
+Cost of each kind, in instructions per two weights: int4 a shift, a mask and a subtraction; five and six bits two more
+for the high bits; int8 the same with two masks; fp8 and fp4 move sign, exponent and mantissa into place and multiply by
+a power of two.
 
-`columns` does the like for keys and values that are stored in eight bits.
+`columns` does the same for keys and values that are stored in eight bits.
 """
 
 from __future__ import annotations

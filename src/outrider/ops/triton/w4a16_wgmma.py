@@ -1,9 +1,8 @@
-"""Products of 9 to 40 tokens with weights of four bits, in CUDA C++ (`ops/cuda/w4a16_wgmma.cu`): the bits of `quant`,
-sooner.
+"""Products of 9 to 40 tokens with 4-bit weights, in CUDA C++ (`ops/cuda/w4a16_wgmma.cu`): the bits of `quant`, faster.
 
 `suits` is the rule: what `wna16_gemv` takes of 4-bit integers in groups, with more tokens. `choose_block` follows the
-number of tokens; spans are partial_out of the order of sums and the weight's alone, and `blocks_of_a_span` says who
-takes them.
+number of tokens; spans are part of the order of sums and depend on the weight alone, and `blocks_of_a_span` assigns
+them to blocks.
 """
 
 from __future__ import annotations

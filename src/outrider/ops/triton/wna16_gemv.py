@@ -1,10 +1,9 @@
 """Products of up to 8 tokens with weights of four to eight bits, in CUDA C++ (`ops/cuda/wna16_gemv.cu`): the bits of
-`quant`, sooner.
+`quant`, faster.
 
-`supports` is the rule, in one place: bfloat16, every code of `repack`, factors of groups, of rows or both, nothing done
-with the product but a gate; and `FewRows.of` the device: Hopper, where both were seen to give the same bits. Everything
-else, and every larger number of tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of the
-log says.
+`supports` decides by weights: bfloat16, every code of `repack`, scales of groups, of rows or both, no epilogue except a
+gate. `FewRows.of` decides by device: Hopper, where both gave the same bits. Triton runs everything else, and everything
+if NVRTC is missing; one line of the log says so.
 """
 
 from __future__ import annotations
