@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing takes milliseconds, in which Ctrl-C would not be the command line's yet
+TYPE_CHECKING = False  # importing typing takes milliseconds, before the command line handles Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
@@ -14,8 +14,7 @@ __all__ = ["LLM", "Completion", "OutriderError", "SamplingParams", "__version__"
 
 
 def __getattr__(name: str) -> Any:
-    """LLM imports torch, and the command line sets its handler of Ctrl-C before anything else is imported: so both wait
-    until asked for."""
+    """Lazy imports: LLM imports torch, and the command line installs its Ctrl-C handler before any other import."""
     if name in ("LLM", "Completion"):
         from . import llm
 

@@ -1,13 +1,13 @@
 """The command `outrider`, and `python -m outrider` where its script is not on the path.
 
-Ctrl-C ends it with 130 at any moment, without a traceback. Within an import nothing can be raised safely (C extensions
-swallow the exception or fail half initialised) and nothing needs tidying: the process ends at once. Elsewhere it is a
-KeyboardInterrupt; one that was raised inside a destructor or a callback, where Python drops exceptions, is sent again.
+Ctrl-C ends it with exit code 130 at any moment, without a traceback. During an import the process ends at once: nothing
+can be raised safely there (C extensions swallow the exception or fail half initialised), and there is nothing to clean
+up. Elsewhere Ctrl-C raises KeyboardInterrupt; if a destructor or a callback drops it, it is raised again.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing takes milliseconds, in which Ctrl-C would not be ours yet
+TYPE_CHECKING = False  # importing typing takes milliseconds, before our Ctrl-C handler is installed
 if TYPE_CHECKING:
     import sys
     from types import FrameType
@@ -43,7 +43,7 @@ def interrupt_soon() -> None:
 
 
 def send_again(dropped: sys.UnraisableHookArgs) -> None:
-    """`sys.unraisablehook`: a dropped KeyboardInterrupt is raised anew in a moment, outside of what dropped it."""
+    """`sys.unraisablehook`: raises a dropped KeyboardInterrupt again a moment later, outside that destructor."""
     import sys
 
     if not issubclass(dropped.exc_type, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The composition root: weights, tokenizer, drafter, controller, adapters and images become an engine."""
+"""The composition root: builds an engine from weights, tokenizer, drafter, controller, adapters and image encoder."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ DRAFTERS = ("mtp", "ngram", "draft_model", "medusa", *KINDS)
 
 class Assembled(NamedTuple):
     engine: Engine
-    drafter_note: str  # the line that says who drafts
+    drafter_note: str  # one line for the user: which drafter is used
     weight_bytes: int
-    cost_key: CostKey | None  # what its costs are kept by; None: nobody will ask
-    vision: ImageEncoder | str  # what reads images, or why none does
+    cost_key: CostKey | None  # key of its measured costs on disk; None: costs are not measured
+    vision: ImageEncoder | str  # the image encoder, or the reason why there is none
 
 
 def assemble(
     model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
 ) -> Assembled:
-    """With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
+    """With a team: builds this process's part. An error in one process is raised in all."""
     agreed = False
 
     def agree(budget: KVBudget) -> KVBudget:
@@ -100,7 +100,7 @@ def _assemble(
         threads = threads or max(1, default_threads() // team.tp.world)  # the processes share the cores
     ops = ops_module.choose(device, settings.ops, threads)
     if ops.name == "cpu" or (team is not None and device.type == "cpu"):
-        # the kernels have threads of their own; torch's would spin beside them and halve the speed
+        # the kernels have their own threads; torch's threads would spin next to them and halve the speed
         torch.set_num_threads(1)
     tp, together = (None, SOLO) if team is None else (team.tp, team)
     if settings.drafter.startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
@@ -175,8 +175,8 @@ def _assemble(
 def load_images(
     files: Files, settings: LoadSettings, ops: Backend, device: torch.device, dtype: torch.dtype, leads: bool
 ) -> tuple[ImageEncoder | str, int]:
-    """What reads the images of this model (a text: why none are read), and the most rows of an image. leads: this
-    process is rank 0, which reads them for all."""
+    """The model's image encoder (or the reason why there is none), and the maximum rows of an image. leads: this
+    process is rank 0, which encodes images for all ranks."""
     if not settings.vision:
         return "images are off: the model was loaded without its vision weights (--no-vision)", 0
     config = vision_config(files)
@@ -195,7 +195,7 @@ def load_images(
 
 
 def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str], None]) -> AdapterPool:
-    """The settings' adapters, before K/V takes the rest of a GPU's memory."""
+    """Loads the settings' adapters, before K/V takes the rest of a GPU's memory."""
     weight = target.blocks[0].qkv
     short = not (isinstance(weight, torch.Tensor) and weight.dtype == torch.float32)
     to = (target.config, target.ops, target.dtype, target.device, short)
@@ -219,7 +219,7 @@ def pick_drafter(
     adapters: Sequence[str] = (),
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
-    tokens that a draft model scores wherever they stand in the vocabulary."""
+    tokens that a draft model scores whatever their index in the vocabulary."""
     drafter = settings.drafter
     if drafter == "none":
         return None, (), "drafter: none (plain decoding)"
@@ -255,7 +255,7 @@ def _load_drafter(
         name, counts = where[6:], [0, 0]
 
         def cheaper(part: str, weight: DeviceWeight) -> DeviceWeight:
-            """A draft model's weight, rounded where that makes guessing quicker: a guess need not be exact. The
+            """A draft model's weight, quantised where that makes drafting faster: a draft need not be exact. The
             embedding stays as it is, since a step reads only one row of it."""
             made = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
             counts[made is weight] += 1

@@ -1,8 +1,8 @@
 """Settings, validated once, frozen. Torch-free.
 
-A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, its
-default and its help stand here and nowhere else (`OPTIONS`). What is refused is told by the field's name; commands
-write it as the option it was (cli.common).
+A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, default and
+help text are defined only here (`OPTIONS`). Error messages name the field; commands rewrite it as the option that the
+user typed (cli.common).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ALIASES = {
 
 
 def known(what: str, value: object, kind: object) -> None:
-    """A text that must be one of a Literal's."""
+    """Checks that a text is one of a Literal's values."""
     if value not in get_args(kind):
         raise OutriderError(f"unknown {what} {value!r}; known: {', '.join(get_args(kind))}")
 
 
 def whole(what: str, value: object) -> int:
-    """A number that must be a whole one."""
+    """Checks that a number is an integer."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise OutriderError(f"{what} must be a whole number, got {value!r}")
     return int(value)
@@ -46,13 +46,13 @@ def whole(what: str, value: object) -> int:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    max_batch: int | None = None  # sequences that run at once; None: 256 on a GPU, else 8
+    max_batch: int | None = None  # sequences per batch; None: 256 on a GPU, else 8
     max_context: Annotated[
         int | None, "Most tokens of prompt and answer together. Default: what model and memory hold."
     ] = None
     page_size: int = 32
-    prefill_chunk: int | None = None  # prompt tokens of one sequence in one pass; None: what the backend does best
-    kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
+    prefill_chunk: int | None = None  # prompt tokens per sequence and pass; None: the backend's best
+    kv_tokens: int | None = None  # K/V positions in total; None: as many as fit in memory (engine.memory)
     kv_dtype: Annotated[
         KvDtype, "Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact."
     ] = "auto"
@@ -61,7 +61,7 @@ class EngineConfig:
     prefix_cache: bool = True
     prefix_store: Annotated[str | None, "Folder for K/V of prompts that survives a restart. Default: none."] = None
     prefix_store_size: Annotated[float, "Most GiB of it; the pages used least recently go first."] = 20.0
-    graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
+    graphs: bool | None = None  # run each decode cycle as one CUDA graph, results one cycle late; None: on a GPU
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
@@ -86,13 +86,13 @@ class EngineConfig:
 class SpecConfig:
     draft_tokens: int | None = None  # None: the controller chooses K every cycle
     verify: Verify = "coupled"
-    tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are chains; None: where it pays
+    tree: int | None = None  # maximum tokens per draft tree; 0: chains only; None: trees where they pay
 
     def __post_init__(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft_tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
         known("verify", self.verify, Verify)
-        if self.tree and not 2 <= self.tree <= MAX_DRAFT:  # a tree of one token would be a line, which is 0
+        if self.tree and not 2 <= self.tree <= MAX_DRAFT:  # a tree of one token is a chain, which is 0
             raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {self.tree}")
         if self.tree and self.verify != "coupled":
             raise OutriderError(f"trees are for the coupled verifier; {self.verify} keeps lines: leave tree out")
@@ -100,7 +100,7 @@ class SpecConfig:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How a model is loaded and run: what `LLM.load` takes, and what commands and clusters pass on to it."""
+    """How a model is loaded and run: the arguments of `LLM.load`, also when commands and clusters call it."""
 
     drafter: Annotated[
         str,
@@ -156,7 +156,7 @@ class LoadSettings:
             )
         if self.threads is not None:
             whole("threads", self.threads)
-        spec = self.spec  # checks what it is made of
+        spec = self.spec  # constructing it checks its fields
         if self.drafter == "none" and (spec.draft_tokens or spec.tree):
             named = "draft_tokens" if spec.draft_tokens else "tree"
             raise OutriderError(f"drafter none drafts nothing: leave out {named}, or choose a drafter")
@@ -189,12 +189,12 @@ class LoadSettings:
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> LoadSettings:
-        """From options by their names, the engine's among them."""
+        """From options by name, including the engine's."""
         engine = EngineConfig(**{name: value for name, value in options.items() if name in ENGINE})  # type: ignore[arg-type]
         return cls(**{name: value for name, value in options.items() if name not in ENGINE}, engine=engine)  # type: ignore[arg-type]
 
     def changed(self, changes: Mapping[str, object]) -> LoadSettings:
-        """The same with these fields, the engine's among them and under well-known names too (`ALIASES`); an engine
+        """A copy with these fields changed, including the engine's and names of other engines (`ALIASES`); an engine
         of None changes nothing."""
         given: dict[str, object] = {}
         inner = [f.name for f in fields(self.engine)]
@@ -216,7 +216,7 @@ class LoadSettings:
         return replace(self, **given, engine=engine)  # type: ignore[arg-type]  # they are checked as they are set
 
     def options(self) -> dict[str, str | int | float | None]:
-        """What `of` would make this from."""
+        """The options from which `of` makes these settings."""
         return {name: getattr(self.engine if name in ENGINE else self, name) for name in OPTIONS}
 
 
@@ -260,8 +260,7 @@ def _number(text: str | int | None, rule: str) -> int | None:
 
 
 def user_file() -> dict[str, dict[str, object]]:
-    """The tables of the user's own file, ~/.config/outrider/config.toml (XDG_CONFIG_HOME); none where there is no
-    such file."""
+    """The tables of the user's ~/.config/outrider/config.toml (XDG_CONFIG_HOME); empty if there is no such file."""
     path = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "outrider" / "config.toml"
     try:
         text = path.read_bytes().decode()
@@ -285,5 +284,5 @@ def user_file() -> dict[str, dict[str, object]]:
 
 
 def model_of(name: str) -> str:
-    """What an alias of the user's file stands for; a path that exists, and any other name, stands for itself."""
+    """Resolves an alias of the user's file. An existing path, and any other name, is returned as it is."""
     return name if os.path.exists(name) else str(user_file().get("aliases", {}).get(name, name))

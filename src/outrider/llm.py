@@ -1,4 +1,4 @@
-"""A model to be asked: `LLM.load(name)`, then `generate`, `stream` and `chat`.
+"""The library's entry point, a loaded model: `LLM.load(name)`, then `generate`, `stream` and `chat`.
 
 llm = LLM.load("smollm2")
 print(llm.generate("The capital of France is", SamplingParams(max_tokens=32))[0].text)
@@ -55,14 +55,14 @@ class LLM:
         team: ProcessGroup | None = None,
         vision: ImageEncoder | str = "this model takes no images",
     ):
-        """vision: what reads images, or why none does."""
+        """vision: the image encoder, or the reason why there is none."""
         self.vision = vision
         self.engine, self.name, self.drafter_note, self.team = engine, name, drafter_note, team
         self._weight_bytes = weight_bytes
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
         self.adapters = engine.runner.adapters  # None: the model is divided over several processes
-        self.adapter: str | None = None  # used by requests that name none
+        self.adapter: str | None = None  # default of requests that name none
         self._ids, self._shared = itertools.count(), SharedEngine(engine)
 
     @classmethod
@@ -74,8 +74,8 @@ class LLM:
         say: Callable[[str], None] = log.info,
         **changes: object,
     ) -> LLM:
-        """`changes`: fields of the settings, as in LLM.load("smollm2", drafter="none"). Where the model is divided over
-        several processes (`tensor_parallel`, outrider.parallel) the others never come back from here."""
+        """`changes`: fields of the settings, as in LLM.load("smollm2", drafter="none"). With tensor parallelism
+        (`tensor_parallel`, outrider.parallel) this call returns only in rank 0."""
         if not isinstance(settings, LoadSettings):
             raise OutriderError(
                 f"LLM.load takes {settings!r} by its name only: LLM.load({model!r}, drafter=..., draft_tokens=...)"
@@ -85,7 +85,7 @@ class LLM:
             return cls._open(model, settings, say)
         if is_worker():
             worker(settings.device)
-        if "RANK" not in os.environ:  # those who are there already are told what is wrong while they load
+        if "RANK" not in os.environ:  # ranks that already run get the error while they load
             check_shares(model, settings.tensor_parallel)
         team = join(settings.tensor_parallel, settings.device)
         try:
@@ -110,19 +110,19 @@ class LLM:
 
     @property
     def nbytes(self) -> int:
-        """What the target's weights and the K/V of all sequences take (of a divided model: in this process)."""
+        """Bytes of the target's weights and of all sequences' K/V (with tensor parallelism: of this process)."""
         return self._weight_bytes + self.engine.store.bytes() + (self.adapters.nbytes if self.adapters else 0)
 
     def close(self) -> None:
-        """End the other processes: those of a model that is divided over several, and the one that decodes images."""
+        """Ends the other processes: the other tensor-parallel ranks, and the one that decodes images."""
         if isinstance(self.vision, ImageEncoder):
             self.vision.close()
         if self.team is not None:
             self.team.close()
 
     def sampling(self, **given: Any) -> SamplingParams:
-        """Sampling as a server or `outrider chat` has it: `given`, then what the model's maker advises
-        (generation_config.json), else a temperature of 0.7. `generate`, `stream` and `chat` without `params` are
+        """Sampling parameters with the defaults of the server and of `outrider chat`: `given`, then the model's
+        generation_config.json, else a temperature of 0.7. `generate`, `stream` and `chat` without `params` are
         greedy."""
         advice = {} if self.tokenizer is None else self.tokenizer.files.sampling
         return SamplingParams(**{**(advice or {"temperature": DEFAULT_TEMPERATURE}), **given}).validate()
@@ -161,8 +161,8 @@ class LLM:
         tree: int | str | None = None,
         adapter: str | None = None,
     ) -> list[Completion]:
-        """All answers, in order (n of them for each prompt). `draft_tokens`, `tree`: None leaves them as they were
-        loaded. `adapter`: the name of a loaded LoRA adapter."""
+        """All answers, in order (n per prompt). `draft_tokens`, `tree`: None keeps the loaded settings. `adapter`: the
+        name of a loaded LoRA adapter."""
         requests = [
             r
             for p in each_prompt(prompts)
@@ -182,8 +182,7 @@ class LLM:
         drafter: bool | str = True,
         adapter: str | None = None,
     ) -> Generator[Event, None, None]:
-        """One answer as it comes (the first of `params.n`). Closing the iterator aborts the request and frees its
-        pages."""
+        """Streams one answer (the first of `params.n`). Closing the iterator aborts the request and frees its pages."""
         (request, *_) = self.requests(prompt, params or SamplingParams(), draft_tokens, drafter, adapter=adapter)
         yield from self._shared.run([request])
 
@@ -206,7 +205,7 @@ class LLM:
         return self.images().expand(ids, images) if images else ids
 
     def encode_chat(self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = ()) -> list[int]:
-        """Ids of what a user says, with these images before it: through the chat template where the model has one,
+        """Token ids of a user's message with these images before it: through the chat template if the model has one,
         unless `raw`."""
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if images and raw:
@@ -224,13 +223,13 @@ class LLM:
         return self._encode(text)
 
     def images(self) -> ImageEncoder:
-        """What reads images; an error where the model takes none."""
+        """The image encoder; an error if the model takes no images."""
         if isinstance(self.vision, str):
             raise OutriderError(self.vision)
         return self.vision
 
     def _with_images(self, prompt: Mapping[str, Any]) -> list[int]:
-        """{"text": ..., "images": [...]}: images stand where the text has `<|image|>` (Gemma 3: `<start_of_image>`), or
+        """{"text": ..., "images": [...]}: images go where the text has `<|image|>` (Gemma 3: `<start_of_image>`), or
         before it."""
         unknown = set(prompt) - {"text", "images"}
         if unknown or not isinstance(prompt.get("text"), str | list):
@@ -268,7 +267,7 @@ class LLM:
 
 
 def each_prompt(given: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """A single prompt as a list of one: a text, or whole numbers in a list or an array."""
+    """Wraps a single prompt (a text, or integers in a list or an array) in a list."""
     if isinstance(given, str | Mapping | ImagePrompt):
         return [given]
     if isinstance(given, bytes) or not isinstance(given, Iterable):
@@ -293,8 +292,8 @@ def _take(completion: Completion, event: Event) -> None:
 
 
 def worker(device: str | None = None) -> NoReturn:
-    """A process that follows rank 0: it is told what to load, and then every step. Ends when rank 0 does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells everybody; rank 0 says what it means
+    """Main function of ranks > 0: rank 0 broadcasts what to load, then every step. Ends when rank 0 does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals every process; rank 0 handles it
     if STARTED_BY_US in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         follow_to_the_end()
@@ -307,16 +306,16 @@ def worker(device: str | None = None) -> NoReturn:
         try:
             engine = assemble(model, settings, lambda line: None, team).engine
         except OutriderError:
-            team.receive()  # rank 0 says what went wrong, and that this is the end
+            team.receive()  # rank 0 reports the error and that the run ends
         else:
             follow(engine, team)
         team.close()
         os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
     except OutriderError:
-        pass  # rank 0 says it
+        pass  # rank 0 reports it
     except PeerLost:
-        time.sleep(60)  # rank 0 looks who is gone, says it and ends this process too: who ends first would be blamed
-        log.exception("process %s failed", os.environ.get("RANK"))  # nobody ended us, so nobody else was gone
+        time.sleep(60)  # rank 0 finds the lost process, reports it and ends this one; ending first would be blamed
+        log.exception("process %s failed", os.environ.get("RANK"))  # still alive, so no other process was lost
     except Exception:
         if team is None or not team.watch.ending:
             log.exception("process %s failed", os.environ.get("RANK"))

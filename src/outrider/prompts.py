@@ -1,9 +1,9 @@
 """Files of prompts: one reader for every command.
 
-A file holds JSON lines, gzipped where its name ends in .gz. A line has what is asked under `prompt`, `text` or `turns`
-(a list, of which the first counts where one question is asked), and may have `id` (Spec-Bench: `question_id`),
-`category`, `max_tokens` and `check` (how an answer is graded: bench.quality). Whatever is wrong is one line that names
-the file and the line. Torch-free.
+A file holds JSON lines, gzipped if its name ends in .gz. A line has the question under `prompt`, `text` or `turns` (a
+list; commands that ask one question use its first entry), and may have `id` (Spec-Bench: `question_id`), `category`,
+`max_tokens` and `check` (how an answer is graded: bench.quality). Every error is one line that names the file and the
+line number. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .types import OutriderError
 
-UTF8 = "utf-8-sig"  # some editors begin a file with a mark of its encoding
+UTF8 = "utf-8-sig"  # some editors write a byte order mark
 # what each kind needs
 CHECKS = {"gsm8k": ("answer",), "mmlu": ("answer",), "humaneval": ("prompt", "test", "entry_point")}
 
@@ -34,7 +34,7 @@ class Prompt:
 
     @property
     def turns(self) -> list[str]:
-        """What is said one after the other, each seeing the answers before it."""
+        """The user's messages in order; each sees the answers to those before it."""
         given = self.row.get("turns")
         return [str(turn) for turn in given] if isinstance(given, list) and given else [self.text]
 
@@ -84,7 +84,7 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
 
 
 def _check(given: object, where: str) -> dict[str, str] | None:
-    """Refused before anything is answered, which may take hours."""
+    """Refuses bad values before the run starts, which may take hours."""
     if given is None:
         return None
     kind = given.get("kind") if isinstance(given, dict) else None

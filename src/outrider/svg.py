@@ -1,5 +1,5 @@
-"""Small charts as SVG text, readable on light and dark pages: bars with intervals, and lines. No library, so that every
-report has its plots."""
+"""Small charts as SVG text, readable on light and dark pages: bars with intervals, and lines. They need no plotting
+library, so every report has its plots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Series = tuple[str, Sequence[tuple[float, float]]]
 def bars(
     title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]]
 ) -> str:
-    """Horizontal bars, one group a row: (value, low, high) for each series; a line is drawn through 1: as fast as
-    plain."""
+    """Horizontal bars, one group per row: (value, low, high) for each series. A line marks 1: as fast as plain
+    decoding."""
     high = max([e[2] for _, values in series for e in values if e] + [1.0]) * 1.08
     bar, gap, left, width = 13, 10, 150, 760
     row = bar * len(series) + gap

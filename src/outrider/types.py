@@ -1,4 +1,4 @@
-"""The contracts. Learn these and the rest follows.
+"""The types that the packages exchange: attention specs, cache views, drafts, verdicts, requests and statistics.
 
 Torch-free at run time (torch is imported for annotations only), so that the scheduler, the page allocator
 and the controller can be simulated without it.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 GroupName = Literal["full", "sliding"]
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 MAX_DRAFT = 16
-DEFAULT_TEMPERATURE = 0.7  # of conversations, where neither the request nor the model's maker says
+DEFAULT_TEMPERATURE = 0.7  # of conversations, if neither the request nor the checkpoint sets one
 GREEDY_EPS = 1e-5  # below this temperature the choice is greedy
 
 
 class OutriderError(Exception):
-    """Bad input. The message is one line: what, where, how to mend it. The CLI exits with 2, the server answers 4xx."""
+    """Bad input. The message is one line: what, where, how to fix it. The CLI exits with 2, the server answers 4xx."""
 
 
 def require(ok: bool, what: str) -> None:
@@ -38,7 +38,7 @@ def require(ok: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class AttnSpec:
-    """Everything an attention op needs to know about a layer."""
+    """A layer's attention parameters, as attention ops read them."""
 
     heads: int
     kv_heads: int
@@ -74,7 +74,7 @@ class TextFiles:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     add_bos: bool = False  # plain text is encoded with bos in front
-    # what its maker advises: temperature, top_p, top_k, min_p
+    # recommended by the checkpoint: temperature, top_p, top_k, min_p
     sampling: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -94,7 +94,7 @@ class ImageSpan:
 
     @property
     def keys(self) -> range:
-        """What the prefix cache knows its positions by: no token is negative."""
+        """Ids for the prefix cache's keys in place of tokens; negative, so that they equal no token."""
         first = -int.from_bytes(self.digest, "little") - (1 << 32)
         return range(first, first + self.end - self.start)
 
@@ -111,7 +111,7 @@ class KVPages:
     tables: Mapping[GroupName, Tensor]  # int32 [B, max_pages]
 
     def view(self, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
-        """For a pass over these rows of the B sequences."""
+        """The view of a pass over these rows of the B sequences."""
         return KVView(
             self.page_size, self.keys, self.values, self.tables, positions, row_seq, row_start, max_rows, max_context
         )
@@ -119,7 +119,7 @@ class KVPages:
 
 @dataclass
 class KVView(KVPages):
-    """What one forward pass may touch of the cache. The target writes through it; a drafter only reads.
+    """The cache as one forward pass may access it. The target writes through it; a drafter only reads.
 
     Row r belongs to sequence `row_seq[r]`, sits at `positions[r]` and sees the keys of that sequence at positions
     <= `positions[r]` (and within the window). Rows of a sequence are contiguous: `row_start[b] .. row_start[b+1]`.
@@ -128,67 +128,67 @@ class KVView(KVPages):
     positions: Tensor  # int64 [R]
     row_seq: Tensor  # int64 [R]
     row_start: Tensor  # int32 [B + 1]
-    max_rows: int  # most rows of any one sequence (a host number: kernels choose tiles with it)
-    max_context: int  # an upper bound of positions + 1, and of places + 1 (a host number)
-    # Rows of a DraftTree: a sequence's first row is its newest token, at position `base`; row r is written at
-    # `kv_slots[r]` = base + its number among the sequence's rows, and where it sees a position base + d it reads what
-    # lies at base + `ancestors[r, d]` (ops.trees.TreeRows). None: rows form a chain, each written at its position.
+    max_rows: int  # maximum rows of one sequence (on the host: kernels choose tiles with it)
+    max_context: int  # an upper bound of positions + 1 and of kv_slots + 1 (on the host)
+    # Rows of a DraftTree: a sequence's first row is its newest token, at position `base`. Row r is written to
+    # `kv_slots[r]` = base + its index among the sequence's rows; for position base + d it reads slot
+    # base + `ancestors[r, d]` (ops.trees.TreeRows). None: rows form a chain, each written at its position.
     kv_slots: Tensor | None = None  # int64 [R]
     ancestors: Tensor | None = None  # int32 [R, deepest + 1]
 
 
 @dataclass(frozen=True, eq=False)
 class BlockAttn:
-    """Attention of a block drafter's layer: of the rows of a block over the committed positions before it, whose K/V is
-    in the store, and over one another."""
+    """Attention of a block drafter's layer: the rows of a block attend to the committed positions before it, whose K/V
+    is in the store, and to one another."""
 
     spec: AttnSpec  # `kv_layer` and `window` are the store's: where it keeps K/V, and how far back
     window: int | None  # the layer's own: a row sees keys less than this many positions away
-    causal: bool  # a row sees no row of the block behind it
+    causal: bool  # a row sees no later row of its block
     q_norm: Tensor | None
     k_norm: Tensor | None
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """K/V of the rows of a block, which is never stored: row j stands at position `end` + j."""
+    """K/V of the rows of a block, which is never stored: row j is at position `end` + j."""
 
     keys: Tensor  # [B, kv_heads, rows, D]
     values: Tensor
-    end: Tensor  # int64 [B] how many positions stand before the block
+    end: Tensor  # int64 [B] number of positions before the block
 
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Rows of a pass whose output somebody reads, where not everybody's is read: while a prompt is computed K/V of all
-    rows is, and what comes out of few or none. The others go no further than the last layer that writes K/V. Rows stand
-    alone, so the wanted ones have the bits that they would have in company."""
+    """Rows of a pass whose output is needed, if not all are: prefill needs every row's K/V, but the output of few rows
+    or none. The other rows stop after the last layer that writes K/V. Rows are computed independently, so the output
+    rows have the same bits as in a full pass."""
 
-    rows: Tensor  # int64 [W] of the pass's R rows, none before the one in front of it; one may come twice
-    kv: KVView  # the same cache as the W rows see it
+    rows: Tensor  # int64 [W] indices into the pass's R rows, ascending; an index may occur twice
+    kv: KVView  # the same cache, as a view of the W rows
 
 
 @dataclass(frozen=True)
 class DraftRound:
-    """What the steps of one round of an MTP drafter share: the view and the position are constant."""
+    """State that the steps of an MTP drafter's round share: the view and the position are constant."""
 
-    kv: KVView  # one row a sequence, at the last position that the target has seen
-    angles: Sequence[tuple[Tensor, Tensor]] = ()  # a pair for each rope variant
+    kv: KVView  # one row per sequence, at the last position that the target has computed
+    angles: Sequence[tuple[Tensor, Tensor]] = ()  # one (cos, sin) pair per rope variant
     taps: Tensor | None = None  # [B, taps·Hb] at unit scale
 
 
 @dataclass(frozen=True)
 class DraftTree:
     """The draft of one sequence, which may branch. Its rows are the newest token (row 0) and the drafted ones: token j
-    (from 1) follows row parents[j - 1] < j. The main chain, each token the best guess behind the one before, comes
-    first."""
+    (from 1) follows row parents[j - 1] < j. The main chain, in which each token is the likeliest after the one before,
+    comes first."""
 
-    tokens: Sequence[int]  # empty where only the shape came back from a device
+    tokens: Sequence[int]  # empty if only the tree's shape was read back from the device
     parents: Sequence[int]
 
     @property
     def ancestors(self) -> list[list[int]]:
-        """Of every row, the rows from row 0 to itself."""
+        """For every row, the path of rows from row 0 to itself."""
         paths = [[0]]
         for row, parent in enumerate(self.parents, 1):
             paths.append([*paths[parent], row])
@@ -196,7 +196,7 @@ class DraftTree:
 
     @property
     def chain(self) -> int:
-        """Tokens of the main chain."""
+        """Number of tokens of the main chain."""
         return next((j for j, parent in enumerate(self.parents) if parent != j), len(self.parents))
 
     @property
@@ -209,9 +209,9 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Draft:
-    """A guess: `tokens` [B, K]; the first `lengths[b]` count. `q` [B, K, V] is the distribution each token was drawn
-    from, or None when it was guessed with the shared noise or is a point mass. Each token follows the one before, or as
-    its sequence's tree says."""
+    """Draft tokens [B, K], of which the first `lengths[b]` are valid. `q` [B, K, V] is the distribution each token was
+    drawn from, or None if it was drawn with the shared noise or is a point mass. Each token follows the one before it,
+    or its parent in the sequence's tree."""
 
     tokens: Tensor  # int64 [B, K]
     lengths: Tensor  # int64 [B]
@@ -220,37 +220,37 @@ class Draft:
     trees: Sequence[DraftTree] | None = None  # [B]
 
 
-# stop [B], drop [B], trust [16], float64: where a draft ends itself
+# stop [B], drop [B], trust [16], float64: confidence thresholds that end a draft
 DraftEnd: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 
 
 class DraftNoise(NamedTuple):
-    """How the tokens of a draft round are chosen, [B] each: as the target will choose them."""
+    """Sampling of a draft round's tokens, [B] each: the same as the target's."""
 
     temperature: Tensor  # float32
     sampled: Tensor  # bool; otherwise greedy
     seed: Tensor  # int64
-    position: Tensor  # int64: of the first guess
+    position: Tensor  # int64: of the first draft token
 
 
 class DraftPlan(NamedTuple):
     """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over
     the tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft;
     one that brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates
-    confidences. With `nodes` the draft may branch (spec.tree): at most so many tokens, k deep; `stop` and `drop` then
-    hold for every branch, and of the tokens drafted so many of the likeliest are verified that the sum of their
-    chances, less prices[how many], is largest."""
+    confidences. With `nodes` the draft may branch (spec.tree): at most `nodes` tokens, at most k deep; `stop` and
+    `drop` then apply to every branch. Of the drafted tokens the n likeliest are verified, for the n that maximises the
+    sum of their probabilities minus prices[n]."""
 
     drafter: str | None
     k: int
     stop: float = 0.0
     drop: float = 0.0
     nodes: int = 0
-    prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
+    prices: tuple[float, ...] | None = None  # [17] cost of verifying n rows, in tokens; None: all `nodes` are verified
 
     @property
     def max_drafted(self) -> int:
-        """The most tokens that it brings to be verified."""
+        """Maximum number of tokens to verify."""
         return max(self.k, self.nodes)
 
 
@@ -259,17 +259,17 @@ NO_DRAFT = DraftPlan(None, 0)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target decided: the only thing that moves a committed length."""
+    """The target's decision about a draft. Committed lengths change only by a verdict."""
 
-    accepted: Tensor  # int64 [B] how many drafted tokens were right
+    accepted: Tensor  # int64 [B] number of accepted draft tokens
     tokens: Tensor  # int64 [B, K + 1] the emitted tokens: accepted drafts, then the target's own next token
     counts: Tensor  # int64 [B] = accepted + 1
-    # int64 [B, K + 1] of a tree: which of the sequence's rows chose each emitted token; None: 0, 1, 2, ...
+    # int64 [B, K + 1] of a tree: the sequence's row that chose each emitted token; None: 0, 1, 2, ...
     rows: Tensor | None = None
 
 
 class Matcher(Protocol):
-    """Where one request stands in its grammar (engine.grammar)."""
+    """One request's state in its grammar (engine.grammar)."""
 
     failed: str | None
 
@@ -291,7 +291,7 @@ def _is(value: object, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target chooses. Greedy at temperature 0. Validated by `validate()`."""
+    """How the target chooses tokens. Greedy at temperature 0. Checked by `validate()`."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0: off
@@ -304,7 +304,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
     min_tokens: int = 0
     max_tokens: int = 256
-    stop: tuple[str, ...] = ()  # a single text, or None, is taken as it is meant
+    stop: tuple[str, ...] = ()  # a single text becomes a tuple of one, None an empty one
     include_stop: bool = False  # the stop string stays in the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -316,27 +316,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         given: object = self.stop
-        if given is None or isinstance(given, str):  # its letters would be stop strings otherwise
+        if given is None or isinstance(given, str):  # otherwise each letter would be a stop string
             object.__setattr__(self, "stop", () if given is None else (given,))
 
     @property
     def penalised(self) -> bool:
-        """The logits of tokens that came before are changed."""
+        """Whether penalties change the logits of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def altered(self) -> bool:
-        """The logits are changed before a token is chosen, by its history or by a mask."""
+        """Whether history or a mask changes the logits before a token is chosen."""
         return bool(self.penalised or self.logit_bias or self.bad_words or self.min_tokens or self.grammar is not None)
 
     @property
     def processed(self) -> bool:
-        """The logits are changed before a token is chosen, or are wanted themselves."""
+        """Whether the logits are changed before a token is chosen, or are part of the output."""
         return self.altered or self.logprobs is not None
 
     @property
     def temperature_only(self) -> bool:
-        """Temperature and seed alone say how a token is chosen: no filter, history or mask."""
+        """Whether only temperature and seed decide a token: no filter, history or mask."""
         filtered = self.temperature >= GREEDY_EPS and (self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
         return not filtered and not self.altered
 
@@ -372,18 +372,18 @@ class SamplingParams:
 
 @dataclass
 class Counts:
-    """What is counted of a request, and of all together."""
+    """Counters of one request, or of all requests together."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     new_tokens: int = 0
-    cycles: int = 0  # decode rows: one a sequence and step
+    cycles: int = 0  # decode cycles: one per sequence and step
     drafted: int = 0
     accepted: int = 0
     cycles_by_drafted: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))  # of a tree: by its depth
     cycles_by_accepted: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))  # of cycles that drafted
     trees: int = 0  # cycles whose draft branched
-    branched: int = 0  # accepted tokens that a draft without branches would not have brought
+    branched: int = 0  # accepted tokens that are not on the tree's main chain
 
     @property
     def drafted_by_position(self) -> list[int]:
@@ -395,13 +395,13 @@ class Counts:
 
 
 def _at_least(counts: list[int]) -> list[int]:
-    """Of how many cycles there are of each length, how many are longer than 0, 1, 2, ..."""
+    """From the number of cycles of each length: how many are longer than 0, 1, 2, ..."""
     return list(accumulate(reversed(counts[1:])))[::-1]
 
 
 @dataclass
 class RequestStats(Counts):
-    """Counted by the engine, reported with every answer."""
+    """The engine's counters and times of one request, reported with its answer."""
 
     first_emitted: int = 0  # tokens of the first cycle: they belong to the time to first token
     prefill_s: float = 0.0

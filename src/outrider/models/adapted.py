@@ -20,7 +20,7 @@ ADAPTED = ("qkv", "out", "gate_up", "down")  # fields of a `Block`, and the suff
 
 
 def weight_names(model: TextModel) -> dict[int, str]:
-    """The canonical names of the weights that an adapter may change, by the `id` of what the model holds."""
+    """The canonical names of the weights that an adapter may change, by `id` of the model's weight objects."""
     names = {id(getattr(block, f)): f"layers.{i}.{f}" for i, block in enumerate(model.blocks) for f in ADAPTED}
     for i, side in enumerate(model.ple_blocks):
         names |= {id(side.gate): f"layers.{i}.ple_gate", id(side.out): f"layers.{i}.ple_out"}
@@ -35,7 +35,7 @@ class AdaptedModel(TextModel):
         self.ops = cast(Backend, ops)
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        """All rows go through all layers, so that a row's group holds from the first layer to the last."""
+        """Runs all rows through all layers, so that a row's adapter group is valid in every layer."""
         out = super().forward(ids, kv, taps)
         if wanted is None:
             return out

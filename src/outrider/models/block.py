@@ -1,13 +1,14 @@
-"""The networks of block and feature drafters, in the backend's operations: DFlash, DFlash 2, DSpark, EAGLE-3.
+"""The networks of block and feature drafters, over the backend's operations: DFlash, DFlash 2, DSpark, EAGLE-3.
 
-A block drafter (the first three) reads the target's residual streams of every committed position: `context` joins and
-norms them, `write_context` keeps each layer's K/V of them. A draft is one pass over a block of tokens, the newest one
-and mask tokens behind it (`backbone`), whose slots attend to that context and to one another. EAGLE-3 has one causal
-layer fed by the embedding of the token after a position and by the joined streams; it drafts token by token and feeds
-its own output back. Shapes alone say what runs, so that a draft can be captured as a CUDA graph.
+A block drafter (the first three) reads the target's hidden states after some layers (taps) at every committed position:
+`context` concatenates, projects and normalises them, `write_context` stores each layer's K/V of them. A draft is one
+pass over a block of tokens, the newest token and mask tokens after it (`backbone`), whose slots attend to that context
+and to one another. EAGLE-3 has one causal layer, whose inputs are the embedding of the token after a position and the
+joined hidden states; it drafts token by token and feeds its output back. Control flow depends on shapes only, so a
+draft can be captured as a CUDA graph.
 
 The definitions are the published ones: dflash (z-lab), DeepSpec (deepseek-ai), speculators (Red Hat), EAGLE-3
-(SafeAILab). tests/parity/test_block_drafters.py holds these networks against them.
+(SafeAILab). tests/parity/test_block_drafters.py compares these networks with them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Angles = list[tuple[Tensor, Tensor]]  # cos, sin [R, D/2] of every rope variant
 
 @dataclass(frozen=True)
 class Conv:
-    """DFlash 2: a causal convolution over the block whose kernel follows from its input, before and after a
+    """DFlash 2: a causal convolution over the block, whose kernel is computed from its input, before and after a
     sublayer."""
 
     base: Tensor  # [2, taps, H]
@@ -41,7 +42,7 @@ class Conv:
 
 @dataclass(frozen=True)
 class DraftLayer:
-    """The weights of one layer. Queries and K/V are apart: a context needs the second only."""
+    """The weights of one layer. Queries and K/V have separate projections: a context needs K/V only."""
 
     attn: BlockAttn
     rope: int
@@ -66,14 +67,14 @@ def convolve(x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
     """x [B, S, H]; dynamic [B, S, taps, G]; base [taps, H]: each slot's sum over itself and the slots before it."""
     size, slots, hidden = x.shape
     taps, groups = dynamic.shape[2:]
-    padded = F.pad(x, (0, 0, taps - 1, 0))  # nothing stands before the first slot
+    padded = F.pad(x, (0, 0, taps - 1, 0))  # zeros before the first slot
     shifted = torch.stack([padded[:, taps - 1 - t : taps - 1 - t + slots] for t in range(taps)], 2)  # [B, S, taps, H]
     kernel = base.to(x.dtype).view(taps, groups, -1) + dynamic[..., None]  # [B, S, taps, G, H/G]
     return (kernel * shifted.view(size, slots, taps, groups, -1)).sum(2).view(size, slots, hidden)
 
 
 def after(conv: Conv | None, kernel: Tensor | None, y: Tensor, slots: int) -> Tensor:
-    """What a sublayer gives [B·S, H], through its convolution if it has one."""
+    """A sublayer's output [B·S, H], through its convolution if it has one."""
     if conv is None or kernel is None:
         return y
     return convolve(y.view(-1, slots, y.shape[1]), kernel, conv.base[1]).view(y.shape)
@@ -106,8 +107,8 @@ class BlockNet:
         return self.target.rows(ids, self.target.table, scale)
 
     def context(self, streams: Sequence[Tensor]) -> Tensor:
-        """The tapped streams [R, Ht] each -> what layers read of a committed position [R, H]; of EAGLE-3 the feature
-        that enters the residual stream."""
+        """The tapped hidden states, [R, Ht] each -> the context that layers read at a committed position [R, H]; for
+        EAGLE-3 the feature that enters the residual stream."""
         ops, eps, parts = self.ops, self.config.norm_eps, list(streams)
         if self.fc_norms:
             parts = [ops.rms_norm(part, w, eps) for part, w in zip(parts, self.fc_norms, strict=True)]
@@ -118,7 +119,7 @@ class BlockNet:
         return made if self.config.kind == "eagle3" else ops.rms_norm(made, self.hidden_norm, eps)
 
     def feature_input(self, layer: DraftLayer, ids: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """EAGLE-3: what attention reads [R, 2H], and where the residual stream begins [R, H]."""
+        """EAGLE-3: the input of attention [R, 2H], and the start of the residual stream [R, H]."""
         ops, eps = self.ops, self.config.norm_eps
         normed = ops.rms_norm(feature, self.hidden_norm, eps)
         joined = torch.cat((ops.rms_norm(self.embed(ids), layer.attn_norm, eps), normed), -1)
@@ -129,8 +130,8 @@ class BlockNet:
         return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
 
     def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None:
-        """Each layer's K/V of the positions of a target pass, whose tapped streams these are; following [R]: the token
-        behind each, which EAGLE-3 reads."""
+        """Writes each layer's K/V of a target pass's positions, from their tapped hidden states. following [R]: the
+        token after each position, which EAGLE-3 reads."""
         x, angles = self.context(streams), self.angles(kv.positions)
         if self.config.kind == "eagle3":
             x, _ = self.feature_input(self.layers[0], following, x)
@@ -140,7 +141,7 @@ class BlockNet:
 
     # ---- layers ---------------------------------------------------------------------------------------------------
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
-        """Room for K/V of blocks of `count` rows behind the positions before `end` [B]."""
+        """Buffers for the K/V of blocks of `count` rows that begin at position `end` [B]."""
         spec = layer.attn.spec
         k, v = (like.new_empty((end.shape[0], spec.kv_heads, count, spec.head_dim)) for _ in range(2))
         return BlockRows(k, v, end)
@@ -152,7 +153,7 @@ class BlockNet:
         return self.ops.attend_block(q, made, *angles[layer.rope], layer.attn, kv, own, first)
 
     def prepare(self, conv: Conv | None, h: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
-        """h [B·S, H] as the sublayer reads it, and the kernel for what it gives."""
+        """The sublayer's input, from h [B·S, H], and the convolution kernel for its output."""
         if conv is None:
             return h, None
         dynamic = self.ops.linear(h, conv.projection).view(len(h) // slots, slots, 2, self.config.conv_taps, -1)
@@ -162,8 +163,8 @@ class BlockNet:
     def rest(
         self, layer: DraftLayer, x: Tensor, attended: Tensor, next_norm: Tensor, slots: int, kernel: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Residual stream x [B·S, H] and attention output [B·S, heads·D] -> the stream after the layer, and what the
-        next one reads."""
+        """Residual stream x [B·S, H] and attention output [B·S, heads·D] -> the stream after the layer, and the next
+        layer's input."""
         ops, eps = self.ops, self.config.norm_eps
         y = after(layer.attn_conv, kernel, ops.linear(attended, layer.out, layer.out_bias), slots)
         x, h = ops.residual_norm(x, y, layer.post_attn_norm, None, layer.mlp_norm, eps)
@@ -173,7 +174,7 @@ class BlockNet:
         return ops.residual_norm(x, y, layer.post_mlp_norm, layer.scalar, next_norm, eps)
 
     def backbone(self, ids: Tensor, kv: KVView, end: Tensor) -> Tensor:
-        """Blocks of tokens ids [B, S] behind the positions before `end` [B] -> what the head reads [B, S, H]."""
+        """Blocks of token ids [B, S] that begin at position `end` [B] -> the head's input [B, S, H]."""
         size, slots = ids.shape
         angles = self.angles((end[:, None] + torch.arange(slots, device=end.device)).reshape(-1))
         x = self.embed(ids.reshape(-1))
@@ -188,8 +189,8 @@ class BlockNet:
     def feature_step(
         self, ids: Tensor, feature: Tensor, kv: KVView, own: BlockRows, step: int
     ) -> tuple[Tensor, Tensor]:
-        """EAGLE-3: tokens ids [B] and features [B, H] of the position `own.end` + step -> what the head reads, and the
-        next step's feature."""
+        """EAGLE-3: token ids [B] and features [B, H] of position `own.end` + step -> the head's input, and the next
+        step's feature."""
         (layer,) = self.layers
         joined, x = self.feature_input(layer, ids, feature)
         attended = self.attend(layer, joined, self.angles(own.end + step), kv, own, step)
@@ -200,7 +201,7 @@ class BlockNet:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V_d], scaled and capped as the checkpoint asks."""
         scale, cap = self.config.output_scale, self.config.softcap
-        capped = cap if scale == 1.0 else None  # by the product's own kernel
+        capped = cap if scale == 1.0 else None  # inside the matmul kernel
         if self.head is not None:
             z = self.ops.logits(hidden, self.head, capped)
         else:
@@ -210,7 +211,7 @@ class BlockNet:
         return z * scale if cap is None else torch.tanh(z * (scale / cap)) * cap
 
     def select(self, hidden: Tensor, unary: Tensor, candidates: Tensor, previous: Tensor) -> Tensor:
-        """DFlash 2: scores [B, top] of the candidates [B, top] (draft ids) with these unary logits, behind the tokens
+        """DFlash 2: scores [B, top] of the candidates [B, top] (draft ids) with these unary logits, after the tokens
         `previous` [B]."""
         w, ops = self.weights, self.ops
         pairs = ops.embed(previous, w["predecessor"], 1.0) * ops.linear(hidden, w["selector"])  # [B, r]
@@ -218,7 +219,7 @@ class BlockNet:
         return unary + torch.einsum("br,bkr->bk", pairs.float(), after.float())
 
     def markov(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """DSpark's sequential head: what it adds to the logits [B, V_d], its next state, and the embedding of the
+        """DSpark's sequential head: its addition to the logits [B, V_d], its next state, and the embedding of the
         tokens `previous` [B]."""
         w, ops = self.weights, self.ops
         e = ops.embed(previous, w["markov_w1"], 1.0)  # [B, r]
@@ -235,7 +236,8 @@ class BlockNet:
         return ops.logits(mixed, w["markov_w2"], None), state, e
 
     def confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
-        """DSpark: float32 [B], how likely the target accepts this slot's token if it accepted those before."""
+        """DSpark: float32 [B], the probability that the target accepts this slot's token, given that it accepted those
+        before."""
         joined = hidden if embedded is None else torch.cat((hidden, embedded.to(hidden.dtype)), -1)
         weight, bias = (as_tensor(self.weights[name]) for name in ("confidence", "confidence_bias"))
         return torch.sigmoid(F.linear(joined.float(), weight, bias))[:, 0]

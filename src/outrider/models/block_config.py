@@ -2,9 +2,9 @@
 
 Five layouts are in use: z-lab's (also SpecForge's, NVIDIA's and ModelOpt's), deepseek-ai's, speculators' (Red Hat), and
 the two of EAGLE-3. They name the same things differently; `BlockConfig.from_hf` translates them into one frozen object.
-`taps` are indices of target layers whose residual stream is read after the layer, whatever a layout counts from:
-`target_layer_ids` and ModelOpt's `eagle_config` count so, the `aux_hidden_state_layer_ids` of vLLM and speculators name
-the layer that reads the stream, one more.
+`taps` are always indices of target layers whose output (residual stream) is read. `target_layer_ids` and ModelOpt's
+`eagle_config` use the same index; `aux_hidden_state_layer_ids` of vLLM and speculators name the next layer, whose input
+the stream is: one more.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class BlockConfig:
     layers: tuple[LayerSpec, ...]
     causal: tuple[bool, ...]  # by layer: a slot of the block sees only slots before it
     taps: tuple[int, ...] | None  # None: EAGLE-3's default, which follows from the target's depth
-    block: int  # tokens of a query block; EAGLE-3: most steps
-    mask_id: int = -1  # token of the slots behind the anchor; EAGLE-3 has none
+    block: int  # tokens of a query block; EAGLE-3: maximum steps
+    mask_id: int = -1  # token of the slots after the anchor; EAGLE-3 has none
     from_anchor: bool = False  # slot k predicts the token at position n + k + 1, so the anchor's slot predicts as well
     norm_eps: float = 1e-6
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -77,14 +77,14 @@ class BlockConfig:
     norm_before_fc: bool = False
     fc_norms: bool = False
     norm_output: bool = False
-    # What training asks of an MTP drafter's configuration, and a block drafter never has.
+    # Fields of an MTP drafter's configuration that training reads, and that a block drafter never has.
     clusters: ClassVar[int] = 0
     cluster_top: ClassVar[int] = 0
     weight_bits: ClassVar[int | None] = None
 
     @property
     def tied_to_target(self) -> bool:
-        """It has no head of its own."""
+        """Whether it has no head of its own and uses the target's."""
         return not self.needs_own and self.draft_vocab == self.vocab_size and self.hidden == self.target_hidden
 
     @property
@@ -93,7 +93,7 @@ class BlockConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one draft."""
+        """Maximum tokens per draft."""
         return min(MAX_DRAFT, self.block if self.from_anchor else self.block - 1)
 
     @staticmethod
@@ -125,9 +125,9 @@ class BlockConfig:
         return (1, count // 2 - 1, count - 4) if self.taps is None else self.taps
 
     def stored(self, target: ModelConfig) -> tuple[AttnSpec, ...]:
-        """Where the store keeps the drafter's layers: behind the target's, with full layers, or with sliding ones where
-        a layer's window is no longer than theirs. A target without full layers keeps as much as its window of every
-        layer."""
+        """Where the store keeps the drafter's layers: after the target's, in the group of full layers, or of sliding
+        ones if a layer's window is no longer than theirs. A target without full layers keeps its window's positions of
+        every layer."""
         windows = {target.layers[i].attn.window for i in target.kv_layers}
         sliding = next((w for w in windows if w is not None), None)
         made = []
@@ -153,7 +153,7 @@ class BlockConfig:
 
 
 def recognise(raw: Foreign) -> tuple[Kind, Layout]:
-    """Which kind of drafter, in whose layout. Raises where it is neither."""
+    """The kind of drafter and its layout. Raises if neither is known."""
     spoken = raw.get("speculators_model_type")
     if spoken is not None:
         found = next((k for k in KINDS if k == spoken), None)
@@ -180,7 +180,7 @@ def recognise(raw: Foreign) -> tuple[Kind, Layout]:
 
 
 def is_block(raw: Foreign) -> bool:
-    """Whether a configuration is one of a block or feature drafter, supported or not."""
+    """Whether a configuration describes a block or feature drafter, supported or not."""
     names = raw.get("architectures")
     arch = names[0] if isinstance(names, (list, tuple)) and names else None
     return "speculators_model_type" in raw or arch in ARCHITECTURES or isinstance(raw.get("dflash_config"), Mapping)
@@ -290,8 +290,8 @@ def _gemma_layers(body: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...
 
 
 def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign, extra: Foreign) -> tuple[bool, ...]:
-    """By layer: `is_causal`, then `dflash_config.causal`, else sliding layers are and full ones are not. speculators
-    says it of sliding layers (`sliding_window_non_causal`); deepseek-ai's layers never are."""
+    """Whether each layer is causal: `is_causal`, then `dflash_config.causal`, else sliding layers are and full ones are
+    not. speculators' `sliding_window_non_causal` is about sliding layers; deepseek-ai's layers are never causal."""
     if layout == "speculators":
         open_window = bool(raw.get("sliding_window_non_causal", kind == "dflash2"))
         return tuple(near and not open_window for near in sliding)

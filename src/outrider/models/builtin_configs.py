@@ -1,4 +1,4 @@
-"""The configurations of the Gemma 4 family and its assistants, as their config.json files state them.
+"""The config.json contents of the Gemma 4 family and its MTP drafters (assistants).
 
 `BUILTIN_CONFIGS[hugging_face_id]` is a dict that `ModelConfig.from_hf` or `DrafterConfig.from_hf` reads: enough to
 inspect a model, to predict its speed, or to run it on dummy weights before anything is downloaded. A downloaded
@@ -70,7 +70,7 @@ OWN: dict[str, ForeignDict] = {
 
 
 def _text(size: Size) -> ForeignDict:
-    """What targets and assistants state alike."""
+    """Fields that targets and assistants have in common."""
     return {
         **TEXT,
         "hidden_size": size.hidden,
@@ -125,8 +125,8 @@ def _w4a16(config: Foreign) -> ForeignDict:
 
 
 def _all() -> dict[str, Foreign]:
-    """With Google's QAT checkpoints, which have the shapes of the others: bfloat16 values that survive Q4_0, and for
-    all but the mixture W4A16."""
+    """Adds Google's QAT checkpoints, which have the same shapes: bfloat16 values that Q4_0 represents without loss, and
+    W4A16 for all but the mixture of experts."""
     found: dict[str, Foreign] = {}
     for name in SIZES:
         base, target, assistant = f"google/gemma-4-{name}-it", _target(name), _assistant(name)

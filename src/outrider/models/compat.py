@@ -59,11 +59,11 @@ def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
 
 
 def other_weights(target: str, drafter: str, trained_for: str | None, is_now: str) -> str | None:
-    """What to warn of where a drafter was made for other weights of the same model: it fits, and guesses worse. Our own
-    drafters hold the hash of what they were trained for; Google's say it in their names (a QAT target wants the QAT
-    assistant)."""
+    """A warning if a drafter was trained for other weights of the same model: it runs, with lower acceptance. Our own
+    drafters hold the hash of the target they were trained for; Google's have it in their names (a QAT target wants the
+    QAT assistant)."""
     if trained_for is not None:
-        if trained_for.partition("+")[0] == is_now:  # behind the plus: the content of an adapter
+        if trained_for.partition("+")[0] == is_now:  # after the plus: the hash of an adapter
             return None
         return "trained for other weights of this model, so expect fewer accepted drafts"
     names = [Path(name).name.lower() for name in (target, drafter)]

@@ -1,4 +1,4 @@
-"""Foreign configuration, translated once into frozen dataclasses. Torch-free.
+"""Model configurations as frozen dataclasses, translated once from other projects' formats. Torch-free.
 
 `ModelConfig.from_hf(dict)` reads a Hugging Face `config.json` (GGUF metadata is first turned into such a dict by
 `weights.gguf_config`). The rest of the project sees no foreign dict.
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from ..types import AttnSpec, OutriderError
 
-# what a JSON file or GGUF metadata holds: anything at any depth, until it is translated here
+# the content of a JSON file or of GGUF metadata: any type at any depth, until it is translated here
 Foreign = Mapping[str, Any]
 ForeignDict = dict[str, Any]
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class RopeSpec:
 
     theta: float
     head_dim: int
-    rotated: int  # how many of the head_dim/2 pairs turn
+    rotated: int  # rotated pairs, of head_dim/2
     scaling: Literal["none", "linear", "llama3"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -64,7 +64,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A target model. One frozen object; every field is meant."""
+    """A target model."""
 
     model_type: str
     family: Family
@@ -94,7 +94,7 @@ class ModelConfig:
         return tuple(i for i, layer in enumerate(self.layers) if layer.attn.writes)
 
     def donor(self, kind: str) -> int:
-        """The last layer of a kind that owns K/V: what shared layers and MTP drafters read."""
+        """The last layer of a kind that owns K/V, which shared layers and MTP drafters read."""
         owners = [i for i in self.kv_layers if self.layers[i].kind == kind]
         if not owners:
             raise OutriderError(f"{self.model_type}: no {kind} layer owns K/V")
@@ -139,7 +139,7 @@ class DrafterConfig:
     position_offset: int = 2  # the constant position is L - offset (L: tokens so far, the newest not yet run)
     draft_tokens: int | None = None  # from generation_config, where the checkpoint says so
     tied_to_target: bool = False  # the head is the target's embedding, behind a projection
-    taps: tuple[int, ...] = ()  # target layers whose hidden states are fed beside the last one
+    taps: tuple[int, ...] = ()  # target layers whose hidden states are inputs as well as the last one
     target_hash: str | None = None  # what it was trained for (own drafters)
     style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/drafter.py
     weight_bits: int | None = None  # 4: trained so that its layers may be held in 4 bits (blocks of 32)
@@ -150,7 +150,7 @@ class DrafterConfig:
 
     @property
     def head_hidden(self) -> int:
-        """Width of what the head (and the centroids) are multiplied with."""
+        """Input width of the head (and of the centroids)."""
         return self.backbone_hidden if self.tied_to_target else self.hidden
 
     @property
@@ -202,7 +202,7 @@ class DrafterConfig:
 
 # ---- reading one foreign dict -------------------------------------------------------------------------------------
 def supported(kind: object) -> None:
-    """An error where no model of this kind is run."""
+    """Raises an error if this kind of model is not supported."""
     if kind not in (*LLAMA_TYPES, *GEMMA3_TYPES, *GEMMA4_TYPES):
         raise unsupported(kind)
 
@@ -214,7 +214,7 @@ def unsupported(kind: object) -> OutriderError:
 
 
 def text_part(raw: Foreign) -> Foreign:
-    """What a multimodal model's configuration says of its text tower; empty where nothing is nested."""
+    """The text tower's part of a multimodal model's configuration; empty if nothing is nested."""
     text = raw.get("text_config")
     return text if isinstance(text, Mapping) else {}
 
@@ -319,8 +319,8 @@ def _llama(kind: str, raw: Foreign) -> ModelConfig:
 
 
 def _gemma(kind: str, raw: Foreign, layers: tuple[LayerSpec, ...]) -> ModelConfig:
-    """What Gemma 3 and 4 have in common. Options of their classes that no released text decoder uses are refused
-    rather than computed otherwise."""
+    """The common part of Gemma 3 and 4. Options that no released text decoder uses are refused rather than computed
+    differently."""
     if raw.get("attention_bias"):
         raise OutriderError(f"{kind}: attention_bias is not supported")
     if raw.get("use_bidirectional_attention") in (True, "all"):

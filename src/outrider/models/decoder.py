@@ -5,7 +5,7 @@ only, all five sizes: dense (31B, 12B), mixture of experts (26B-A4B), edge (E2B,
 What differs is configuration: a part that a checkpoint lacks is None in its `Block`. Gemma 4's sliding and full layers
 have their own head size, RoPE and K/V heads; full layers may take v from the k projection; edge models share the K/V of
 their last owning layers and add per-layer embeddings (PLE); a scalar multiplies the whole stream after a layer. Gemma
-3's checkpoints store norm weights minus one; the loader adds the one, so nothing here knows of it.
+3's checkpoints store norm weights minus one; the loader adds the one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .config import ModelConfig
 from .layers import Block, gather_blocks, rope_variants
 from .split import SOLO, Collectives, piece
 
-# a residual step behind a sublayer: its norm, the layer's scalar, the next norm
+# the residual step after a sublayer: its norm, the layer's scalar, the next norm
 End = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
 class PerLayerBlock:
-    """How one layer takes in its per-layer embedding."""
+    """The weights with which one layer adds its per-layer embedding."""
 
     gate: DeviceWeight  # [ple, H]
     out: DeviceWeight  # [H, ple]
@@ -39,7 +39,7 @@ class PerLayerBlock:
 
 @dataclass(frozen=True)
 class PerLayerInput:
-    """Where the per-layer embeddings of all layers come from."""
+    """The table and the projection that give the per-layer embeddings of all layers."""
 
     table: DeviceWeight  # [V, L·ple]
     proj: DeviceWeight  # [L·ple, H]
@@ -58,8 +58,8 @@ class Experts:
 
 
 class TextModel:
-    """Embedding in, head out. One of several processes (`together`, models.split) has its part of the layers, and of
-    embedding and head the rows of its tokens."""
+    """A decoder-only model, from embedding to head. With tensor parallelism (`together`, models.split) a rank has its
+    part of every layer, and the rows of its tokens of embedding and head."""
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, together: Collectives = SOLO
@@ -68,7 +68,7 @@ class TextModel:
         tp = together.tp
         self.tokens = [piece(config.vocab_size, rank, tp.world) for rank in range(tp.world)]  # of each process
         self.all_reduce = together.all_reduce
-        self.last_write = config.kv_layers[-1]  # rows whose output is not read go as far as this layer's K/V
+        self.last_write = config.kv_layers[-1]  # rows whose output is not needed stop after this layer's K/V
         self.table: DeviceWeight = weights["embed"]  # [V, H]
         self.head: DeviceWeight = self.table if config.tied else weights["head"]
         norm = as_tensor(weights["norm"])
@@ -89,16 +89,16 @@ class TextModel:
                 self.ple_blocks.append(PerLayerBlock(gate, out, as_tensor(post_norm)))
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted
-        (None: all)."""
+        """ids [R] at kv.positions -> hidden states, and the residual streams after the layers `taps`, of the rows
+        `wanted` (None: all)."""
         return self._run(self.embed(ids), ids, kv, taps, wanted, None)
 
     def forward_soft(
         self, soft: Tensor, pad_id: int, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
     ) -> Pass:
-        """As `forward`, of rows [R, H] of one image instead of tokens. Per-layer embeddings are those of `pad_id`. end:
-        on sliding layers, and on all of Gemma 3's, every row sees the keys up to this position, those behind it too;
-        None: no row does."""
+        """Like `forward`, for soft-token rows [R, H] of one image instead of token ids. Per-layer embeddings are those
+        of `pad_id`. end: on sliding layers, and on all of Gemma 3's, every row sees the keys before this position,
+        later rows' included; None: attention is causal."""
         ids = torch.full((soft.shape[0],), pad_id, dtype=torch.int64, device=soft.device)
         return self._run(soft, ids, kv, taps, wanted, end)
 
@@ -125,7 +125,7 @@ class TextModel:
             x, qkv = self.after_attention(i, x, attended, ple)
             if i in taps:
                 streams[i] = x
-        return Pass(qkv, tuple(streams[i] for i in taps))  # behind the last layer there was only the final norm
+        return Pass(qkv, tuple(streams[i] for i in taps))  # after the last layer, `qkv` is the output of the final norm
 
     def after_attention(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
         """The rest of layer i: residual stream x [R, H] and attention output [R, heads·D] -> the stream after the
@@ -139,7 +139,7 @@ class TextModel:
         if self.experts is None:
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
             x, h = ops.residual_norm(x, self.mlp(h, block), *end, eps)
-        else:  # experts beside the dense MLP; they and their router read norms of their own
+        else:  # experts as well as the dense MLP; they and their router have their own norms
             routed = self.experts[i]
             norms = (block.mlp_norm, routed.router_norm, routed.norm)
             x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
@@ -164,8 +164,8 @@ class TextModel:
     def mixed(
         self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor, end: End
     ) -> tuple[Tensor, Tensor]:
-        """The dense MLP and the experts, and the residual step behind them. h, router_in, expert_in
-        [R, H]: norms of the residual stream x that it, router and experts read."""
+        """The dense MLP and the experts, and the residual step after them. h, router_in, expert_in [R, H]: norms of the
+        residual stream x, the inputs of MLP, router and experts."""
         ops, eps = self.ops, self.config.norm_eps
         if self.together.tp.world == 1:
             residual = MoeResidual(experts.post_dense_norm, experts.post_norm, *end, eps)
@@ -196,12 +196,12 @@ class TextModel:
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
+        """[R] -> the scaled input embedding [R, H], which is also an MTP drafter's input."""
         return self.rows(ids, self.table, self.config.embed_scale)
 
     def rows(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        """[R] -> [R, width]: rows of a table that is divided by tokens. Each process looks up its own; 0 is added to
-        the rest."""
+        """[R] -> [R, width]: rows of a vocabulary-parallel table. Each rank looks up its own tokens, with 0 for the
+        others; the sum is exact."""
         if len(self.tokens) == 1:
             return self.ops.embed(ids, table, scale)
         lo, hi = self.tokens[self.together.tp.rank]
@@ -209,7 +209,7 @@ class TextModel:
         return self.all_reduce(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
 
     def per_layer_inputs(self, source: PerLayerInput, ids: Tensor, x: Tensor) -> Tensor:
-        """[L, R, ple]: the token's own part and a projection of its embedding, computed once a pass."""
+        """[L, R, ple]: the token's own part and a projection of its embedding, computed once per pass."""
         ops, config = self.ops, self.config
         projected = ops.linear(x, source.proj)
         if len(self.tokens) > 1:  # the rows of these tokens, as a table of their own

@@ -1,18 +1,18 @@
 """An MTP drafter's network: Gemma 4's assistants (`gemma4_assistant`, `gemma4_unified_assistant`) and our own, which
-are free of their layout where that pays.
+depart from their layout where that pays.
 
-It owns no K/V. Fed by the target's embedding of the newest token and the target's last hidden state (after the final
-norm), a few query-only layers attend to the target's cache at one constant position; what it hands out is fed back for
-the next token. Let the sequence have L tokens, the newest sampled but not yet run through the target: the view has one
-row a sequence at position L - 2, the last visible key. With a clustered head only the tokens of the best clusters are
-scored.
+The drafter owns no K/V. Its inputs are the target's embedding of the newest token and the target's last hidden state
+(after the final norm); a few query-only layers attend to the target's cache at one constant position, and the output is
+fed back for the next token. If the sequence has L tokens, of which the newest is sampled but not yet run through the
+target, the view has one row per sequence at position L - 2, the last visible key. With a clustered head only the tokens
+of the best clusters are scored.
 
-What is different in our own, the plain style:
+Our own drafters (style "plain") differ in this:
 
-- every layer reads the K/V of a target layer of its own choosing (`reads`), not only of the last one;
-- the inputs are brought to unit scale (scale-free RMSNorm), so embedding and hidden state weigh alike; residual
-  streams of further target layers at the last seen position (`taps`) may be fed beside them, once a round;
-- layers are plain pre-norm blocks: the target's K needs no q norm to be matched, and two norms a layer are saved;
+- every layer reads the K/V of a target layer chosen in the configuration (`reads`), not only of the last one;
+- the inputs are normalised to unit scale (scale-free RMSNorm), so embedding and hidden state weigh alike; residual
+  streams of further target layers at the last computed position (`taps`) may be inputs as well, once per round;
+- layers are plain pre-norm blocks: the target's K needs no q norm to be matched, and two norms per layer are saved;
 - the head is the target's own embedding (`tied_to_target`): the drafter predicts the target's next hidden state in
   the target's space, and that prediction is both what the head reads and what is fed back.
 """
@@ -35,7 +35,7 @@ from .layers import gather_blocks, rope_variants
 
 
 class MTPNet:
-    most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
+    most = 0  # maximum sequences of a whole round in one call; 0 unless a backend replaces this class
     has_runner_ups = False
     alarm: Tensor | None = None
 
@@ -51,15 +51,16 @@ class MTPNet:
         self.head: DeviceWeight = target.head if config.tied_to_target else weights["embed"]
         self.centroids: DeviceWeight | None = None  # [C, Hb or h]
         self.cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
-        # Over a head that is divided over processes, by tokens, all tokens are scored.
+        # A vocabulary-parallel head scores all tokens.
         if config.clusters and not (config.tied_to_target and target.together.tp.world > 1):
             order = as_tensor(weights["token_ordering"]).long()
             self.centroids, self.cluster_ids = weights["centroids"], order.view(config.clusters, -1)
-            # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
+            # Sort the head's rows by cluster once: scoring a cluster then reads contiguous memory.
             self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
 
     def start(self, kv: KVView, features: Tensor) -> DraftRound:
-        """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""
+        """kv: one row per sequence at the last position that the target has computed; features [B, Hb·(1 + taps)] at
+        it."""
         positions = kv.positions + 2 - self.config.position_offset
         return DraftRound(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], self.tapped(features))
 
@@ -72,7 +73,7 @@ class MTPNet:
         return self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
 
     def inputs(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> Tensor:
-        """[B, (2 + taps)·Hb]: what the first projection reads."""
+        """[B, (2 + taps)·Hb]: the input of the first projection."""
         parts = [token_embedding, hidden]
         if not self.config.gemma:
             parts = [self.ops.rms_norm(part, None, self.config.norm_eps) for part in parts]

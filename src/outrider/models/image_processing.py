@@ -1,11 +1,11 @@
 """From an image file to the pixels that a vision model reads: decode, turn upright, flatten, resize.
 
-The resize is on 8 bits, as the PIL backend of transformers has it. Gemma 4: bicubic, to the largest multiple of a soft
-token's side that stays within the budget; small images are enlarged. Gemma 3: bilinear, to one square. EXIF orientation
-is applied and alpha is flattened onto white. Whatever is wrong with a file is a `ValueError` of one line.
+The resize works on 8-bit values, like the PIL backend of transformers. Gemma 4: bicubic, to the largest multiple of a
+soft token's side that stays within the budget; small images are enlarged. Gemma 3: bilinear, to one square. EXIF
+orientation is applied and alpha is flattened onto white. Every problem with a file is a `ValueError` of one line.
 
-Run as a script it is the process in which files of unknown origin are decoded (engine/image_decoder.py): it imports
-nothing of this package, and bounds its own memory and CPU time.
+Run as a script, this file is the sandbox process that decodes untrusted files (engine/image_decoder.py): it imports
+nothing of this package, and limits its own memory and CPU time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-HEAD = struct.Struct("<IIIQ")  # bytes of the file; soft tokens and side, see `pixels`; most pixels
+HEAD = struct.Struct("<IIIQ")  # bytes of the file; soft tokens and side, see `pixels`; maximum pixels
 REPLY = struct.Struct("<?II")  # is it an image? then height and width and pixels follow, else an error's length
 MEMORY, CPU_SECONDS = 3 << 30, 60  # of the decoding process
 MAX_SIDE = 65500
@@ -43,7 +43,7 @@ def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, i
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """A file's first frame. The header is read first: what is too large is never decoded."""
+    """A file's first frame. The header is read first, so that an image that is too large is never decoded."""
     if b"<svg" in data[:1024].lower() or data[:5] == b"<?xml":
         raise ValueError("SVG images are drawings, not pixels: send PNG, JPEG or WebP")
     with warnings.catch_warnings():
@@ -110,10 +110,10 @@ def read(pipe: IO[bytes], size: int) -> bytes:
 
 
 def main() -> None:
-    """Files come on stdin, pixels or one line of an error go out on stdout. Ends with its stdin."""
+    """Reads files from stdin, writes pixels or a one-line error to stdout. Ends when stdin closes."""
     import resource
 
-    os.nice(10)  # those who decode tokens go first
+    os.nice(10)  # decoding tokens has priority
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     Image.MAX_IMAGE_PIXELS = None  # `check_size` has its own bound
     Image.init()

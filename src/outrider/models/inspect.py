@@ -1,8 +1,8 @@
 """What a model costs, from its configuration alone: parameters, bytes streamed, K/V, arithmetic intensity. Torch-free.
 
-"Streamed" means: read from memory once for a pass. One token reads every matrix of every layer, the head and one row of
-each embedding table; of a mixture of experts only the experts chosen. Several tokens at once read the same matrices
-once, which is why checking a draft is cheap: `intensity` says how many floating-point operations each byte is good for.
+"Streamed" means: read from memory once per pass. One token reads every matrix of every layer, the head and one row of
+each embedding table; of a mixture of experts only the selected experts. Several tokens in one pass read each matrix
+once, which is why verifying a draft is cheap: `intensity` is the number of floating-point operations per byte.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .compat import fits, reads
 from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
 
 DECODE_ROWS = (1, 5, 9)
-# bytes of a GPU beside weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
+# GPU bytes besides weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
 WORK = 1 << 30
 
 
@@ -64,7 +64,7 @@ class ModelSize:
 
     @property
     def outside(self) -> int:
-        """Beside layers and tables: the final norm and the projection of the per-layer embeddings."""
+        """Parameters outside layers and tables: the final norm and the projection of the per-layer embeddings."""
         config = self.config
         wide = len(self.layers) * config.ple_dim
         return config.hidden + (wide * config.hidden + config.ple_dim if config.ple_dim else 0)
@@ -76,7 +76,7 @@ class ModelSize:
         return body + self.embedding + (0 if self.config.tied else self.head) + self.ple_table + self.outside
 
     def streamed(self, rows: float) -> float:
-        """Parameters read by a pass over `rows` tokens, each asking the router for itself (as if by chance)."""
+        """Parameters read by a pass over `rows` tokens, if the router chooses experts at random for each."""
         config = self.config
         experts = 0.0
         if config.moe is not None:
@@ -92,8 +92,8 @@ class ModelSize:
 
 
 def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.0, read: bool = False) -> int:
-    """DeviceWeight for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it
-    reads, where layers that share K/V count again."""
+    """K/V size of a sequence of that length: sliding layers keep their window only. `read`: what a pass reads of it;
+    layers that share K/V then count again."""
     total = 0
     for layer in config.layers:
         attn = layer.attn
@@ -103,8 +103,8 @@ def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.
 
 
 def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
-    """Multiplications and additions of `rows` new tokens after `context` earlier ones. head_rows: those whose output is
-    wanted; the others go through the layers that write K/V."""
+    """Multiplications and additions of `rows` new tokens after `context` earlier ones. head_rows: rows whose output is
+    needed; the others only run the layers that write K/V."""
     config, last = size.config, size.config.kv_layers[-1]
     top_k = config.moe.top_k if config.moe else 0
     total = 2.0 * head_rows * size.head + 2.0 * rows * (size.outside - config.hidden)
@@ -117,7 +117,7 @@ def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
 
 
 def intensity(config: ModelConfig, rows: int, context: int, weight_bytes: float, head_rows: int | None = None) -> float:
-    """Floating-point operations for each byte moved: weights read once, K/V read and written."""
+    """Floating-point operations per byte moved: weights read once, K/V read and written."""
     size = model_size(config)
     moved = size.streamed(rows) * weight_bytes + kv_bytes(config, context, read=True) + rows * kv_bytes(config, 1)
     return flops(size, rows, context, rows if head_rows is None else head_rows) / moved
@@ -155,19 +155,19 @@ def drafter_size(config: DrafterConfig) -> DrafterSize:
 
 
 def work_bytes(vocab: int, rows: int) -> int:
-    """What a GPU holds beside weights and K/V while a step has `rows` rows: their float32 logits are made twice
-    over."""
+    """GPU memory besides weights and K/V while a step has `rows` rows: two copies of their float32 logits, and a fixed
+    part."""
     return WORK + 2 * 4 * vocab * rows
 
 
 def row_numbers(config: ModelConfig) -> int:
-    """Numbers that a pass makes of one row in its widest layer."""
+    """Activations per row in the widest layer of a pass."""
     return max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in config.layers) + 8 * config.hidden
 
 
 def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
-    """Tokens of one sequence whose K/V, `item` bytes a number, fits beside the weights; 0: not even the weights fit.
-    What the engine leaves for work is left."""
+    """Tokens of one sequence whose K/V, at `item` bytes per number, fits next to the weights and the engine's working
+    memory; 0: not even the weights fit."""
     free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
     if free < kv_bytes(config, 1, item):
         return 0
@@ -207,9 +207,9 @@ def report(
     total_bytes: float | None = None,
     kv_item: float = 2.0,
 ) -> ForeignDict:
-    """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared; weight_bytes:
-    of a weight that a token reads, on average; total_bytes: of all weights, where it is not the same for each; kv_item:
-    bytes of a number of K/V."""
+    """Everything `outrider inspect` shows, as plain data. `context`: length at which passes are compared; weight_bytes:
+    average bytes per weight that a token reads; total_bytes: of all weights, if they differ in size; kv_item: bytes per
+    number of K/V."""
     size = model_size(config)
     total = size.total * weight_bytes if total_bytes is None else total_bytes
     out: ForeignDict = {
@@ -259,8 +259,8 @@ def report(
 def drafter_report(
     kind: str, reason: str | None, parameters: int, step: float, target_token: float, **own: object
 ) -> ForeignDict:
-    """What is said of a drafter. reason: why it does not fit; step, target_token: bytes that a draft step and a token
-    of the target read."""
+    """The part of the report about a drafter. reason: why it does not fit; step, target_token: bytes that a draft step
+    and a token of the target read."""
     return {
         "model_type": kind,
         "fits": reason is None,

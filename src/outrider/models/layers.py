@@ -1,4 +1,4 @@
-"""What targets and drafters share: rotary frequencies, and one decoder layer's weights.
+"""Code that targets and drafters share: rotary frequencies, and one decoder layer's weights.
 
 A model is built from a frozen config, a mapping of canonical weight names and an ops object. Names are looked up
 once, at construction; the forward passes see fields only.
@@ -34,7 +34,7 @@ def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
 
 
 def rope_variants(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[int], list[Tensor]]:
-    """Which variant each layer uses, and the frequencies of each variant: angles are computed once a pass and
+    """The rope variant of each layer, and the frequencies of each variant: angles are computed once per pass and
     variant."""
     kinds: list[RopeSpec] = []
     for layer in layers:
@@ -64,13 +64,13 @@ class Block:
     down_bias: Tensor | None
     post_mlp_norm: Tensor | None
     scalar: Tensor | None  # [1], multiplies the whole residual stream
-    next_norm: Tensor  # the norm that reads what this layer leaves: the next layer's, or the final one
+    next_norm: Tensor  # the norm of this layer's output: the next layer's, or the final one
 
 
 def gather_blocks(
     weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True
 ) -> list[Block]:
-    """first: the process that adds what is added once to a sum of all processes."""
+    """first: this process adds the terms that an all-reduce must count once (biases)."""
     once = () if first else ("out_bias", "down_bias")
     blocks = []
     for i, (layer, rope) in enumerate(zip(layers, rope_of, strict=True)):

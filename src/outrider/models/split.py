@@ -1,13 +1,13 @@
-"""How a model is divided over processes: which heads, columns and tokens are whose. Torch-free.
+"""Tensor parallelism: which heads, columns and tokens of a model each process has. Torch-free.
 
-Every process runs the same passes on its own part of the weights. Attention heads go with the K/V heads they read;
-where there are fewer K/V heads than processes, several processes keep the same one and divide its query heads. MLP and
-experts are divided along their inner width, embedding and head by tokens. The answers of a process to a projection back
-into the residual stream are partial sums: `Collectives.all_reduce` adds them up, always in the order of the ranks, so
-that a row's sum does not depend on the rows beside it.
+Every process runs the same passes on its own part of the weights. Attention heads stay with the K/V heads they read; if
+there are fewer K/V heads than processes, several processes keep the same one and divide its query heads. MLP and
+experts are divided along their inner width, embedding and head by tokens. The output of a projection back into the
+residual stream is a partial sum in each process: `Collectives.all_reduce` adds them, always in the order of the ranks,
+so that a row's sum does not depend on the other rows of the batch.
 
-What is small is kept whole everywhere: norms, the router, the projections of per-layer embeddings, and all of a drafter
-but its attention, which must run where its K/V heads are.
+Small weights are replicated: norms, the router, the projections of per-layer embeddings, and all of a drafter but its
+attention, which must run where its K/V heads are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Span = tuple[int, int]  # [lo, hi)
 
 @dataclass(frozen=True)
 class TPRank:
-    """Which of how many."""
+    """A process's rank among `world` processes."""
 
     rank: int = 0
     world: int = 1
@@ -39,19 +39,19 @@ class TPRank:
 
 @dataclass(frozen=True)
 class Shard:
-    """What is kept of a source tensor: spans of its rows (dimension -2; of a vector its elements), or of its
-    columns."""
+    """The part of a source tensor that a process keeps: spans of its rows (dimension -2; of a vector its elements), or
+    of its columns."""
 
     spans: tuple[Span, ...]
     columns: bool = False
 
 
-# by canonical name, one for each source of its plan; names that are not there are kept whole
+# by canonical name, one for each source of its plan; absent names are kept whole
 Shards = dict[str, tuple[Shard, ...]]
 
 
 class Collectives(Protocol):
-    """What the processes that share a model do with one another's numbers."""
+    """The collective operations of the processes that share a model."""
 
     @property
     def tp(self) -> TPRank: ...
@@ -66,7 +66,7 @@ class Collectives(Protocol):
 
 
 class Solo:
-    """One process: everything is its own."""
+    """The collectives of a single process: identities."""
 
     tp = TPRank()
 
@@ -102,8 +102,8 @@ def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
 
 
 def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int]) -> tuple[ModelConfig, Shards]:
-    """The model as this process sees it (its heads, its inner widths; the vocabulary stays whole), and what it keeps of
-    each weight. alignment(name): where the columns of a weight may be cut (a multiple of it)."""
+    """The configuration of this process's part (its heads, its inner widths; the vocabulary stays whole), and its shard
+    of each weight. alignment(name): columns of a weight may be cut at multiples of it."""
     tokens = (Shard((tp.of(config.vocab_size),)),)
     cuts: Shards = {"embed": tokens}
     if not config.tied:

@@ -1,8 +1,9 @@
 """From pixels to soft tokens: Gemma 4's vision tower, the 12B's unified embedder and Gemma 3's SigLIP, in plain torch.
 
-One image at a time and unpadded: padding would change the bits of an image with the images next to it. Soft tokens are
-rows of the text model's input as they are, not multiplied by sqrt(hidden). After transformers 5's modeling_gemma4.py,
-with matrices that read the same rows stacked, and heads in an order in which their rotation is NeoX's.
+Images are encoded one at a time and unpadded: with padding, an image's bits would depend on the other images. Soft
+tokens are rows of the text model's input as they are, not multiplied by sqrt(hidden). Gemma 4's definition is that of
+transformers 5's modeling_gemma4.py, with matrices of the same input stacked, and heads reordered so that their rotation
+is NeoX's.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..ops.backend import Backend
 from ..ops.reference import ReferenceOps
 from .vision_config import CLIPS, VisionConfig
 
-# the fastest that takes the heads; cuDNN's uses Hopper's wgmma
+# the fastest one that supports the head size; cuDNN's uses Hopper's wgmma
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-GRAPHS, GRAPH_PIXELS = 16, 1120 * 48 * 48 // 2  # shapes that are captured; in a larger image launching hides
+GRAPHS, GRAPH_PIXELS = 16, 1120 * 48 * 48 // 2  # captured shapes; for larger images launches are hidden
 
 
 class ShapeGraphs:
-    """An encoder as a CUDA graph for each shape of an image that has come before: launching the kernels of a tower
-    takes longer than running them."""
+    """An encoder with one CUDA graph per image shape seen before: launching a tower's kernels takes longer than running
+    them."""
 
     def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
         self._run = run
@@ -52,7 +53,7 @@ class ShapeGraphs:
 
 @dataclass(frozen=True)
 class StackedLinear:
-    """Matrices that read the same rows, one below the other. E2B's and E4B's clamp what they read and give."""
+    """Matrices with the same input, stacked along their rows. E2B's and E4B's clamp their inputs and outputs."""
 
     weight: Tensor  # [out, in]
     reads: tuple[float, float] | None
@@ -65,7 +66,7 @@ class StackedLinear:
 
 @dataclass(frozen=True)
 class TowerLayer:
-    qkv: tuple[StackedLinear, ...]  # one, or where they clamp what they read differently three
+    qkv: tuple[StackedLinear, ...]  # one, or three if they clamp their inputs differently
     out: StackedLinear
     gate_up: tuple[StackedLinear, ...]
     down: StackedLinear
@@ -78,8 +79,9 @@ class VisionModel:
     def __init__(
         self, config: VisionConfig, weights: dict[str, Tensor], ops: Backend | None = None, threads: int = 1
     ) -> None:
-        """weights: by the names of `VisionConfig.tensors`; those of a tower's layers are taken out. ops: the backend
-        for rows and heads (None: torch); products are torch's. threads: of a CPU, while an image is encoded."""
+        """weights: by the names of `VisionConfig.tensors`; those of a tower's layers are popped. ops: the backend of
+        norms, activations and rotation (None: torch); matmuls and attention are torch's. threads: CPU threads while an
+        image is encoded."""
         self.config, self.weights, self.ops, self.threads = config, weights, ops or ReferenceOps(), threads
         self.nbytes = sum(w.nbytes for w in weights.values())
         some = next(iter(weights.values()))
@@ -187,7 +189,7 @@ class VisionModel:
     def _layer(
         self, layer: TowerLayer, x: Tensor, h: Tensor, angles: tuple[Tensor, Tensor], following: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """x [P, d]: the residual stream; h: its norm. Both after the layer, with the norm `following`."""
+        """x [P, d]: the residual stream; h: its norm. Returns both after the layer, with the norm `following`."""
         config, ops, (_, post, before, after) = self.config, self.ops, layer.norms
         heads = (config.heads, config.kv_heads)
         q, k, v = ops.rotate_heads(_all(layer.qkv, h, ops), *angles, layer.q_norm, layer.k_norm, heads, config.eps)

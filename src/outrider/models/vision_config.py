@@ -46,12 +46,12 @@ class VisionConfig:
 
     @property
     def placeholder_id(self) -> int:
-        """What chat templates write for an image."""
+        """The token that chat templates write for an image."""
         return self.boi_id if self.kind == "siglip" else self.image_id
 
     def image_text(self, token: Callable[[int], str | None]) -> tuple[str, str] | None:
-        """Gemma 3 has empty lines around an image, which must be there before the text is cut into tokens: what a
-        template writes, and what is read instead. token: the text of an id."""
+        """Gemma 3 has empty lines around an image, which must be added before tokenizing: (the template's text, its
+        replacement). token: the text of an id."""
         begin, end = token(self.boi_id), token(self.eoi_id)
         if self.kind != "siglip" or begin is None or end is None:
             return None
@@ -75,7 +75,7 @@ class VisionConfig:
         config = _siglip(raw, vision) if kind == "gemma3" else _gemma4(raw, vision, kind == "gemma4_unified")
         vocab = int(text_part(raw).get("vocab_size", 262208 if kind == "gemma3" else 262144))
         if any(i >= vocab for i in (config.image_id, config.boi_id, config.eoi_id)):
-            return None  # the vocabulary was cut: no text can place an image
+            return None  # a truncated vocabulary: no text can contain the image token
         return config
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -145,7 +145,7 @@ class VisionConfig:
         return total
 
     def nbytes(self, item: int = 2) -> int:
-        """What the weights take."""
+        """Bytes of the weights."""
         return item * sum(prod(shape) for shape in self.tensors().values())
 
 
