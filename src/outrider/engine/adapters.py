@@ -27,7 +27,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}")
 
 
 class AdapterPool:
-    """May be used from several threads: a server loads an adapter while its engine runs."""
+    """Thread-safe: a server loads an adapter while its engine runs."""
 
     def __init__(self, model: TextModel, load: Callable[[str, str], Adapter], max_adapters: int = 8):
         """load(name, path): reads an adapter for this model."""
@@ -42,7 +42,7 @@ class AdapterPool:
 
     @property
     def nbytes(self) -> int:
-        """On the device that computes."""
+        """Bytes on the compute device."""
         return (
             self.slots.nbytes
             if self.slots is not None
@@ -65,7 +65,7 @@ class AdapterPool:
         return adapter
 
     def remove(self, name: str) -> None:
-        """Requests on their way keep it until they end."""
+        """Running requests keep it until they end."""
         with self._lock:
             if self.paths.pop(name, None) is None:
                 raise OutriderError(self._unknown(name))

@@ -21,8 +21,8 @@ GraphT = TypeVar("GraphT")
 
 
 class GraphPool:
-    """Memory that graphs share. It keeps a graph of its own for as long as it lives, since a pool whose last graph is
-    gone must not be captured into again."""
+    """Memory that graphs share. It keeps one graph of its own alive, since a pool must not be captured into again after
+    its last graph is gone."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -78,8 +78,8 @@ class GraphCache(Generic[KeyT, GraphT]):
         self.refused: set[KeyT] = set()
 
     def capture(self, key: KeyT, fn: Callable[[], Tensor | None], strict: bool) -> Graph | str:
-        """The function as a graph, or why it cannot be one, in a line. strict: raise that instead, as on a device
-        without graphs."""
+        """The function as a graph, or a one-line reason why it cannot be captured. strict: raise that instead, as on a
+        device without graphs."""
         try:
             with torch.inference_mode():
                 return Graph(fn, self.device, self.pool)

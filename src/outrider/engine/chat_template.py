@@ -60,14 +60,14 @@ class ChatTemplate:
 
 class TemplateProcess:
     def __init__(self, source: str, seconds: float = SECONDS, memory: int = MEMORY) -> None:
-        """Of one rendering: processor time, and bytes of the whole process."""
+        """Limits of one rendering: CPU time, and bytes of the whole process."""
         self._source, self._seconds, self._memory = source, seconds, memory
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
     def render(self, variables: dict[str, Any]) -> str:
-        """From any thread; blocks until it is done. jinja2.TemplateError where it fails, or is over its limits."""
+        """Thread-safe; blocks until done. Raises jinja2.TemplateError if it fails or exceeds its limits."""
         data = json.dumps(variables).encode()
         with self._lock:
             if self._closed:

@@ -56,7 +56,7 @@ class Rows:
         return grid.reshape(-1) if self.even else grid[self.seq, self.offset]
 
     def positions(self, length: Tensor) -> Tensor:
-        """[R]: where each row's token stands."""
+        """[R]: the position of each row's token."""
         if not self.k:
             return length
         return (
@@ -78,7 +78,7 @@ class CycleInput:
 
     @property
     def positions(self) -> Tensor:
-        """[R]: where each row's token stands in its text."""
+        """[R]: the position of each row's token in its sequence."""
         return (
             self.rows.positions(self.position) if self.tree is None else self.position[self.rows.seq] + self.tree.depth
         )
@@ -105,7 +105,7 @@ def cycle(
     x: CycleInput,
     override: Callable[[Verdict, Draft, Tensor], Verdict] | None = None,
 ) -> CycleOutput:
-    """pages: of the B sequences. override: benchmarks replace the verdict by an assumed one; nobody else may."""
+    """pages: those of the B sequences. override: replaces the verdict by an assumed one, for benchmarks only."""
     rows = x.rows
     if draft is None:
         draft = Draft(x.position.new_empty((x.position.shape[0], 0)), torch.zeros_like(x.position))
@@ -133,8 +133,8 @@ def cycle(
 
 
 def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
-    """With the rows of a tree's accepted path as its drafter's context. Behind its end stand rows of the last one, at
-    positions that the next pass writes again."""
+    """Replaces the drafter's context by the rows of a tree's accepted path. Past its end the last row is repeated, at
+    positions that the next pass overwrites."""
     rows, device = out.verdict.rows, x.position.device
     assert rows is not None
     (size, wide), at = rows.shape, (x.rows.start[:-1, None] + rows).reshape(-1)
@@ -146,15 +146,15 @@ def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
 
 
 def cut(draft: Draft, k: int) -> Draft:
-    """No more than k tokens a sequence."""
+    """At most k tokens per sequence."""
     q, sure = (None if t is None else t[:, :k] for t in (draft.q, draft.confidence))
     return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), q, sure, draft.trees)
 
 
 def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
-    """The target chooses at every row with noise that depends on (seed, position) alone; a draft is right while it is
-    equal. In a tree (SpecInfer, Miao et al. 2023) a row sees its own ancestors alone, as in plain decoding; the walk
-    starts at row 0 and goes to the child that holds the choice, while there is one."""
+    """The target chooses at every row with noise that depends on (seed, position) alone; a draft token is accepted if
+    it equals the choice. In a tree (SpecInfer, Miao et al. 2023) a row sees its own ancestors alone, as in plain
+    decoding; the accepted path starts at row 0 and continues to the child that holds the choice, while there is one."""
     rows, sampling, tree = x.rows, x.sampling, x.tree
     position = x.positions + 1 if sampling.any_sampled else x.position  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None
@@ -179,7 +179,7 @@ def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
 def verify_drawn(
     rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], logits: Tensor, draft: Draft, x: CycleInput
 ) -> Verdict:
-    """A rule of spec.rejection: it keeps the target's distribution, not its text."""
+    """Verification by spec.rejection: it keeps the target's distribution, not its text."""
     rows, sampling = x.rows, x.sampling
     mask = x.masks(draft.tokens) if x.masks is not None else None
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask, ops=x.ops)
@@ -189,7 +189,7 @@ def verify_drawn(
 
 
 def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
-    """[R, ...] -> [B, K + 1, ...]; the places that a shorter sequence does not have hold 0."""
+    """[R, ...] -> [B, K + 1, ...]; padding of shorter sequences is 0."""
     if rows.even:
         return flat.view(batch, rows.k + 1, *flat.shape[1:])
     grid = flat.new_zeros((batch, rows.k + 1, *flat.shape[1:]))
@@ -198,8 +198,8 @@ def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
-    """For each emitted token {id: logprob}, the chosen one first; `rows` as `Backend.logprob_rows` gives them, `top` of
-    their likeliest."""
+    """For each emitted token {id: logprob}, the chosen one first; `rows` as `Backend.logprob_rows` returns them, with
+    the `top` likeliest."""
     out = []
     for row, token in zip(rows, tokens):
         width = len(row) // 2

@@ -54,14 +54,14 @@ class Key:
 
     @property
     def drafted(self) -> int:
-        """Tokens of a sequence that are verified beside its newest."""
+        """Number of draft tokens of a sequence that are verified."""
         return self.nodes or self.k
 
 
 @dataclass
 class State:
-    """Where each slot's sequence stands and how it chooses, on the device. The last row is that of the rows that fill
-    up a batch."""
+    """Position and sampling state of each slot's sequence, on the device. The last row is for padding rows of a
+    batch."""
 
     last: Tensor  # int64 [S + 1] the newest token
     position: Tensor  # int64 [S + 1] its position
@@ -76,7 +76,7 @@ class State:
 
 @dataclass
 class Inputs:
-    """What the host tells a step, by batch row. Uploaded only when it changes."""
+    """The host's inputs of a step, by batch row. Uploaded only when they change."""
 
     slots: Tensor  # int64 [N]
     limit: Tensor  # int64 [N] the K of the row
@@ -95,14 +95,14 @@ class Inputs:
         return Inputs(zeros(rows) + idle, zeros(rows), zeros(rows) + 1, by_host, zeros(rows), guesses, drafted, ranges)
 
     def known(self, batch: int, k: int, length: Tensor) -> Tensor:
-        """[B, k]: what the host expects behind the positions `length` [B], where the sequences really stand."""
+        """[B, k]: the host's draft tokens after the positions `length` [B], where the sequences are now."""
         at = (length - self.base[:batch])[:, None] + torch.arange(k, device=length.device)
         return self.guesses[:batch].gather(1, at.clamp(0, KNOWN - 1))
 
 
 @dataclass
 class Output:
-    """Where a step leaves what the host reads."""
+    """Buffers for the results that the host reads."""
 
     # int64 [B, K + 2]: emitted tokens, their number last. Of a tree [B, 2·(K + 1) + nodes + 2]: tokens, the row that
     # chose each, every row's parent, the number.
@@ -119,14 +119,14 @@ class Output:
 
 
 def allowed(bits: Tensor, vocab: int) -> Tensor:
-    """int32 [R, V / 32], a bit a token -> bool [R, V]."""
+    """int32 [R, V / 32], one bit per token -> bool [R, V]."""
     each = torch.arange(32, dtype=torch.int32, device=bits.device)
     return ((bits[:, :, None] >> each) & 1).to(torch.bool).flatten(1)[:, :vocab]
 
 
 @dataclass
 class DecodeStep:
-    """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state`; returns the
+    """The captured function. It writes the emitted tokens to `out` and the next inputs to `state`, and returns the
     logits [R, V]."""
 
     model: Target

@@ -32,7 +32,7 @@ class DraftPolicy:
     trees: bool  # the fastest executor runs trees at the price of their rows
 
     def plan(self, ready: list[Seq]) -> list[DraftPlan]:
-        """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
+        """Drafter and K of each decoding sequence: the requested K, else the controller's."""
         if not self.controller.drafters:
             return [NO_DRAFT] * len(ready)
         widest = self.can.widest(len(ready), self.graphs)
@@ -60,14 +60,13 @@ class DraftPolicy:
         return DraftContext(seq.id, offers, match, *where, False, self._nodes(seq, widest), unread, adapter_of(seq))
 
     def trust(self, ready: Sequence[Seq]) -> list[float]:
-        """Acceptance by the drafter's confidence for these sequences, by what their adapter taught if they share
-        one."""
+        """Acceptance by the drafter's confidence for these sequences; if they share an adapter, that of the adapter."""
         assert self.drafter is not None
         adapters = {adapter_of(seq) for seq in ready}
         return self.controller.trust(self.drafter.name, adapters.pop() if len(adapters) == 1 else "")
 
     def _asked(self, seq: Seq) -> int | None:
-        """The K this request shall have; None: whatever is fastest."""
+        """The requested K of this request; None: the fastest."""
         if not seq.request.drafter:
             return 0
         return seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
@@ -88,12 +87,12 @@ class DraftPolicy:
         return NO_DRAFT
 
     def _tree(self, seq: Seq) -> int | None:
-        """Most tokens of a tree of drafts that was asked for; None: whatever is fastest."""
+        """The requested maximum number of tokens per draft tree; None: the fastest."""
         return seq.request.tree if seq.request.tree is not None else self.spec.tree
 
     def _nodes(self, seq: Seq, widest: int) -> int:
-        """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a
-        tree (the backend says), and where choosing is not coupled. What nobody asked for must also be fast (the
+        """Maximum number of tokens of a tree now; 0: drafts stay chains, as they do if a row could have other bits in a
+        tree (the backend says), or if verification is not coupled. Trees that were not requested must also be fast (the
         executor says) and pay: on a CPU second guesses bring 14 to 21 % where tokens are drawn, and nothing to greedy
         decoding (docs/drafting.md); on a GPU rows cost little."""
         asked, params = self._tree(seq), seq.request.params
@@ -105,7 +104,7 @@ class DraftPolicy:
         return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
     def _offer(self, seq: Seq, name: str, most: int) -> int:
-        """How many tokens this drafter could guess for this sequence now, of at most so many."""
+        """How many tokens, up to the given maximum, this drafter could draft for this sequence now."""
         if most <= 0:
             return 0
         if name == "ngram":
@@ -116,14 +115,14 @@ class DraftPolicy:
         return min(most, drafter.max_tokens) if name == drafter.name and asked in (True, name) else 0
 
     def copies(self, request: Request) -> bool:
-        """May copies of earlier text be drafted? A network's draft needs nothing from the host; a copy is as old as
-        what the host has seen. So beside a network in steps that are read one behind, copies are made only where they
-        were asked for by name."""
+        """May n-gram copies be drafted? A network's draft needs nothing from the host; a copy is only as new as the
+        tokens the host has read. So with a network and steps that are read one behind, copies are made only if
+        requested by name."""
         return request.drafter == "ngram" or (request.drafter is True and (self.drafter is None or not self.graphs))
 
     def _max_draft_len(self, seq: Seq, widest: int) -> int:
-        """Most tokens a draft may have: what may be emitted, what the context holds, and what keeps rows
-        independent."""
+        """Maximum draft length: limited by the tokens that may be emitted, the context, and the number of independent
+        rows."""
         return min(
             seq.remaining - 1 - (seq.num_inflight_tokens > 0),
             self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1,

@@ -39,12 +39,12 @@ VERIFIERS: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
 
 
 def confidences(row: list[float]) -> list[float]:
-    """Of a draft's tokens, without the place behind it where nothing was drafted."""
+    """Confidences of a draft's tokens, without the padding."""
     return row[:-1] if row and row[-1] == 0.0 else row
 
 
 class EagerExecutor(Executor):
-    """It takes trees as well, and grows them node by node."""
+    """It supports trees as well, and builds them node by node."""
 
     name = "eager"
 

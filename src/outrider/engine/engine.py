@@ -42,7 +42,7 @@ USUAL = 4  # the K that a server is ready for where the controller chooses
 
 @dataclass(slots=True)
 class Event:
-    """What one step did for one request. `kinds` says where each token came from."""
+    """The result of one step for one request. `kinds` says where each token came from."""
 
     id: str
     tokens: list[int]
@@ -115,12 +115,12 @@ class Engine:
 
     @property
     def metrics(self) -> Metrics:
-        """What was counted up to now; from any thread."""
+        """The counters so far; thread-safe."""
         self._metrics.look(self.scheduler, self.store, self.runner)
         return self._metrics
 
     def _executors(self) -> list[Executor]:
-        """Fastest first; the last one takes everything."""
+        """Fastest first; the last one supports everything."""
         runner, drafter, made = self.runner, self.drafter, list[Executor]()
         if self.spec.verify == "coupled":
             if self.graphs and (drafter is None or drafter.in_graph):
@@ -135,9 +135,9 @@ class Engine:
         return [*made, EagerExecutor(runner, self.spec.verify, self._metrics)]
 
     def serve(self) -> str:
-        """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it
-        is needed, and prompts run in pieces that nobody waits long for; on a GPU the likely steps and passes are
-        captured before the first one comes. Returns a line about what was made."""
+        """Prepare for serving, where requests come at any moment and every step delays all of them: memory is allocated
+        before it is needed, prompts run in short chunks, and on a GPU the likely steps and passes are captured before
+        the first request. Returns a line about what was prepared."""
         self.store.take_ahead()
         made = self.executors[0].prepare() if self.device.type == "cuda" else ""
         if self.can.prefill_idle and self.can.prompts_independent:
@@ -199,13 +199,13 @@ class Engine:
             self._finish(seq, Event(request_id, [], [], []), "abort")
 
     def pause(self, request_id: str, on: bool) -> None:
-        """A paused request keeps its place and what it has computed, and takes part in no step."""
+        """A paused request keeps its slot and its K/V, and takes part in no step."""
         seq = self._seqs.get(request_id)
         if seq is not None:
             seq.paused = on
 
     def running(self, request_id: str) -> Seq | None:
-        """The request on its way, waiting or decoding; None: it has ended."""
+        """The request, if it waits or decodes; None: it has ended."""
         return self._seqs.get(request_id)
 
     def progress(self) -> dict[str, Progress]:
@@ -227,7 +227,7 @@ class Engine:
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
-        """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is
+        """Schedule, launch, read, commit. With steps that are read one behind, this step runs while the previous one is
         committed."""
         began = self.clock()
         if self.device.index is not None:
@@ -261,7 +261,7 @@ class Engine:
         return events
 
     def _launched(self, pending: PendingStep) -> None:
-        """Prompt chunks are as good as done: what comes later on the device comes after them."""
+        """Prompt chunks count as computed: later work on the device runs after them."""
         for item in pending.batch.prompts:
             seq, end = item.seq, item.start + item.count
             seq.computed = end
@@ -273,7 +273,7 @@ class Engine:
             item.seq.num_inflight_tokens += ahead
 
     def _complete(self) -> None:
-        """Read the step in flight and commit it. Sequences that have ended or were pre-empted since get nothing."""
+        """Read the step in flight and commit it. Sequences that have ended or were preempted since get nothing."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -286,7 +286,7 @@ class Engine:
         self.timer.observe(pending, now)
 
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
-        """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
+        """Append the accepted tokens to the sequence, cut at the end of the output, and return the event."""
         seq, tokens, drafted, tree = item.seq, brought.tokens, brought.drafted, brought.branches
         accepted = len(tokens) - 1
         taken = seq.answer.take(tokens, min(seq.max_total_tokens, self.max_context) - len(seq.tokens))
@@ -332,7 +332,7 @@ class Engine:
         self._events.append(event)
 
     def tidy(self, unused_s: float) -> int:
-        """Between two steps: memory of K/V that nobody has used for so long goes back (`KVStore.tidy`). Returns the
+        """Between two steps: free K/V memory that has been unused for the given time (`KVStore.tidy`). Returns the
         bytes."""
         if self.store.disk is not None:
             self.store.disk.drain()

@@ -49,12 +49,12 @@ class GrammarMatcher:
 
     @property
     def slow(self) -> bool:
-        """Masks have taken more than their share of the time; this never ends."""
+        """Mask computation has exceeded its share of the time; this never resets."""
         return self._spent > MASK_BURST + MASK_SECONDS * self._masks
 
     def bits(self, drafts: Sequence[int]) -> np.ndarray:
-        """int32 [len(drafts) + 1, V / 32], a bit for every token: 1 where it is allowed. Row j assumes that drafts[:j]
-        were taken; rows past the first drafted token outside the grammar can't be reached and allow everything."""
+        """int32 [len(drafts) + 1, V / 32], one bit per token: 1 where it is allowed. Row j assumes that drafts[:j] were
+        accepted; rows after the first drafted token outside the grammar cannot be reached and allow everything."""
         words = (self._vocab + 31) // 32
         bits = np.full((len(drafts) + 1, words), -1, dtype=np.int32)
         valid = consumed = 0
@@ -89,7 +89,7 @@ class GrammarMatcher:
         return self.failed is not None or bool(self._inner.is_stopped())
 
     def _replay(self) -> None:
-        """Where we were before the draft; a parser that has failed can't go back by itself."""
+        """Restore the state before the draft; a parser that has failed cannot roll back."""
         taken, self._taken = self._taken, []
         self._inner, self.failed = self._start.deep_copy(), None
         self.advance(taken)
@@ -133,8 +133,8 @@ class CompiledGrammar:
         return GrammarMatcher(self._start, self._vocab, self._eos)
 
     def rehearse(self) -> None:
-        """Some grammars compile in no time and cost while decoding: follow a few allowed tokens, and refuse one whose
-        masks are slow."""
+        """Some grammars compile fast and are slow while decoding: follow a few allowed tokens, and refuse a grammar
+        with slow masks."""
         matcher, rng = self.matcher(), random.Random(0)
         for _ in range(REHEARSED):
             allowed = unpacked(matcher.bits([]), self._vocab)[0]
@@ -160,8 +160,7 @@ class GrammarCompiler:
         self._vocab, self._eos = vocab_size, tuple(eos_ids)
 
     def compile(self, grammar: str) -> CompiledGrammar:
-        """A grammar in llguidance's own form. May take as long and as much memory as the grammar makes it: bound it
-        from outside."""
+        """A grammar in llguidance's own form. Time and memory are unbounded: the caller must limit them."""
         error = self._ll.LLMatcher.validate_grammar(grammar, self._tokenizer)
         if error and not error.startswith("WARNING"):
             raise OutriderError(f"the grammar can't be compiled: {first_line(error)}")
@@ -178,8 +177,7 @@ class GrammarCompiler:
 
 
 class AllowedTokens:
-    """A grammar of one rule, any of these tokens, and its own matcher: the same tokens are allowed at every place, so
-    there is no state to advance."""
+    """A grammar that allows the same tokens at every position, and its own matcher: it has no state to advance."""
 
     failed: str | None = None
 
@@ -218,7 +216,7 @@ def schema_grammar(schema: object) -> str:
 
 
 def first_line(text: str) -> str:
-    """One line that tells something: a heading that ends with a colon is joined with what it announces."""
+    """One informative line: a heading that ends with a colon is joined with the line after it."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" ^~-|")]
     line = " ".join(lines) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return line[:300] or "no reason given"

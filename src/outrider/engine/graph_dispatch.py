@@ -37,7 +37,7 @@ def covers(there: Key, wanted: Key) -> bool:
 
 
 def cheapest_covering(there: Iterable[Key], wanted: Key) -> Key | None:
-    """The cheapest of these graphs that holds the step."""
+    """The cheapest of these graphs that covers the step."""
     fit = [key for key in there if covers(key, wanted)]
     return min(fit, key=lambda key: (key.batch * (key.k + 1), WAYS.index(key.choosing), key.context), default=None)
 
@@ -48,9 +48,9 @@ def oversized(found: Key, wanted: Key) -> bool:
 
 
 def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
-    """What is captured for a step that no graph holds; one with trees as it is, since attention keeps sums of every row
-    of them by pieces of the context. most: sequences that there can be; furthest: positions; rows: of a captured
-    step."""
+    """The key to capture for a step that no graph covers. A step with trees is not padded, since attention keeps
+    partial sums of each of its rows by splits of the context. most: maximum number of sequences; furthest: maximum
+    position; rows: maximum of a captured step."""
     if key.nodes:
         return key
     batch = next((size for size in BATCHES if size >= key.batch), key.batch)
@@ -62,8 +62,8 @@ def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
 
 
 def warmup_keys(most: int, furthest: int, rows: int, widths: Sequence[int]) -> list[Key]:
-    """The steps that a server will want, those of most rows first, so that the others find their memory there. widths:
-    the K of its sequences."""
+    """The steps that a server will need, those of most rows first, so that the others reuse their memory. widths: the K
+    of its sequences."""
     batches = [*(size for size in BATCHES if size < most), most]
     shapes = [(batch, min(NEAR, furthest)) for batch in batches]
     shapes += [(batch, min(NEAR * FURTHER, furthest)) for batch in batches if batch <= FAR_BATCH and furthest > NEAR]

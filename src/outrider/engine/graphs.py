@@ -57,7 +57,7 @@ class CapturedGraph:
 
 @dataclass
 class Copied:
-    """Where what a step emitted arrives on the host, and when."""
+    """The host buffer of a step's emitted tokens, and the event that signals its arrival."""
 
     key: Key
     host: Output
@@ -75,7 +75,7 @@ class GraphPlan(Plan):
 
 
 def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
-    """The cheapest way to find the candidates of all these rows."""
+    """The cheapest method that finds the candidates of all these rows."""
     sampled = [p for p in params if p.temperature >= GREEDY_EPS]
     filtered = [p for p in sampled if p.top_k or p.top_p < 1.0 or p.min_p > 0.0]
     if not filtered:
@@ -87,7 +87,7 @@ def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
 
 
 def branched(i: int, item: ScheduledSeq, line: list[int], key: Key) -> Emitted:
-    """What the i-th sequence of a step with trees brought: `line` as `Output.tokens` has it."""
+    """The result of the i-th sequence of a step with trees; `line` is its row of `Output.tokens`."""
     tokens, wide, count = line[: line[-1]], key.k + 1, line[-1]
     if not item.plan.k:
         return Emitted(tokens)
@@ -97,7 +97,7 @@ def branched(i: int, item: ScheduledSeq, line: list[int], key: Key) -> Emitted:
 
 
 def bound_of(positions: int) -> int:
-    """The context that a graph for so many positions is captured for."""
+    """The context bound that a graph for this many positions is captured for."""
     bound = CONTEXT
     while bound < positions:
         bound *= 2
@@ -111,8 +111,7 @@ class GraphExecutor(Executor):
     def __init__(
         self, runner: ModelRunner, capabilities: Capabilities, pass_rows: int = 0, widths: Sequence[int] = (0,)
     ):
-        """pass_rows: of the largest pass over prompts that is captured. widths: the K that a server's steps will
-        have."""
+        """pass_rows: rows of the largest captured prefill pass. widths: the K that a server's steps will have."""
         drafter = runner.drafter
         assert drafter is None or drafter.in_graph, f"{drafter.name} cannot run inside a graph"
         self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
@@ -158,8 +157,8 @@ class GraphExecutor(Executor):
         return GraphPlan(batch, graph, wanted.context, draft) if graph is not None else None
 
     def _placed(self, batch: StepBatch) -> bool:
-        """The adapters of the whole step are in slots, so that its prompts move none. Graphs that read tensors which
-        are no more are dropped."""
+        """Put the adapters of the whole step into slots, so that its prompts move none. Graphs that read freed tensors
+        are dropped."""
         slots = self.runner.adapters.slots if self.runner.adapters is not None else None
         if slots is None:
             return False
@@ -170,7 +169,7 @@ class GraphExecutor(Executor):
         return True
 
     def _stand_in(self, wanted: Key) -> Key:
-        """The graph of a server that a step runs in."""
+        """The existing graph of a server that a step runs in."""
         found, count = self._instead.get(wanted, (None, 0))
         if found is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(found, wanted)):
             padded = graph_dispatch.padded(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
@@ -182,7 +181,7 @@ class GraphExecutor(Executor):
         return found
 
     def _spare(self, key: Key) -> Key | None:
-        """This graph, captured now; None where that fails: a step can do without it."""
+        """This graph, captured now; None if that fails: it is optional."""
         self._preparing = True
         try:
             return key if self.capture(key) is not None else None
@@ -191,11 +190,11 @@ class GraphExecutor(Executor):
 
     @property
     def _most(self) -> int:
-        """Sequences of the largest step that there can be."""
+        """Number of sequences of the largest possible step."""
         return min(self.can.bucket(self.idle), self.can.graph_batches[-1])
 
     def key(self, scheduled: Sequence[ScheduledSeq]) -> Key | None:
-        """The graph that these run in; None: they need the eager executor."""
+        """The key of the graph for these sequences; None: they need the eager executor."""
         if self.broken is not None or len(scheduled) > self.can.graph_batches[-1]:
             return None
         choosing, asks = self._asked([item.seq for item in scheduled])
@@ -213,9 +212,9 @@ class GraphExecutor(Executor):
         return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted)
 
     def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
-        """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they
-        would be too deep or too wide. Steps with penalties, masks, logprobs or guesses of the host have lines as well:
-        what is drafted changes no answer."""
+        """Tokens of each sequence's tree in this step; 0: drafts are chains, because no request uses trees, or they
+        would be too deep or too wide. Steps with penalties, masks, logprobs or drafts from the host use chains as well:
+        drafts never change the output."""
         # pages are reserved for so many rows of each; who drafts none keeps its root
         asked = min(item.plan.nodes for item in scheduled if item.plan.k)
         if (
@@ -230,7 +229,7 @@ class GraphExecutor(Executor):
         return nodes if nodes > depth and len(scheduled) <= TOGETHER else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, SamplingFeatures]:
-        """How these sequences choose, and what else they ask for. Kept until the batch changes."""
+        """The sampling features of these sequences. Cached until the batch changes."""
         if self._known[0] != seqs:
             params = [seq.request.params for seq in seqs]
             self._known = (seqs, choosing_of(params), SamplingFeatures.of(params, len(self.runner.eos)))
@@ -242,8 +241,7 @@ class GraphExecutor(Executor):
         return "both" if len(sources) == 2 else sources.pop()
 
     def capture(self, key: Key) -> CapturedGraph | None:
-        """The graph of this key, captured if that has not been done. A failure ends the use of graphs, with one
-        line."""
+        """The graph of this key, captured if necessary. A failure disables graphs, with one line in the log."""
         sampling = self.state.sampling
         sampling.grow(key.asks)
         if sampling.version != self._sampling_version:
@@ -288,7 +286,7 @@ class GraphExecutor(Executor):
             log.warning("CUDA graphs are off: capturing %s failed (%s)", key, why)
 
     def drop(self) -> None:
-        """All graphs, at the end: what was captured holds on to the libraries whose kernels are in it."""
+        """Drop all graphs at shutdown: a graph keeps the libraries of its kernels loaded."""
         self._drop(lambda _: False)
         self.prefill_graphs.cache.graphs.clear()
 
@@ -352,7 +350,8 @@ class GraphExecutor(Executor):
         return out
 
     def _heed_alarm(self) -> None:
-        """A round of drafts in one launch has failed, which cost a second and brought nothing: go on step by step."""
+        """A one-launch draft round has timed out, which cost a second and drafted nothing: draft step by step from now
+        on."""
         drafter = self.drafter
         if drafter is None or drafter.alarm is None or self.runner.divided:
             return
@@ -362,16 +361,16 @@ class GraphExecutor(Executor):
         self._drop(lambda key: key.source not in ("drafter", "both"))
 
     def _drop(self, keep: Callable[[Key], bool]) -> None:
-        """Forget the other graphs."""
+        """Drop the other graphs."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
         self.cache.graphs = {key: made for key, made in self.cache.graphs.items() if keep(key)}
         self._instead.clear()
 
     def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key, draft: CapturedGraph | None) -> None:
-        """What the grammars allow behind each drafted token. The drafts come first, from a graph of their own (or the
-        host): masks hang on them. The engine has read every step before this one, since they also hang on what was
-        emitted."""
+        """The grammars' masks after each drafted token. The drafts come first, from a graph of their own (or the host),
+        since masks depend on them. The engine has read every earlier step, since masks also depend on the emitted
+        tokens."""
         drafts = [list(item.guess or ()) for item in scheduled]
         if draft is not None:
             self._upload(scheduled, draft.key)
@@ -392,8 +391,8 @@ class GraphExecutor(Executor):
                 self.bits[i * width : i * width + len(rows)].copy_(rows, non_blocking=True)
 
     def _upload(self, scheduled: Sequence[ScheduledSeq], key: Key) -> None:
-        """What changed since the last step. A sequence that has nothing in flight is where the host says; the others
-        stand on the device, further on than the host knows."""
+        """Upload what changed since the last step. The state of a sequence with nothing in flight comes from the host;
+        that of the others is on the device, ahead of the host."""
         fresh = [item for item in scheduled if not item.seq.num_inflight_tokens]
         self.runner.join([item.seq for item in scheduled], key.asks)
         if key.asks != NO_FEATURES:
@@ -418,8 +417,8 @@ class GraphExecutor(Executor):
             inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:
-        """Upload a value for each row of the batch, unless the device has them already. Rows past the batch are not
-        read, so what is there may be longer, as long as it begins with these values."""
+        """Upload one value per batch row, unless the device has them already. Rows past the batch are not read, so the
+        device's values may be longer, as long as they begin with these."""
         if self._uploaded.get(name, ())[: len(values)] != tuple(values):
             to[: len(values)].copy_(upload(values, to.dtype, self.device))
             self._uploaded[name] = tuple(values)
@@ -445,8 +444,8 @@ class GraphExecutor(Executor):
 
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
-        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the
-        scratch page."""
+        """Run to completion, on the scratch page: one verify pass of drafts from the host, one draft, or a cycle with a
+        tree of the given depth."""
         width = next(w for w in self.widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = part.kind == "tree"

@@ -87,14 +87,14 @@ class HostExecutor(Executor):
 
     @torch.inference_mode()
     def _extend(self, passed: Sequence[tuple[int, int, int]], batch: StepBatch | None = None) -> None:
-        """Let a drafter with K/V of its own read the last call; passed: slot, first position, draft tokens of each
+        """Let a drafter with its own K/V read the last call; passed: slot, first position, draft tokens of each
         sequence."""
         kv = self.runner.view([slot for slot, _, _ in passed], [(start, k + 1) for _, start, k in passed])
         streams, chosen = self.cycle.last_pass(sum(k + 1 for _, _, k in passed))
         self.runner.extend(batch.decode if batch is not None else (), streams, kv, chosen)
 
     def _draft_ahead(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
-        """The drafts of a drafter whose rounds are a call of their own, by number of the sequence."""
+        """Drafts of a drafter whose round is a separate call, by index of the sequence."""
         assert self.ahead is not None
         which = [i for i, item in enumerate(batch.decode) if item.plan.k and item.guess is None]
         if not which:
@@ -132,7 +132,7 @@ class HostExecutor(Executor):
         return part.drafter in self.drafters and (part.kind in ("verify", "draft") or self.ahead is not None)
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
-        """A verify pass of guesses from outside; or a whole cycle with a draft, which runs within it."""
+        """A verify pass of given drafts; or a whole cycle, which includes the draft."""
         sampling = self._probes.get(batch)  # built once for a batch, not once a cycle, as in earnest
         if sampling is None:
             params = [SamplingParams()] * batch

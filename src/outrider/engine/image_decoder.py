@@ -32,7 +32,7 @@ class ImageDecoder:
         self._process: subprocess.Popen[bytes] | None = None
 
     def pixels(self, data: bytes, tokens: int, side: int) -> np.ndarray:
-        """uint8 [h, w, 3] as a vision model reads it. From any thread; blocks until it is done."""
+        """uint8 [h, w, 3] as a vision model reads it. Thread-safe; blocks until done."""
         if not data:
             raise OutriderError("the image is empty")
         if len(data) > MAX_BYTES:
@@ -52,7 +52,7 @@ class ImageDecoder:
         return np.frombuffer(body, np.uint8).reshape(height, width, 3)
 
     def close(self) -> None:
-        """Who waits for an image is told that it was refused."""
+        """Pending decodes are refused."""
         process = self._process
         if process is not None:
             process.kill()

@@ -165,7 +165,8 @@ def as_array(image: object) -> np.ndarray:
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[object]]:
-    """Messages as chat templates read them, with `{"type": "image"}` where an image stands, and the images in order."""
+    """Messages as chat templates read them, with `{"type": "image"}` in place of each image, and the images in
+    order."""
     out, images = [], list[object]()
     for message in messages:
         content = message.get("content")

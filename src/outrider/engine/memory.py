@@ -57,14 +57,14 @@ class KVBudget:
         return replace(found, pass_rows=passes)
 
     def layout(self, config: EngineConfig, slots: int, chunk: int) -> CacheSpec:
-        """The cache that holds it. chunk: most positions of one sequence in a pass."""
+        """The cache layout for this budget. chunk: maximum positions of one sequence in a pass."""
         swap = swap_bytes(config)
         return CacheSpec(slots, self.max_context, config.page_size, chunk, self.tokens, self.window_tokens, swap)
 
 
 @dataclass(frozen=True)
 class KVOptions:
-    """What an engine's K/V depends on beside its configuration."""
+    """What an engine's K/V depends on as well as its configuration."""
 
     dtype: torch.dtype | None = None  # None: the model's
     image_rows: int = 0  # most rows of an image
@@ -73,7 +73,8 @@ class KVOptions:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had there, on a CPU within the limit of the container; UNKNOWN where nobody tells."""
+    """Free memory of the device, on a CPU within the limit of the container; UNKNOWN if the system does not report
+    it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = UNKNOWN
@@ -83,8 +84,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def container_bytes(root: Path) -> int:
-    """What the limit of a container (control groups of version 2, or 1) leaves; UNKNOWN without one. Files that the
-    system keeps in memory count as used there, and make room when somebody asks for it."""
+    """Memory left within the limit of a container (cgroups v2 or v1); UNKNOWN without one. The page cache counts as
+    used there, but the system frees it on demand."""
     for limit, used, stat, files in (
         ("memory.max", "memory.current", "memory.stat", "file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
@@ -99,17 +100,17 @@ def container_bytes(root: Path) -> int:
 
 
 def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int) -> int:
-    """Bytes for K/V: what is free, less the share that was not granted and what work needs. rows: the most of one step;
-    pass_rows: of the largest pass over prompts that is captured."""
+    """Bytes for K/V: the free memory, less the share that was not granted and the activations. rows: maximum rows of a
+    step; pass_rows: rows of the largest captured prefill pass."""
     free, total = torch.cuda.mem_get_info(device)
     work = work_bytes(model.vocab_size, rows) + captured_bytes(model, pass_rows)
     return int(free - (1.0 - config.gpu_memory) * total) - work
 
 
 def captured_bytes(model: ModelConfig, rows: int) -> int:
-    """What captured passes over prompts of up to so many rows hold: all share the memory of the largest. Of every row
-    what one layer makes of it; and of the last rows of many sequences the sums of attention, piece by piece of a
-    context."""
+    """Bytes that captured prefill passes of up to this many rows hold; all share the memory of the largest: the
+    activations of one layer for every row, and the partial attention sums, by split of the context, for the last rows
+    of many sequences."""
     if not rows:
         return 0
     sums = max(layer.attn.heads * layer.attn.head_dim for layer in model.layers)
@@ -117,7 +118,7 @@ def captured_bytes(model: ModelConfig, rows: int) -> int:
 
 
 def spare_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes of a GPU outside the share that weights, K/V and work were granted (`EngineConfig.gpu_memory`); 0 on a
+    """Bytes of a GPU outside the share granted to weights, K/V and activations (`EngineConfig.gpu_memory`); 0 on a
     CPU."""
     return int((1.0 - config.gpu_memory) * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
@@ -131,9 +132,8 @@ def plan_kv_memory(
     budget: int | None = None,
     extra: Sequence[AttnSpec] = (),
 ) -> KVBudget:
-    """What the configuration asks for; where it asks for nothing, as much context as the model knows and the memory
-    holds. batch: sequences at once where the configuration does not say; budget: bytes for K/V on a GPU; extra: a
-    drafter's own K/V layers."""
+    """The configured context; if not configured, as much as the model supports and the memory holds. batch: number of
+    sequences if not configured; budget: bytes for K/V on a GPU; extra: a drafter's own K/V layers."""
     batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
     specs = [*(model.layers[i].attn for i in model.kv_layers), *extra]
     each = [2 * attn.kv_heads * row_width(attn.head_dim, dtype) * size for attn in specs]  # bytes per position
@@ -154,7 +154,7 @@ def plan_kv_memory(
 def _divided(
     config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int
 ) -> KVBudget:
-    """A GPU's budget divided between full and sliding layers. full, sliding: bytes of a position in all layers of that
+    """A GPU's budget divided between full and sliding layers. full, sliding: bytes per position in all layers of that
     kind."""
     page = config.page_size
     held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
@@ -177,8 +177,8 @@ def _divided(
 
 
 def swap_bytes(config: EngineConfig) -> int:
-    """Host memory for the K/V of pre-empted sequences, in bytes. More than is free now is refused; it is taken when it
-    is first needed, and where the system then gives none, the sequence is computed again."""
+    """Host memory for the K/V of preempted sequences, in bytes. More than is free now is refused; it is allocated when
+    first needed, and if that allocation fails, the sequence is recomputed."""
     asked, free = int(config.swap * 2**30), free_bytes(torch.device("cpu"))
     if asked > free:
         raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")

@@ -36,7 +36,7 @@ class Metrics(Counts):
     free_pages: dict[str, int] = field(default_factory=dict)
 
     def count(self, seq: Seq, emitted: int, brought: Emitted) -> None:
-        """One cycle of a sequence, of whose tokens so many were emitted."""
+        """Count one cycle of a sequence and the number of tokens it emitted."""
         drafted, accepted, tree = brought.drafted, len(brought.tokens) - 1, brought.branches
         for counts in (seq.stats, self):
             counts.new_tokens += emitted
@@ -54,7 +54,7 @@ class Metrics(Counts):
                 by_name[seq.adapter.name] = by_name.get(seq.adapter.name, 0) + count
 
     def look(self, scheduler: Scheduler, store: KVStore, runner: ModelRunner) -> None:
-        """Copy what scheduler, cache and runner count themselves."""
+        """Copy the counters of scheduler, cache and runner."""
         self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
         self.preemptions, swap = scheduler.preemptions, store.swap
         self.swapped_out, self.swapped_in, self.swap_bytes = swap.outs, swap.ins, swap.used

@@ -69,10 +69,10 @@ class ModelRunner:
         run: Callable[[Sequence[ScheduledSeq]], None] | None = None,
         most: int = 0,
     ) -> None:
-        """Prompt chunks, packed into few passes. Each leaves the bits that it would leave alone: chunks share a pass
-        only up to the number of rows that the backend promises to be independent, and only long ones with long ones,
-        for which attention has other kernels; a chunk beyond that number runs by itself, and always with the same rows.
-        run: another way to run a pass, of at most so many rows (0: as many as are independent)."""
+        """Run prompt chunks, packed into few passes. Each gives the same bits as alone: chunks share a pass only up to
+        the number of rows that the backend guarantees to be independent, and long ones only with long ones, which have
+        other attention kernels; a larger chunk runs alone, and always with the same rows. run: another way to run a
+        pass, of at most this many rows (0: as many as are independent)."""
         can, at = self.model.ops.capabilities, 0
         for item in scheduled if any(x.seq.request.images for x in scheduled) else ():
             if (span := item.seq.image_at(item.start)) is not None:
@@ -101,8 +101,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
-        """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts
-        from it; nobody reads what comes out of the other rows."""
+        """One forward pass over some chunks. The last hidden state of a prompt is kept if its first draft starts from
+        it; the outputs of other rows are not read."""
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         kv = self.view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
         ends = [i for i, item in enumerate(scheduled) if item.wanted]
@@ -122,8 +122,8 @@ class ModelRunner:
         model: Target | None = None,
         following: Tensor | None = None,
     ) -> Tensor:
-        """A pass over prompts: what a draft starts from at the rows `last`. A drafter with K/V of its own reads all
-        rows, and in a captured pass the token behind each (`following`). model: with the adapters of the rows."""
+        """A prefill pass: the drafter's inputs at the rows `last`. A drafter with its own K/V reads all rows, and in a
+        captured pass the next token of each (`following`). model: with the adapters of the rows."""
         model = model or self.model
         if self.drafter is None or not self.drafter.kv_specs:
             return model.forward(ids, kv, self.taps, last).features
@@ -141,8 +141,8 @@ class ModelRunner:
         kv: KVView,
         following: Tensor | None = None,
     ) -> None:
-        """Let a drafter with K/V of its own read a pass. following [R]: the token behind each row; None: the prompts'
-        own. Where it fails, these sequences go on without it."""
+        """Let a drafter with its own K/V read a pass. following [R]: the next token of each row; None: the prompts'
+        own. If it fails, these sequences continue without it."""
         assert self.drafter is not None
         if following is None:
             after = [token for x in scheduled for token in x.seq.tokens[x.start + 1 : x.start + x.count + 1]]
@@ -160,7 +160,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_image(self, item: ScheduledSeq, span: ImageSpan) -> None:
-        """Rows of one image, in a pass of their own: so its bits depend on no other sequence."""
+        """Run the rows of one image in a pass of their own: so its bits depend on no other sequence."""
         kv, rows = self.view([item.slot], [(item.start, item.count)]), item.start - span.start
         soft = span.soft_tokens[rows : rows + item.count].to(self.device, self.model.dtype)
         end = span.end if span.bidirectional else None
@@ -189,7 +189,7 @@ class ModelRunner:
         return self.model.logits(hidden) if logits else hidden
 
     def view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:
-        """For a pass over (first position, how many) of the sequences in these slots."""
+        """The K/V view for a pass over (first position, count) of the sequences in these slots."""
         device, (start, count) = self.device, spans[0]
         if len(spans) == 1:
             positions, starts = torch.arange(start, start + count, device=device), [0, count]
@@ -214,7 +214,7 @@ class ModelRunner:
         return self._sampling
 
     def join(self, seqs: Sequence[Seq], asks: SamplingFeatures) -> None:
-        """Make sure that `slot_sampling` has the rows of these sequences, with what they ask for together."""
+        """Ensure that `slot_sampling` has the rows of these sequences, with all features they need."""
         fresh = []
         self.slot_sampling.grow(asks)
         for seq in seqs:
@@ -227,12 +227,12 @@ class ModelRunner:
             self.slot_sampling.join(fresh)
 
     def moved_on(self) -> None:
-        """A graph has moved the history of its batch on in `slot_sampling`."""
+        """A graph has advanced the history of its batch in `slot_sampling`."""
         self._sampling = None
 
     def scratch_slots(self, count: int, positions: int) -> list[int]:
-        """So many scratch sequences with room for `positions`, filled with whatever the cache holds; what does not fit
-        stands on the scratch page."""
+        """n scratch sequences with `positions` reserved, filled with whatever the cache holds; what does not fit uses
+        the scratch page."""
         while len(self.scratch) < count:
             self.scratch.append(self.store.open([0], self.store.spec.page_size, reuse=False)[0])
         for cache in self.scratch[:count]:
@@ -248,7 +248,7 @@ class ModelRunner:
 def switch_off(
     drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception, metrics: Metrics | None = None
 ) -> None:
-    """The drafter failed on these: they go on plainly."""
+    """The drafter failed on these sequences: they continue with plain decoding."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)
     for item in scheduled:

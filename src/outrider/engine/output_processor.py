@@ -15,7 +15,7 @@ from .text import Detokenizer, overlap
 
 
 class Accepted(NamedTuple):
-    """What of a cycle's tokens belongs to the answer: as many of the first ones as there are `texts`."""
+    """The tokens of a cycle that belong to the output: the first len(`texts`) of them."""
 
     # what each token lets us show; "" while it may be half a character or the beginning of a stop string
     texts: list[str]
@@ -35,7 +35,7 @@ class OutputProcessor:
         self._held = ""  # text that might begin a stop string
 
     def take(self, tokens: Sequence[int], room: int) -> Accepted:
-        """`room`: how many tokens the answer may still have, at least 1."""
+        """`room`: how many more tokens the output may have, at least 1."""
         texts: list[str] = []
         for token in tokens:
             self._count += 1
@@ -61,7 +61,7 @@ class OutputProcessor:
         return text + self._detok.flush() if last else text
 
     def _until_stop(self, text: str, last: bool) -> tuple[str, str | None]:
-        """What of the text may be shown, and the stop string that ended it."""
+        """The part of the text that may be emitted, and the stop string that ended it."""
         stops = self._params.stop
         self._held += text
         found = sorted((at, stop) for stop in stops if (at := self._held.find(stop)) >= 0)

@@ -33,7 +33,7 @@ LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # of these, what a server c
 
 @dataclass
 class PrefillBudget:
-    """Prompt tokens of a step."""
+    """Prompt tokens per step."""
 
     chunk: int  # of one sequence
     batched: int = 0  # of all, where many wait for their prompt; 0: never more than a chunk and a quarter
@@ -51,30 +51,30 @@ class PrefillBudget:
 
     @classmethod
     def of(cls, model: ModelConfig, can: Capabilities, chunk: int, spare: int) -> PrefillBudget:
-        """spare: bytes of a GPU outside the share that weights, K/V and work were granted."""
+        """spare: bytes of a GPU outside the share granted to weights, K/V and activations."""
         batched = max_batched_prefill(model, can.packed_rows)
         beside = prefill_with_decodes(model, can.prefill_with_decodes, can.prefill_flops_with_decodes, chunk)
         choices = LIKELY if beside > FEW else range(beside, chunk + 1, max(1, beside))
         return cls(chunk, batched, prefill_idle(model, batched, can.packed_rows, spare), beside, choices)
 
     def tokens(self, decoding: int, waiting: int) -> tuple[int, bool]:
-        """Prompt tokens of a step with so many decoding sequences, while so many wait for their prompt; and whether
-        they are few because decoding sequences wait for them."""
+        """Prompt tokens of a step, given the number of decoding sequences and of sequences that wait for prefill; and
+        whether decoding sequences limit them."""
         crowd = self._crowd(decoding, waiting)
         if decoding and 0 < self.with_decodes >= crowd:
             return self.with_decodes, True
         return max(self.chunk + self.chunk // 4, crowd), False  # a quarter: short prompts ride along with a long one
 
     def _crowd(self, decoding: int, waiting: int) -> int:
-        """Prompt tokens where many sequences wait for their prompt: `idle` if they are a fifth of all, because large
-        passes use the matrix units best; fewer the smaller their share."""
+        """Prompt tokens when many sequences wait for prefill: `idle` if they are a fifth of all, because large passes
+        use the tensor cores best; fewer the smaller their share."""
         if 4 * waiting >= decoding and waiting:
             return self.idle
         return min(self.batched, self.batched * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step with so many rows of prompts (with those that only filled up a captured pass) took so long. What holds
-        up a single step (another process, a first run) counts little."""
+        """Report the time of a step with this many prompt rows (including padding of a captured pass). An outlier
+        (another process, a first run) counts little."""
         if not self.with_decodes:
             return
         if not rows:
@@ -92,8 +92,8 @@ def _mixed(before: float, now: float) -> float:
 
 
 def max_batched_prefill(model: ModelConfig, most: int) -> int:
-    """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs
-    the host as much as a pass of a large model."""
+    """Prompt tokens of all sequences in one pass. A small model takes more: its passes are short, and each costs the
+    host as much as a pass of a large model."""
     rows, size = most, model_size(model)
     while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
         rows //= 2
@@ -101,8 +101,8 @@ def max_batched_prefill(model: ModelConfig, most: int) -> int:
 
 
 def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) -> int:
-    """Prompt tokens of a step beside sequences that decode: `rows`, or up to `most` where the model is so small that
-    these take no more operations than `work`."""
+    """Prompt tokens of a step with decoding sequences: `rows`, or up to `most` if the model is so small that these take
+    no more operations than `work`."""
     size = model_size(model)
     while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
         rows *= 2
@@ -110,15 +110,15 @@ def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) 
 
 
 def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
-    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as the activations of so many rows take
-    at most a quarter of `spare` bytes, and never fewer than `rows`."""
+    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as their activations take at most a
+    quarter of `spare` bytes, and never fewer than `rows`."""
     while most > rows and 2 * most * row_numbers(model) > spare // 4:
         most //= 2
     return max(rows, most)
 
 
 def max_prefill_rows(model: ModelConfig, can: Capabilities) -> int:
-    """Rows of the largest pass that is captured: it takes a device no longer than launching it would take the host."""
+    """Rows of the largest captured pass: the device runs it in no more time than the host needs to launch it."""
     work = model_size(model)
     fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, 0) <= LAUNCHING]
     return max(fit, default=0) if can.prompts_independent else 0

@@ -54,7 +54,7 @@ class PrefillKey:
 
 class PrefillGraphs:
     def __init__(self, runner: ModelRunner, most: int, pool: GraphPool):
-        """most: rows of the largest pass that is captured (`max_prefill_rows`); 0: none is."""
+        """most: rows of the largest captured pass (`max_prefill_rows`); 0: no captures."""
         self.runner, self.device = runner, runner.device
         self.cache: GraphCache[PrefillKey, Graph] = GraphCache(self.device, pool)
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
@@ -80,7 +80,7 @@ class PrefillGraphs:
         graph.replay()
 
     def key(self, scheduled: Sequence[ScheduledSeq]) -> PrefillKey | None:
-        """The graph these chunks run in, which may have to be captured; None: there is none, and will be none."""
+        """The key of the graph for these chunks, captured or not; None: no graph, now or later."""
         count, end = sum(item.count for item in scheduled), max(item.start + item.count for item in scheduled)
         wanted = any(item.wanted for item in scheduled)
         if any(item.seq.adapter is not None for item in scheduled):
@@ -94,8 +94,8 @@ class PrefillGraphs:
         return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
 
     def capture(self, key: PrefillKey) -> Graph | None:
-        """The graph of this key, captured if that has not been done. After a failure only passes of fewer rows are
-        captured from then on; a line says so."""
+        """The graph of this key, captured if necessary. After a failure only passes of fewer rows are captured; one
+        line in the log says so."""
         if key in self.cache.graphs or key in self.cache.refused:
             return self.cache.graphs.get(key)
         self._say([], key)  # the warm-up runs on the scratch page alone
@@ -111,8 +111,8 @@ class PrefillGraphs:
         return None
 
     def prepare(self) -> int:
-        """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing
-        after that. Returns how many there are."""
+        """Capture what a server will need, the largest first (the smaller ones reuse its memory), and nothing after
+        that. Returns the number of graphs."""
         ends = (False, True) if self.runner.drafter is not None else (False,)
         for key in warmup_keys(self.most, self.furthest, ends):
             self.capture(key)
@@ -120,9 +120,8 @@ class PrefillGraphs:
         return len(self.cache.graphs)
 
     def _say(self, scheduled: Sequence[ScheduledSeq], key: PrefillKey) -> None:
-        """What the graph reads: ids, positions, sequence and next token of each row; then of each sequence, the idle
-        one last, where its rows begin (and where the last ends), its slot, and the slot that its last hidden state is
-        for."""
+        """The graph's inputs: ids, positions, sequence and next token of each row; then for each sequence, the idle one
+        last, where its rows begin (and where the last ends), its slot, and the slot for its last hidden state."""
         idle = self.idle
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         after = [token for x in scheduled for token in x.seq.tokens[x.start + 1 : x.start + x.count + 1]]
@@ -138,7 +137,7 @@ class PrefillGraphs:
 
 
 def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
-    """The function that is captured: it looks at no value. numbers: as `PrefillGraphs._say` writes them."""
+    """The captured function: it reads no value. numbers: as `PrefillGraphs._say` writes them."""
     count = key.sequences + 1
     parts = numbers[: size(key.rows, key.sequences)].split([key.rows] * 4 + [count + 1, count, count])
     ids, positions, owner, after, starts, slots, ends = parts
@@ -153,12 +152,12 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
 
 
 def furthest(store: KVStore) -> int:
-    """Positions that a table has room for."""
+    """Number of positions that a table can hold."""
     return next(iter(store.tables.values())).shape[1] * store.spec.page_size
 
 
 def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:
-    """The passes that a server will want, the largest first: of up to `most` rows and `furthest` positions, with and
+    """The passes that a server will need, the largest first: of up to `most` rows and `furthest` positions, with and
     without last states as `ends` says. At most twelve for each."""
     few, many = SEQUENCES
     rows = [n for n in LIKELY if n <= most]

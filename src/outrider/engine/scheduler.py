@@ -38,8 +38,8 @@ class Scheduler:
         prefix_cache: bool,
         max_context: int = 1 << 30,
     ):
-        """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed
-        in pieces of at most so many rows, so that the same kernels run as the first time."""
+        """`granularity`: prefix hits are multiples of it. `replay_rows`: outputs of preempted sequences are recomputed
+        in chunks of at most this many rows, so that the same kernels run as the first time."""
         self.cache, self.max_batch, self.prefill, self.granularity = cache, max_batch, prefill, granularity
         self.replay_rows, self.prefix_cache, self.max_context = replay_rows, prefix_cache, max_context
         self.waiting: deque[Seq] = deque()
@@ -50,7 +50,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def remove(self, seq: Seq) -> None:
-        """It has finished or was aborted."""
+        """A sequence has finished or was aborted."""
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -63,7 +63,7 @@ class Scheduler:
             seq.swapped_kv = None
 
     def plan(self, choose: Callable[[list[Seq]], list[DraftPlan]]) -> StepBatch:
-        """`choose` gives drafter and K for each decoding sequence."""
+        """`choose` returns drafter and K for each decoding sequence."""
         batch, before = StepBatch(), self.preemptions
         self._admit()
         ready = [
@@ -95,7 +95,7 @@ class Scheduler:
         batch.decode.append(ScheduledSeq(seq, seq.held.slot, len(seq.tokens) - 1, plan=plan, guess=guess))
 
     def _prompts(self, batch: StepBatch, decoding: int) -> None:
-        """Prompt chunks, up to the step's budget beside so many decoding sequences."""
+        """Prompt chunks, up to the step's budget with `decoding` decoding sequences."""
         budget, beside = self.prefill.tokens(decoding, sum(s.computed < len(s.tokens) - 1 for s in self.running))
         half, waiting = budget // 2, self._by_turn() if beside else list(self.running)
         for seq in waiting:
@@ -118,15 +118,15 @@ class Scheduler:
                 break
 
     def _by_turn(self) -> list[Seq]:
-        """Prompts beside sequences that decode: the one that is soonest done, so that what is short never waits behind
-        what is long; then the others, the oldest first, so that each is done in the end."""
+        """Order of prompts in a step with decoding sequences: first the one with the fewest tokens left, so that a
+        short prompt never waits for a long one; then the others, oldest first, so that none starves."""
         waiting = [s for s in self.running if s.computed < len(s.tokens) - 1]
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 
     def _may_be_over(self, seq: Seq) -> bool:
-        """The step in flight may bring the last token of this answer, or fill its context: only when that is known is
-        it planned again."""
+        """The step in flight may emit the last token of this sequence, or fill its context: it is not planned again
+        until that is known."""
         return seq.remaining <= 1 or len(seq.tokens) + seq.num_inflight_tokens >= self.max_context
 
     def _admit(self) -> None:
@@ -155,7 +155,7 @@ class Scheduler:
             self.running.append(seq)
 
     def _next_chunk(self, seq: Seq) -> tuple[int, int]:
-        """First position and length of the next chunk. Borders lie on a grid from position 0, so that a prompt is
+        """First position and length of the next chunk. Chunk borders lie on a grid from position 0, so that a prompt is
         always cut in the same places."""
         start, end = seq.computed, len(seq.tokens) - 1
         count = min(self.prefill.chunk - start % self.prefill.chunk, end - start)
@@ -165,7 +165,7 @@ class Scheduler:
         return start, count
 
     def _reserve(self, seq: Seq, positions: int) -> bool:
-        """Room for `positions`, pre-empting younger sequences (and at last this one) when there is none."""
+        """Reserve pages for `positions`, preempting younger sequences (and finally this one) if there are none."""
         while not self.cache.reserve(seq.held, positions):
             victim = self.running[-1]
             self.preemptions += 1

@@ -25,7 +25,7 @@ class ScoringJob(ABC):
     adapter: Adapter | None = None
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
-        """Reads the first `count` of the tokens."""
+        """Scores the first `count` of the tokens."""
         self.tokens, self._count, self._at = list(tokens), count, 0
         self._cache: SeqCache | None = None
 
@@ -35,7 +35,7 @@ class ScoringJob(ABC):
 
     @torch.inference_mode()
     def step(self, engine: Engine) -> bool:
-        """Read the next rows; True: there are more. Called on the engine's thread, between two of its steps."""
+        """Run the next rows; True: there are more. Called on the engine's thread, between two of its steps."""
         store, tokens = engine.store, self.tokens
         if self._cache is None:
             if not store.free_slots:
@@ -85,7 +85,7 @@ class Scorer(ScoringJob):
 
 
 class Embedder(ScoringJob):
-    """One vector for a text: the mean of the hidden states after the final norm, of length one."""
+    """One vector for a text: the mean of the hidden states after the final norm, normalised."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         super().__init__(tokens, len(tokens))
@@ -96,7 +96,7 @@ class Embedder(ScoringJob):
         self._sum = part if self._sum is None else self._sum + part
 
     def vector(self, dimensions: int | None = None) -> list[float]:
-        """The first `dimensions` of it, made of length one again."""
+        """Its first `dimensions`, normalised again."""
         assert self._sum is not None, "not walked yet"
         mean = self._sum[: dimensions or len(self._sum)]
         out: list[float] = (mean / mean.norm().clamp(min=1e-12)).float().tolist()

@@ -31,7 +31,7 @@ class SharedEngine:
         self._left: deque[str] = deque()  # requests whose callers are gone
 
     def run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
-        """Events of these requests until all have ended; none of them begins where one of them can never run."""
+        """Events of these requests until all have ended. If one of them can never run, none starts."""
         box: Box = deque()
         self._join(requests, box)
         going = {request.id for request in requests}
@@ -86,7 +86,7 @@ class SharedEngine:
             return True
 
     def _step(self) -> None:
-        """By who has taken the turn, which is given back."""
+        """Called by the caller that holds the turn; releases it."""
         try:
             while self._left:
                 self.engine.abort(self._left.popleft())

@@ -43,7 +43,7 @@ class ChatPrompt:
 
 class SpecialTokenGuard:
     def __init__(self, backend: Backend, encode: Callable[[str], list[int]], template: str) -> None:
-        """Control tokens: the special ones, and added ones in brackets that the template itself writes (`<tool_call>`,
+        """Guarded tokens: the special ones, and added ones in brackets that the template itself writes (`<tool_call>`,
         `</think>`). `encode`: the backend's, without special tokens."""
         self._backend, self._encode = backend, encode
         self._lock = threading.Lock()
@@ -91,12 +91,12 @@ class SpecialTokenGuard:
         return ChatPrompt(ids, written, plain)
 
     def _no_more(self, ids: Iterable[int], found: Iterable[str]) -> bool:
-        """Every control token among `ids` is one that the template wrote, in its order."""
+        """Every special token among `ids` was written by the template, in its order."""
         written = iter([self._ids[t] for t in found])
         return all(i in written for i in ids if i in self._counted)
 
     def _stand_ins(self, text: str) -> dict[str, str]:
-        """A character that stands nowhere in `text`, not even as a JSON escape, for each that is to be replaced."""
+        """For each character to be replaced, one that does not occur in `text`, not even as a JSON escape."""
         held = set(text)
         free: Iterator[str] = (
             c for part in PRIVATE for c in map(chr, part) if c not in held and json.dumps(c)[1:-1] not in text
@@ -120,7 +120,7 @@ class SpecialTokenGuard:
 
     @cached_property
     def _twin(self) -> tuple[Backend, dict[str, str]]:
-        """The same tokenizer with other names for its control tokens, which nobody can guess."""
+        """A copy of the tokenizer with unguessable names for its special tokens."""
         raw = json.loads(self._backend.to_str())
         secret = secrets.token_hex(8)
         names = {text: f"\uf8f0{secret}:{index}\uf8f1" for text, index in self._ids.items()}
@@ -147,7 +147,7 @@ class SpecialTokenGuard:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """The longest that fits, as the tokenizer finds them."""
+    """Matches the longest alternative, as the tokenizer does."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 

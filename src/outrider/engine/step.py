@@ -39,7 +39,7 @@ class Request:
 
 
 class Progress(NamedTuple):
-    """How far a request is: tokens of its prompt that are computed (or were found), and tokens of its answer."""
+    """Progress of a request: computed (or cached) prompt tokens, and output tokens."""
 
     request: Request
     prompt_done: int
@@ -47,13 +47,13 @@ class Progress(NamedTuple):
 
     @property
     def prompt_left(self) -> int:
-        """Tokens of the prompt that are still to be read; the last one is part of the first decode step."""
+        """Prompt tokens still to be prefilled; the last one is part of the first decode step."""
         return 0 if self.new_tokens else max(0, len(self.request.prompt) - 1 - self.prompt_done)
 
 
 @dataclass(eq=False)
 class Seq:
-    """A request on its way. `tokens` are prompt and answer; K/V of `computed` of them is committed."""
+    """A submitted request. `tokens` are prompt and output; K/V of `computed` of them is committed."""
 
     request: Request
     arrived: float
@@ -87,7 +87,7 @@ class Seq:
 
     @property
     def cache_keys(self) -> Sequence[int]:
-        """What the prefix cache knows its tokens by: the tokens, and at image positions the image's content."""
+        """The keys of its tokens in the prefix cache: the tokens, and at image positions the image's content."""
         if not self.request.images:
             return self.tokens
         keys = list(self.tokens)
@@ -103,8 +103,8 @@ class Seq:
         return any(span.bidirectional and span.start < position < span.end for span in self.request.images)
 
     def chunk_end(self, start: int, end: int) -> int:
-        """Where a prompt chunk from `start` ends that would end at `end`. A chunk holds text or rows of one image, and
-        an image whose rows see each other whole. It depends on the prompt only."""
+        """Where a prompt chunk from `start` ends that would end at `end`. A chunk holds text or rows of one image; an
+        image whose rows see each other is never split. It depends on the prompt only."""
         for span in self.request.images:
             if start < span.start:
                 return min(end, span.start)
@@ -114,7 +114,7 @@ class Seq:
 
     @property
     def held(self) -> SeqCache:
-        """Its share of the cache, which a running sequence has."""
+        """The cache entry of a running sequence."""
         assert self.cache is not None, f"{self.request.id} does not run"
         return self.cache
 
@@ -126,15 +126,15 @@ class Seq:
 
     @property
     def remaining(self) -> int:
-        """Tokens that the answer may still have by max_tokens."""
+        """How many more tokens max_tokens allows."""
         return self.max_total_tokens - len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledSeq:
-    """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on, which write K/V.
-    A decoding item has the newest token at `start` (one later for every token that a step in flight may add), then the
-    drafted ones of its plan."""
+    """One sequence's rows in a step. A prompt chunk has `count` rows from position `start` on, which write K/V. A
+    decoding sequence has its newest token at `start` (one later for every token that a step in flight may add), then
+    the drafted ones of its plan."""
 
     seq: Seq
     slot: int
@@ -165,13 +165,13 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step as one executor will run it; an executor that has to find something for it adds that in a subclass."""
+    """A step as one executor will run it; executors add their own data in subclasses."""
 
     batch: StepBatch
 
 
 class Emitted(NamedTuple):
-    """What a decoding item brought: accepted drafts and the target's next token."""
+    """The result of a decoding sequence: accepted drafts and the target's next token."""
 
     tokens: list[int]
     drafted: int = 0  # tokens that were drafted and verified
@@ -183,8 +183,8 @@ class Emitted(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched and not yet read. Who held the slots is kept: a sequence that has left since is not the
-    one this was run for. What it drafted is counted as `ahead` of the host until then."""
+    """A step that was launched and not yet read. It records which sequence held each slot, since a slot may be reused
+    before the read. Its drafted tokens count as `ahead` of the host until then."""
 
     executor: Executor
     batch: StepBatch
@@ -204,7 +204,7 @@ class Executor(Protocol):
     trees: bool = False  # drafts that branch cost no more here than their rows: so the controller may ask for them
 
     def plan(self, batch: StepBatch) -> Plan | None:
-        """How this step would run here, with all that has to be made for it first; None: it cannot."""
+        """How this step would run here, with everything prepared for it; None: it cannot."""
         ...
 
     def launch(self, plan: Plan) -> PendingStep:
@@ -212,21 +212,20 @@ class Executor(Protocol):
         ...
 
     def read(self, pending: PendingStep) -> list[Emitted]:
-        """One entry a decoding item, in order. Waits for this step, not for later ones."""
+        """One entry per decoding sequence, in order. Waits for this step, not for later ones."""
         ...
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
-        """Run one part of a step on scratch sequences to its end, to be timed."""
+        """Run one part of a step on scratch sequences to completion, for timing."""
         ...
 
     def prepare(self) -> str:
-        """For servers, before the first request: make now what would otherwise be made when it is first needed
-        (captured graphs), so that no request waits for it. Returns a line that says what was made and how long it
-        took."""
+        """For servers, before the first request: create now what would otherwise be created when first needed (captured
+        graphs), so that no request waits for it. Returns a line that says what was created and how long it took."""
         return ""
 
     def can_probe(self, part: CostPart) -> bool:
-        """Does this executor run that part of a step in earnest? Then its `probe` is the one to time."""
+        """Does this executor run that part of real steps? Then its `probe` is the one to time."""
         return True
 
 

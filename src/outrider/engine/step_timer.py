@@ -28,8 +28,8 @@ class StepTimer:
         self._prompted = self.runner.prompt_seconds
 
     def observe(self, pending: PendingStep, now: float) -> None:
-        """A step was read `now` and committed. The controller is not told of a step that prompts ran in; and, where
-        steps do not overlap, not of the first of a batch, which finds caches cold and buffers untouched."""
+        """A step was read `now` and committed. Steps with prompt rows are not reported to the controller; nor, where
+        steps do not overlap, is the first step of a batch, which has cold caches."""
         scheduled, prompts = pending.batch.decode, pending.batch.prompts
         if not scheduled:
             return

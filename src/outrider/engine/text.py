@@ -28,7 +28,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: bytes that print stand for themselves, the others for 256, 257, … in order."""
+    """GPT-2's byte alphabet: printable bytes map to themselves, the others to 256, 257, … in order."""
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [b for b in range(256) if b not in prints]
     return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -70,7 +70,7 @@ class Tokenizer:
 
     # ---- text and ids -----------------------------------------------------------------------------------------------
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        """`bos`: a prompt starts here, so what the tokenizer puts in front of a text belongs there."""
+        """`bos`: this is the start of a prompt, so the tokenizer's prefix tokens are added."""
         ids = self.ids(text, bos)
         if bos and self.files.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
@@ -81,7 +81,7 @@ class Tokenizer:
         return self.ids_here(text, special) if elsewhere is None or len(text) <= LONG else elsewhere(text, special)
 
     def ids_here(self, text: str, special: bool) -> list[int]:
-        """As the tokenizer has it. Its `encode` of one text would keep every other thread waiting; of a list it does
+        """The tokenizer's own ids. Its `encode` of a single text would block all other threads; of a list it does
         not."""
         try:
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
@@ -96,14 +96,14 @@ class Tokenizer:
         return text[1:] if self.strips_space and text.startswith(" ") else text
 
     def token_bytes(self, index: int) -> bytes:
-        """What a token adds to the text; b"" for ids without a token (padding rows of the vocabulary)."""
+        """The bytes a token adds to the text; b"" for ids without a token (padding rows of the vocabulary)."""
         known = self._bytes.get(index)
         if known is None:
             known = self._bytes[index] = self._compute_bytes(index)
         return known
 
     def token_text(self, index: int) -> str | None:
-        """The same as text; None where it is not made of whole characters."""
+        """The same as text; None if it is not whole characters."""
         if index not in self._texts:
             try:
                 self._texts[index] = self.token_bytes(index).decode()
@@ -124,9 +124,9 @@ class Tokenizer:
         return bytes(token.replace("▁", " "), "utf-8")
 
     def common_token_ids(self) -> set[int]:
-        """Tokens that any text may hold and that need not stand at the front of a vocabulary: single characters of
-        Latin script, which SentencePiece puts behind all merged ones, and control tokens, among them those that end an
-        answer (of thousands, kept for later use, only these)."""
+        """Tokens that any text may hold and that may be far back in a vocabulary: single characters of Latin script,
+        which SentencePiece puts after all merged ones, and special tokens, including end tokens (if there are thousands
+        of reserved ones, only these)."""
         letters = {self.backend.token_to_id(c) for c in ["▁", *map(chr, range(32, 256))]}
         return (
             {i for i in letters if i is not None}
@@ -145,14 +145,13 @@ class Tokenizer:
         return self.files.chat_template is not None
 
     def chat(self, messages: Messages, tools: Json = None) -> list[int]:
-        """Ids of a conversation. The template writes bos itself where the model wants one."""
+        """Ids of a conversation. The template writes bos itself if the model needs one."""
         return self.prompt(messages, tools).ids
 
     def prompt(
         self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
     ) -> ChatPrompt:
-        """A conversation encoded: control tokens are what the template writes, never what a message or a variable
-        spells."""
+        """A conversation encoded: special tokens come from the template, never from a message or a variable."""
         return self._control.prompt(
             messages, tools, variables, lambda m, t, v: self.render(m, t, add_generation_prompt, **v)
         )
@@ -195,9 +194,9 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text as it comes: `push` returns whole characters only, `flush` what is left at the end (as U+FFFD if broken).
-
-    `prompt`: what stands before; only a text that begins here loses the space a tokenizer adds to the first word."""
+    """Incremental text: `push` returns whole characters only, `flush` the rest at the end (as U+FFFD if broken).
+    `prompt`: the preceding tokens; only at the start of a text is the space dropped that a tokenizer adds to the first
+    word."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), keep_special: bool = False) -> None:
         self.tokenizer, self.keep_special = tokenizer, keep_special
@@ -229,7 +228,7 @@ class Detokenizer:
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Json]]:
-    """The decoder's parts; the library tells them only as JSON."""
+    """The decoder's parts; the library exposes them only as JSON."""
     if backend.decoder is None:
         return []
     whole = json.loads(backend.decoder.__getstate__())
@@ -237,7 +236,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Json]]:
 
 
 def overlap(text: str, stop: str) -> int:
-    """How long an end of `text` is a beginning of `stop`."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     for n in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:n]):
             return n
