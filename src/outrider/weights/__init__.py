@@ -1,4 +1,4 @@
-"""Checkpoints: names become files, files become weights."""
+"""Checkpoints: resolve a name to files, read the files, load the weights."""
 
 from . import hub
 from .files import Files, fingerprint, text_files

@@ -1,9 +1,9 @@
 """LoRA adapters: PEFT folders (adapter_config.json, adapter_model.safetensors) and GGUF adapters.
 
 `read_adapter` gives the two matrices and the scale of every module that an adapter changes, by the name of the tensor
-in the base checkpoint; `fuse` lays them out as the model holds its weights. An adapter that asks for something else
-than W + scale · B A, or that does not fit the base model, is refused in one line that names the tensor or the setting.
-The rules of ranks, scales and patterns are those of PEFT 0.21 (huggingface.co/docs/peft).
+in the base checkpoint; `fuse` lays them out like the model's own (fused) weights. An adapter that needs anything but
+W + scale · B A, or that does not fit the base model, is refused in one line that names the tensor or the setting. The
+rules of ranks, scales and patterns are those of PEFT 0.21 (huggingface.co/docs/peft).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LoraFile:
     updates: Mapping[str, LoraUpdate]  # by the base checkpoint's tensor (names.tensor_plan's sources)
 
     def digest(self) -> bytes:
-        """Of the content: K/V that was computed with other values must never be taken for this adapter's."""
+        """A hash of the content: K/V that was computed with other values must never be reused for this adapter."""
         made = hashlib.blake2b(digest_size=16)
         for name in sorted(self.updates):
             one = self.updates[name]
@@ -87,7 +87,7 @@ class LoraFile:
 
 
 def adapted_hash(base: str, digest: bytes) -> str:
-    """What a drafter was trained for: a base model's fingerprint with an adapter's content."""
+    """The fingerprint of a drafter's target: a base model's fingerprint with an adapter's content."""
     return f"{base}+{digest.hex()}"
 
 
@@ -100,8 +100,8 @@ def load_adapter(
     device: torch.device,
     short: bool = False,
 ) -> Adapter:
-    """An adapter as the backend multiplies it, on its device; in host memory where the device has slots for those in
-    use. short: next to weights of 16 bits or fewer."""
+    """An adapter in the backend's layout, on its device; in host memory if the device has slots for adapters in use.
+    short: the weights have 16 bits or fewer."""
     file, device = read_adapter(path, config), torch.device("cpu") if ops.capabilities.adapter_slots else device
     return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device, short))
 
@@ -231,8 +231,8 @@ def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default
 def _check_complete(
     folder: Path, settings: ForeignDict, updates: Mapping[str, LoraUpdate], sources: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Modules that the settings name are there in every layer of the base; otherwise the base is another one, or the
-    file is cut."""
+    """Checks that every layer of the base has an update for the modules in the settings; otherwise the adapter belongs
+    to another base, or the file is truncated."""
     listed = settings.get("target_modules")
     limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if not isinstance(listed, list) or any(settings.get(key) is not None for key in limits):

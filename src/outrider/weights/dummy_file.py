@@ -1,8 +1,9 @@
-"""Checkpoints of full size with random weights, written as a stream: speed and memory without the download.
+"""Full-size checkpoints with random weights, written as a stream: they have a model's speed and memory without its
+download.
 
-`write_gguf` makes a file that llama.cpp reads too (where it knows the architecture), with the mix of formats its own
-quantiser would choose; `write_folder` makes a Hugging Face folder in bfloat16. Weights repeat a few megabytes of random
-blocks of about the usual spread, so that logits are finite; text made with them means nothing.
+`write_gguf` makes a file that llama.cpp can also read (if it supports the architecture), with the mix of formats its
+own quantiser would choose; `write_folder` makes a Hugging Face folder in bfloat16. Weights repeat a few megabytes of
+random blocks of about the usual spread, so that logits are finite; the generated text is meaningless.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ QWEN = dict(
     hidden_act="silu",
     eos_token_id=1,
 )
-SHAPES: dict[str, Foreign] = {  # beside models.known
+SHAPES: dict[str, Foreign] = {  # in addition to models.builtin_configs
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN
     | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864),
     "Qwen/Qwen2.5-1.5B-Instruct": QWEN
@@ -75,9 +76,9 @@ def tensors(config: ModelConfig | DrafterConfig, fmt: str) -> list[Tensor]:
 
 
 def kind_of(name: str, shape: tuple[int, ...], role: Role, fmt: str, layers: int, head: str) -> str:
-    """The format of one tensor, as llama.cpp's quantiser mixes them: the head in 6 bits, values and down projections of
-    some layers of a Q4_K_M too; rows that are no whole super-blocks take the format of small blocks that is a little
-    wider."""
+    """The format of one tensor, as llama.cpp's quantiser chooses it: 6 bits for the head and, in Q4_K_M, for the value
+    and down projections of some layers; rows that are not whole super-blocks take the next wider format with small
+    blocks."""
     if role in ("norm", "vector", "bias", "index") or "router.proj" in name:
         return {"index": "I64"}.get(role, "F32")
     if fmt in ("bf16", "f16"):
@@ -309,7 +310,7 @@ def write_gguf(
 
 
 def gguf_header(keys: dict[str, Written], held: list[Tensor], arch: str) -> bytes:
-    """All that comes before the tensors' data, which follow in this order, each from a multiple of ALIGN on."""
+    """Everything before the tensors' data, which follow in this order, each aligned to ALIGN."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(held), len(keys))
     head += b"".join(_string(k) + _value(v) for k, v in keys.items())
     at = 0

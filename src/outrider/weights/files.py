@@ -32,7 +32,7 @@ class Files:
 
 
 def from_folder(path: Path, name: str) -> Files:
-    """A folder with config.json (weights may be absent: that is enough to inspect it or to run it on dummy weights)."""
+    """A folder with config.json. Weights may be absent: inspection and dummy weights do not need them."""
     if not (path / "config.json").is_file():
         inside = sorted(path.glob("*.gguf"))
         inside = [p for p in inside if is_model(p)] or inside  # a drafter or a projector may lie next to the model
@@ -46,7 +46,7 @@ def from_folder(path: Path, name: str) -> Files:
     config = read_json(path / "config.json")
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
-        for key in ("eos_token_id", "num_assistant_tokens"):  # the stop tokens of chat models stand only here
+        for key in ("eos_token_id", "num_assistant_tokens"):  # only this file has the stop tokens of chat models
             if generation.get(key) is not None:
                 config[key] = generation[key]
     return Files(name, path, config)
@@ -58,7 +58,7 @@ def from_gguf(path: Path, name: str) -> Files:
 
 
 def check_supported(files: Files) -> None:
-    """An error where a configuration is of no model, drafter or heads that we run."""
+    """Raises an error if the configuration is of no supported model, drafter or heads."""
     kind = files.config.get("model_type")
     if kind not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES, "medusa"):
         supported(kind)
@@ -87,7 +87,7 @@ def check_draft_model(target: Files, draft: Files) -> int:
 
 
 def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
-    """A foreign dict may hold anything at any depth; whatever trips over it is bad input."""
+    """Turns errors from reading a foreign dict, which may hold anything at any depth, into bad input."""
     try:
         return reader(files.config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
@@ -153,7 +153,7 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
 
 
 def sampling_of(folder: Path) -> dict[str, float]:
-    """What generation_config.json advises. Of one that says `do_sample: false` its numbers are of no effect, as in
+    """The sampling parameters of generation_config.json. With `do_sample: false` they have no effect, as in
     transformers."""
     path = folder / "generation_config.json"
     given = read_json(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""GGUF files: header, metadata, tensors. Our own reader over a memory map; nothing is allocated before it is bounded.
+"""GGUF files: header, metadata, tensors. Our own reader over a memory map; every size is checked before allocation.
 
 Layout: "GGUF", version u32, tensor count u64, key count u64, keys (string, type, value), tensors (string, dims, type,
 offset), padding to `general.alignment`, data. Strings are u64 length + UTF-8; dims are stored innermost first.
@@ -77,7 +77,7 @@ class _Reader:
         return bytes(self.view[self.at - length : self.at]).decode("utf-8", errors="replace")
 
     def strings(self, count: int, key: str) -> list[str]:
-        """A vocabulary has hundreds of thousands: one tight loop."""
+        """One tight loop: a vocabulary has hundreds of thousands of strings."""
         view, at, size, length = self.view, self.at, self.file.size, struct.Struct("<Q").unpack_from
         out = []
         for _ in range(count):

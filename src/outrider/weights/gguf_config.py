@@ -1,9 +1,9 @@
-"""What a GGUF file describes: its metadata as a Hugging Face style config, its tensors under Hugging Face names.
+"""Translates a GGUF file: its metadata into a Hugging Face style config, its tensor names into Hugging Face names.
 
-Llama's q and k rows are stored permuted (interleaved rotary pairs); the row order that undoes it is attached to the
-entry. Gemma 3's norms already contain the +1 there. An MTP drafter is a file of its own (llama.cpp's
-`gemma4-assistant`; files made before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`), and so
-are block drafters (`dflash`, which also means DSpark, and `eagle3`).
+GGUF stores Llama's q and k rows permuted (interleaved rotary pairs); the row order that undoes it is attached to the
+entry. Gemma 3's norms already contain the +1. An MTP drafter is a separate file (llama.cpp's `gemma4-assistant`; files
+made before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`), and so are block drafters
+(`dflash`, which also means DSpark, and `eagle3`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "gemma4_assistant": "gemma4_assistant",
     "gemma4-assistant": "gemma4_assistant",
 }
-# numbers that every architecture has under the same key
+# numbers that have the same key in every architecture
 NUMBERS = {
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
@@ -90,7 +90,7 @@ def hf_name(name: str, arch: str) -> str:
 
 
 def unpermute(heads: int, rows: int) -> np.ndarray:
-    """QuantReader row of each original row: pairs (2i, 2i+1) of a head go back to (i, i + D/2)."""
+    """The stored row of each original row: pairs (2i, 2i+1) of a head go back to (i, i + D/2)."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -139,7 +139,7 @@ class _Meta:
         return value
 
     def base(self) -> ForeignDict:
-        """What every model states alike."""
+        """The fields that every model has."""
         numbers: ForeignDict = {name: self.whole(key) for name, key in NUMBERS.items()}
         return numbers | {"rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
 
@@ -190,20 +190,20 @@ def hf_config(file: GGUF) -> ForeignDict:
 
 
 def _assistant(file: GGUF, text: ForeignDict) -> ForeignDict:
-    """The target's width is that of what the drafter hands back; clusters are there where their centroids are."""
+    """The target's width is that of the drafter's output; a drafter with centroids has a clustered head."""
     named = {hf_name(name, file.arch): entry for name, entry in file.tensors.items()}
     post, centroids = named.get("post_projection.weight"), named.get("masked_embedding.centroids.weight")
     if post is None:
         raise OutriderError(f"{file.path}: nextn.post_projection.weight is missing: is this a Gemma 4 drafter?")
     clusters = {} if centroids is None else {"use_ordered_embeddings": True, "num_centroids": centroids.shape[0]}
-    # A drafter has no K or V; the flag says only that its full layers count their K/V heads by themselves.
+    # A drafter has no K or V; the flag only means that its full layers have their own number of K/V heads.
     text["attention_k_eq_v"] = text["num_global_key_value_heads"] != text["num_key_value_heads"]
     return {"model_type": text["model_type"], "backbone_hidden_size": post.shape[0], "text_config": text, **clusters}
 
 
 def _block(file: GGUF) -> ForeignDict:
-    """A block drafter as z-lab's or EAGLE-3's config.json has it. Tapped layers are named there by the layer that reads
-    the stream, one more than the layer that leaves it."""
+    """A block drafter's config in z-lab's or EAGLE-3's layout. GGUF numbers a tap by the layer whose input it is, one
+    more than the layer whose output it is."""
     meta, tensors = _Meta(file), file.tensors
     config = meta.base()
     layers, heads, hidden = (config[key] for key in NUMBERS)
@@ -269,7 +269,7 @@ def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
     if meta.arch == "gemma3":
         config["sliding_window"] = meta.whole("attention.sliding_window")
         config["rope_local_base_freq"] = meta.number("rope.freq_base_swa", 10000.0)
-        # only 27B differs, and no key says so
+        # only 27B differs, and no key has it
         config["query_pre_attn_scalar"] = hidden / heads if layers == 62 else head_dim
         config["layer_types"] = _layer_types(meta, layers)
     elif meta.get("attention.sliding_window") is not None:
@@ -286,8 +286,7 @@ def _layer_types(meta: _Meta, layers: int) -> list[str]:
 
 
 def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> ForeignDict:
-    """Llama 3.1 files carry the divisors of the frequencies, not the parameters they came from: recover and prove
-    them."""
+    """Recovers and verifies the rope parameters of Llama 3.1: files hold the divisors of the frequencies instead."""
     entry = meta.file.tensors["rope_freqs.weight"]
     if entry.kind != "F32" or entry.shape != (head_dim // 2,):
         raise OutriderError(f"{meta.file.path}: rope_freqs.weight should be F32 [{head_dim // 2}]")

@@ -31,7 +31,7 @@ SPLITS = {  # how text is cut before merging, by tokenizer.ggml.pre; None: GPT-2
 }
 
 GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-# advice on sampling
+# recommended sampling
 RANGES = {"temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0)}
 log = logging.getLogger("outrider")
 
@@ -62,8 +62,8 @@ def text_files(file: GGUF) -> TextFiles:
 
 
 def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -> dict[str, float]:
-    """Sampling that a checkpoint advises, by our names. What is no number, or out of range, is left out with a
-    warning."""
+    """The sampling parameters that a checkpoint recommends, by our names. Values that are no number, or out of range,
+    are dropped with a warning."""
     found: dict[str, float] = {}
     for name, key in names.items():
         value, (low, high) = given.get(key), RANGES[name]

@@ -1,9 +1,9 @@
-"""A name becomes files: a folder, a .gguf file, a Hugging Face id, an alias of the user's file, or `smollm2`.
-Torch-free.
+"""Resolves a model's name to files: a folder, a .gguf file, a Hugging Face id, an alias of the user's file, or
+`smollm2`. Torch-free.
 
-Downloads go to Hugging Face's own cache (its token and offline settings hold) or, for `smollm2`, to Outrider's own
-(OUTRIDER_CACHE, or outrider in XDG_CACHE_HOME or ~/.cache; a temporary folder where that cannot be written). Every
-failure is one line.
+Downloads go to Hugging Face's own cache (with its token and offline settings) or, for `smollm2`, to Outrider's
+(OUTRIDER_CACHE, or outrider in XDG_CACHE_HOME or ~/.cache; a temporary folder if that cannot be written). Every
+failure is a one-line error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Files:
-    """`weights=False`: the configuration is enough (inspection, dummy weights); nothing large is fetched for it."""
+    """`weights=False`: only the configuration is needed (inspection, dummy weights); no weights are downloaded."""
     name = model_of(str(name))
     path = Path(name).expanduser()
     if name and path.exists():
@@ -70,7 +70,7 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
 
 
 def _meant(path: Path) -> str:
-    """What stands there, or is built in, under a similar name."""
+    """A hint with a similar name of a file or built-in model."""
     try:
         beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()]
     except OSError:
@@ -84,7 +84,7 @@ def _meant(path: Path) -> str:
 
 
 def _known(name: str) -> str:
-    """The id of a model that is built in, where this is nearly one: without its organisation, or in other letters."""
+    """A hint with the built-in id that this name nearly matches: without its organisation, or in another case."""
     ids = {short.lower(): full for full in BUILTIN_CONFIGS for short in (full, full.partition("/")[2])}
     found = difflib.get_close_matches(name.lower(), ids, 1, 0.85)
     return f" (did you mean {ids[found[0]]}?)" if found and ids[found[0]] != name else ""
@@ -102,7 +102,7 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
         local = model.path
     if local is not None:
         named, real = Path(os.path.abspath(local)), local.resolve()
-        for place in dict.fromkeys((named, real)):  # as it is named, then what a link stands for
+        for place in dict.fromkeys((named, real)):  # the name as given, then the target of a symbolic link
             if found := _beside(place):
                 return str(found), f"found beside the model: {found}"
         if _is_smollm2(model, real):
@@ -130,7 +130,7 @@ def _is_smollm2(model: str | Path | Files, path: Path) -> bool:
 
 
 def _stem(path: Path) -> Path:
-    """A model without the end of its file's name; of a config.json its folder, as `resolve` takes it."""
+    """A model's path without the file suffix; for a config.json its folder, as in `resolve`."""
     return path.parent if path.name == "config.json" else path.with_suffix("") if path.suffix == ".gguf" else path
 
 
@@ -176,7 +176,7 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
     check_supported(files)
     folder = _snapshot(repo, True)
     if not any(folder.glob("*.safetensors")):
-        with contextlib.suppress(OutriderError):  # none either: what is missing is said where the weights are opened
+        with contextlib.suppress(OutriderError):  # none either: opening the weights reports what is missing
             return from_gguf(repos.gguf_file(repo, None, drafter), name)
     return from_folder(folder, name)
 

@@ -1,8 +1,8 @@
-"""Tensors straight into place: checked against the plan by name, then streamed in slices into fused tensors.
+"""Loads weights: checks a checkpoint's tensors against the plan, then streams them in slices into fused tensors.
 
-Peak memory is the loaded size plus one slice: file pages are given back as they are copied. Quantised matrices are
-offered to the ops object as they are stored (`Backend.pack_weights`); those it does not multiply are dequantised slice
-by slice.
+Peak memory is the loaded size plus one slice: file pages are released as they are copied. Quantised matrices are
+offered to the ops object as they are stored (`Backend.pack_weights`); formats that it does not support are dequantised
+slice by slice.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HALVES = (DenseFormat(torch.float16), DenseFormat(torch.bfloat16))
 
 
 class LoadOptions(TypedDict, total=False):
-    """How weights are loaded, beside where to and as what."""
+    """Load options besides device and dtype."""
 
-    quantize: str | None  # what dense matrices are rounded to
+    quantize: str | None  # format to which dense matrices are quantised
     load_format: LoadFormat
     seed: int  # of dummy weights
-    tp: TPRank | None  # only one process's part; the configuration is then the part's
-    keep: Callable[[str, DeviceWeight], DeviceWeight] | None  # what becomes of each weight once it is there
+    tp: TPRank | None  # load one rank's part only; the configuration is then that part's
+    keep: Callable[[str, DeviceWeight], DeviceWeight] | None  # transforms each weight after it is loaded
 
 
 def load_target(
@@ -127,8 +127,7 @@ def load(
 
 
 def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tuple[C, Shards]:
-    """The configuration of one process's part, and what it keeps of each weight. columns(name): where they may be
-    cut."""
+    """The configuration of one rank's part, and its shard of each weight. columns(name): where columns may be cut."""
     if tp is None or tp.world == 1:
         return config, {}
     if isinstance(config, ModelConfig):
@@ -137,8 +136,8 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
 
 
 def check_shares(name: str, world: int) -> None:
-    """An error where the model cannot be divided over `world` processes: by its configuration alone, before one of them
-    is started."""
+    """Raises an error if the model cannot be divided over `world` processes: decided by its configuration, before any
+    process is started."""
     config = translate(ModelConfig.from_hf, hub.resolve(name, weights=False))
     for rank in reversed(range(world)):  # the last has the least
         split_target(config, TPRank(rank, world), lambda name: 1)
@@ -192,9 +191,8 @@ def _some(names: list[str]) -> str:
 def packed(
     plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool
 ) -> DeviceWeight | None:
-    """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`:
-    it is only ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as
-    well."""
+    """The ops object's packed form of a quantised matrix; None if it has none, or if nothing is quantised. `table`:
+    rows are only looked up, so the file's memory map may be used. `halves`: dense 16-bit matrices are offered too."""
     if plan.role not in ("matrix", "embedding") or (plan.role == "embedding" and not ops.capabilities.quantizes_tables):
         return None
     offered = halves and all(p.format in HALVES for p in parts)
@@ -205,7 +203,7 @@ def packed(
 
 
 def held(config: Config, name: str, quantize: str | None) -> str | None:
-    """A drafter that was trained for it holds its layers in 4 bits where 8 were asked for; its head keeps 8."""
+    """For int8, a drafter trained for 4 bits keeps its layers in 4 bits; its head keeps 8."""
     trained = isinstance(config, DrafterConfig) and config.weight_bits == 4
     if quantize == "int8" and trained and name not in ("embed", "centroids"):
         return "int4"
@@ -213,7 +211,7 @@ def held(config: Config, name: str, quantize: str | None) -> str | None:
 
 
 def transform(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:
-    """What the ops object makes of a dense weight."""
+    """The ops object's form of a dense weight."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
     if quantize is not None and (ops.capabilities.quantizes_tables or roundable(name, plan)):
@@ -240,7 +238,7 @@ def dense(
 
 
 def fill(out: Tensor, weight: Weight) -> None:
-    """Copy, or dequantise, into rows [N, K] (experts [E, N, K]) in slices, and give the file's pages back."""
+    """Copies or dequantises into rows [N, K] (experts [E, N, K]) in slices, and releases the file's pages."""
     step = max(1, SLICE * weight.shape[0] // max(1, weight.nbytes))
     for lo in range(0, weight.shape[0], step):
         hi = min(weight.shape[0], lo + step)
@@ -262,7 +260,7 @@ def dummy_weights(
     cuts: Shards | None = None,
 ) -> dict[str, DeviceWeight]:
     """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed. Matrices that
-    the checkpoint's recipe quantises are rounded to their formats."""
+    the checkpoint's scheme quantises are rounded to their formats."""
     ops = ops or ReferenceOps()
     weights: dict[str, DeviceWeight] = {}
     generator = torch.Generator(device=device)

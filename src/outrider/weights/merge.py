@@ -1,7 +1,7 @@
 """`outrider merge`: a checkpoint with an adapter added into its weights, W + scale · B A.
 
-The sum is computed in float32 and rounded once to the stored dtype. The files keep their names and their order; what
-is not a weight is copied. A quantised checkpoint is refused: rounding the sum to few bits would lose the adapter.
+The sum is computed in float32 and rounded once to the stored dtype. The files keep their names and their order; other
+files are copied. A quantised checkpoint is refused: rounding the sum to few bits would lose the adapter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Multimodal projectors: the GGUF file with the vision weights that lies next to a GGUF model.
 
 llama.cpp's `gemma3` (SigLIP), `gemma4v` (tower) and `gemma4uv` (the 12B's embedder). `mmproj_config` describes the pair
-as a Hugging Face configuration does, `read_mmproj` gives tensors under Hugging Face names and in their layout. Sizes
-are read off the tensors; metadata adds heads and eps. Audio tensors are left alone.
+as a Hugging Face configuration, `read_mmproj` returns tensors under Hugging Face names and in their layout. Sizes come
+from the tensors' shapes, heads and eps from the metadata. Audio tensors are ignored.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
         return found | {"mm_tokens_per_image": (across // max(1, scale)) ** 2}
     pool = {"pooling_kernel_size": int(number(file, "projector.scale_factor", 3))}
     body, model_type = dict(text), "gemma4_unified" if kind == "gemma4uv" else "gemma4"
-    if not text.get("hidden_size_per_layer_input"):  # the file does not say it; E2B and E4B alone are causal
+    if not text.get("hidden_size_per_layer_input"):  # no key has it; only E2B and E4B are causal
         body["use_bidirectional_attention"] = "vision"
     if kind == "gemma4uv":
         side = isqrt(shape(file, "v.patch_norm.1.weight")[0] // 3)
@@ -129,7 +129,7 @@ def number(file: GGUF, key: str, default: float) -> float:
 
 
 def read_mmproj(file: GGUF, config: VisionConfig) -> dict[str, Callable[[], Tensor]]:
-    """What reads each tensor, by its Hugging Face name; those that the file lacks are left out."""
+    """A reader for each tensor, by Hugging Face name; tensors that the file lacks are left out."""
     found = {}
     for name, wanted in config.tensors().items():
         entry = file.tensors.get(gguf_name(name))
@@ -159,7 +159,7 @@ def _reader(
         if name == "vision_embedder.pos_embedding":
             return stored.transpose(0, 1)
         if name == "multi_modal_projector.mm_soft_emb_norm.weight":
-            return stored - 1  # the file has the one in it
+            return stored - 1  # the file's norms contain the one
         side = config.patch if config.kind == "tower" else config.side
         if name.endswith(("input_proj.weight", "patch_dense.weight")):  # channel first there
             return stored.view(-1, 3, side, side).permute(0, 2, 3, 1).reshape(wanted)

@@ -1,8 +1,8 @@
-"""Which tensors a model wants, and which foreign tensors they are made of. Torch-free.
+"""Which tensors a model needs, and which tensors of a checkpoint they are made from. Torch-free.
 
 `tensor_plan(config)` names every canonical weight with its shape, its role and its sources. Sources are Hugging Face
 names with the text tower's prefix brought to `model.` (`normalise`); several sources are concatenated along dim 0.
-`ignored(name, config)` is the explicit list of what a checkpoint may hold beside them. Anything else is an error.
+`ignored(name, config)` is the explicit list of other tensors that a checkpoint may hold. Anything else is an error.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ class TensorPlan:
         return tuple((rows, *self.shape[1:]) for rows in self.parts)
 
 
-# What multimodal checkpoints carry beside the text tower: names after `normalise`.
+# Tensors of multimodal checkpoints outside the text tower: names after `normalise`.
 TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector")
 SKIPPED_PREFIXES = tuple(f"{outer}{name}." for outer in ("", "model.") for name in TOWERS)
-# Buffers that old exports stored, and a checkpoint's factors for K/V in 8 bits: the cache needs none (fp8) or makes its
-# own (int8).
+# Buffers of old exports, and a checkpoint's scales for 8-bit K/V: the cache needs none (fp8) or makes its own (int8).
 SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_cache_scale", ".v_cache_scale")
 SKIPPED_SUFFIXES = (".rotary_emb.inv_freq", *SCALES)
 SHARED_KV = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def normalise(name: str) -> str:
-    """The text tower's names, whatever wraps it: `model.language_model.layers.0…` -> `model.layers.0…`."""
+    """The text tower's names without any wrapper's prefix: `model.language_model.layers.0…` -> `model.layers.0…`."""
     for prefix, to in (
         ("model.language_model.", "model."),
         ("language_model.model.", "model."),
@@ -74,13 +73,13 @@ def ignored(name: str, config: Config) -> bool:
 
 
 def only_looked_up(config: Config, name: str) -> bool:
-    """A table that no product reads: per-layer embeddings, and the embedding of a model with a head of its own."""
+    """A table that no matmul reads: per-layer embeddings, and the embedding of a model with a head of its own."""
     return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
 
 
 def roundable(name: str, plan: TensorPlan) -> bool:
-    """A matrix that `--quantize` rounds on a GPU: quantised checkpoints too leave embeddings, heads and routers dense
-    there."""
+    """A matrix that `--quantize` rounds on a GPU: embeddings, heads and routers stay dense, as in quantised
+    checkpoints."""
     return (
         plan.role in ("matrix", "embedding")
         and name not in ("embed", "ple_embed", "head")
@@ -93,7 +92,7 @@ def tensor_plan(config: Config) -> dict[str, TensorPlan]:
 
 
 class _Plan(dict[str, TensorPlan]):
-    """The weights named so far. `at` and `inside`: what stands before our names and before the sources'."""
+    """Collects the weights of a plan. `at` and `inside`: the prefixes of our names and of the sources' names."""
 
     def __init__(self, hidden: int, plus_one: bool = False) -> None:
         super().__init__()
@@ -110,7 +109,7 @@ class _Plan(dict[str, TensorPlan]):
         self.add(name, (size or self.hidden,), source + ".weight", "norm")
 
     def stack(self, name: str, rows: tuple[int, ...], modules: tuple[str, ...], columns: int | None = None) -> None:
-        """Modules one below the other; without columns their biases."""
+        """Stacks modules along their rows; without columns, stacks their biases."""
         shape, end = ((sum(rows),), "bias") if columns is None else ((sum(rows), columns), "weight")
         sources = tuple(f"{self.inside}{module}.{end}" for module in modules)
         role: Role = "bias" if columns is None else "matrix"

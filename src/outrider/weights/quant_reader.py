@@ -1,12 +1,12 @@
-"""How containers keep a quantised matrix [N, K]: a `QuantReader` for each, which makes a `Weight` of its tensors.
+"""The storage layouts of a quantised matrix [N, K]: one `QuantReader` per layout makes a `Weight` from its tensors.
 
-- pack-quantized: `weight_packed` int32 [N, K · bits / 32], the first column in the lowest bits; factors [N, groups].
+- pack-quantized: `weight_packed` int32 [N, K · bits / 32], the first column in the lowest bits; scales [N, groups].
 - AWQ (layout "gemm"): `qweight` int32 [K, N / 8], the rows of a word in the order 0 2 4 6 1 3 5 7; `qzeros`
   [groups, N / 8] likewise; `scales` [groups, N].
 - GPTQ: `qweight` int32 [K · bits / 32, N]; `qzeros` [groups, N · bits / 32], minus one unless `gptq_v2`; `scales`
   [groups, N]; `g_idx` [K] gives each column's group.
-- int-quantized and FP8: `weight` int8 or e4m3 [N, K], a factor for the tensor, a row or a block.
-- NVFP4: uint8 [N, K / 2], factors in e4m3 [N, K / 16], and one factor above them.
+- int-quantized and FP8: `weight` int8 or e4m3 [N, K], one scale per tensor, row or block.
+- NVFP4: uint8 [N, K / 2], scales in e4m3 [N, K / 16], and one global scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word each of eight rows is
 @dataclass(frozen=True)
 class QuantReader:
     scheme: str  # the container's own name for it, for messages
-    format: Format  # what it becomes, as far as the configuration alone can tell
+    format: Format  # the format it is read as, as far as the configuration alone determines it
     suffixes: tuple[str, ...]  # the tensors it needs, by what follows the module's name
     read: Callable[[str, Shape, Tensors], Weight]  # the first argument names the matrix in errors
     optional: tuple[str, ...] = ()  # tensors that may be there as well, whether they are used or not
@@ -57,7 +57,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 # ---- integers -------------------------------------------------------------------------------------------------------
 def groups_of(where: str, shape: Shape, group: int, row_step: int, column_step: int) -> int:
-    """How many groups a row has; an error where rows or columns are no whole words, or columns no whole groups."""
+    """Groups per row; an error if rows or columns do not fill whole words, or columns whole groups."""
     rows, columns = shape[-2:]
     if rows % row_step or columns % column_step or (group and columns % group):
         raise OutriderError(f"{where}: {rows} rows of {columns} are no whole words or no whole groups of {group}")
@@ -65,8 +65,8 @@ def groups_of(where: str, shape: Shape, group: int, row_step: int, column_step: 
 
 
 def integers(where: str, shape: Shape, bits: int, group: int, made: dict[str, Tensor], index: Tensor | None) -> Weight:
-    """made: q, scale and zero as `IntegerFormat` has them. index [K]: the group of each column, where it may be another
-    than the columns' order says; they are then sorted by it, so that a group's columns stand together."""
+    """made: q, scale and zero as in `IntegerFormat`. index [K]: the group of each column, if groups may not be
+    contiguous (act-order); columns are then sorted by group."""
     columns, ordered = torch.arange(shape[-1]), False
     if index is not None and group and (index != columns // group).any():
         order, ordered = torch.argsort(index.long(), stable=True), True
@@ -141,9 +141,9 @@ def gptq(bits: int, group: int, second: bool, ordered: bool) -> QuantReader:
     return QuantReader(name, made, ("qweight", "qzeros", "scales"), read, ("g_idx", "bias_g_idx"))
 
 
-# ---- one factor for the tensor, a row or a block --------------------------------------------------------------------
+# ---- one scale per tensor, row or block -----------------------------------------------------------------------------
 def spread(where: str, tensors: Tensors, name: str, shape: Shape, block: tuple[int, int] | None = None) -> Tensor:
-    """A factor as float32 [N, 1], or of blocks of rows and columns as [N, K / columns of a block]."""
+    """A scale as float32 [N, 1], or for blocks of rows and columns as [N, K / columns per block]."""
     (rows, columns), scale = shape[-2:], tensors[name]
     if scale.numel() == 1:
         return scale.float().reshape(1, 1).expand(*shape[:-1], 1).contiguous()
@@ -177,7 +177,7 @@ def float8(method: str, block: tuple[int, int] | None = None, scale: str = "weig
 
 
 def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
-    """codes: the suffix of the packed weight. above: of the factor over the groups' own, by which compressed-tensors
+    """codes: the suffix of the packed weight. above: the suffix of the global scale, by which compressed-tensors
     divides."""
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:

@@ -1,8 +1,8 @@
-"""Which matrices of a checkpoint are quantised, and how each is kept.
+"""Which matrices of a checkpoint are quantised, and how each is stored.
 
-A configuration's `quantization_config` names a method; the method's row in `METHODS` reads the rest of it into a
-`QuantScheme`, a function from a module's name to the `QuantReader` of its matrix. A new container is a reader and a
-row here; a GGUF file needs none, each of its tensors says what it is.
+A configuration's `quantization_config` names a method; the method's entry in `METHODS` turns the rest of it into a
+`QuantScheme`, a function from a module's name to the `QuantReader` of its matrix. A new method needs a reader and an
+entry here; GGUF files need neither, since each of their tensors has a type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .quant_reader import QuantReader, awq, float8, gptq, int_quantized, nvfp4, 
 Settings = Mapping[str, object]  # a configuration's `quantization_config`
 # by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
 QuantScheme = Callable[[str], QuantReader | None]
-NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules with a matrix that "Linear" does not mean
+NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules whose matrix "Linear" does not include
 
 
 # ---- reading settings -----------------------------------------------------------------------------------------------
@@ -28,8 +28,8 @@ def linear(module: str) -> bool:
 
 
 def matches(module: str, targets: Sequence[str], contained: bool = False) -> bool:
-    """Whether a module is meant by a list of names and `re:` patterns, whatever wraps the text tower in the
-    checkpoint's own names. contained: a plain name is meant wherever it occurs, as AWQ's tools take it."""
+    """Whether a list of names and `re:` patterns matches a module, with or without a wrapper's prefix of the text
+    tower. contained: a plain name matches anywhere in the module's name, as in AWQ's tools."""
     names = [module]
     if module.startswith("model."):
         names += [f"model.language_model.{module[6:]}", f"language_model.{module}"]
@@ -43,7 +43,7 @@ def matches(module: str, targets: Sequence[str], contained: bool = False) -> boo
 
 
 def all_but(dense: Sequence[str], stored: QuantReader) -> QuantScheme:
-    """Every linear module is stored so, except those whose names hold one of these."""
+    """The same reader for every linear module, except those whose names contain one of these."""
     return lambda module: stored if linear(module) and not matches(module, dense, contained=True) else None
 
 
@@ -80,7 +80,7 @@ def by_awq(settings: Settings) -> QuantScheme:
 
 
 def by_fp8(settings: Settings) -> QuantScheme:
-    """`weight_scale_inv` is a factor, in spite of its name."""
+    """`weight_scale_inv` is a scale, not an inverse."""
     blocks = settings.get("weight_block_size") is not None
     stored = float8("fp8", block_size(settings, "weight_block_size", "fp8"), "weight_scale_inv") if blocks else None
     return all_but(strings(settings, "modules_to_not_convert", "ignored_layers"), stored or float8("fp8"))
@@ -196,14 +196,13 @@ METHODS: dict[str, Callable[[Settings], QuantScheme]] = {
 
 # ---- a checkpoint's --------------------------------------------------------------------------------------------------
 def settings_of(config: Settings) -> object:
-    """A configuration's `quantization_config`, wherever it stands; None: there is none."""
+    """A configuration's `quantization_config`, at any nesting; None: there is none."""
     return config.get("quantization_config") or text_part(config).get("quantization_config")
 
 
 def rounded_activations(config: Settings) -> str | None:
-    """How a checkpoint would have the inputs of its products rounded (`float8 by token`); None: it does not ask for
-    that. It is not done: products are those of the weights alone, and so a little closer to the model that was
-    quantised."""
+    """The activation quantisation that a checkpoint asks for (`float8 by token`); None: none. It is not applied: only
+    weights are quantised, which is a little closer to the original model."""
     found = settings_of(config)
     if not isinstance(found, dict):
         return None
@@ -224,7 +223,7 @@ def rounded_activations(config: Settings) -> str | None:
 
 
 def recipe(config: Settings, where: str) -> QuantScheme | None:
-    """What a checkpoint's configuration says about its quantised matrices; None: it has none."""
+    """The scheme of a checkpoint's quantised matrices; None: it has none."""
     found = settings_of(config)
     if not found:
         return None

@@ -1,8 +1,8 @@
 """GGUF repositories on Hugging Face, and which GGUF files of a folder belong together. Torch-free.
 
 `REPO:QUANT` names one file of a repository, as llama.cpp and Ollama write it (`hf.co/REPO:QUANT` too). A file that
-is in Hugging Face's cache is used without asking the hub. A folder or repository may hold, next to a model, its MTP
-drafter (`…-assistant…gguf`) and its multimodal projector (`mmproj…gguf`); they are told apart by their names.
+is in Hugging Face's cache is used without a request to the hub. A folder or repository may hold, next to a model, its
+MTP drafter (`…-assistant…gguf`) and its multimodal projector (`mmproj…gguf`); their names distinguish them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REPO = re.compile(r"([A-Za-z0-9][\w.\-]*/[\w.\-]+?)(?::([\w.\-]+))?/?")
 QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|T?Q\d_\d|BF16|F16|F32|MXFP4\w*))$", re.I)
 SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 DRAFTER = re.compile(r"(^|[-_.])(assistant|drafter|mtp)([-_.]|$)", re.I)
-USUAL = "Q4_K_M"  # what is fetched where no quantisation is named
+USUAL = "Q4_K_M"  # fetched if no quantisation is named
 
 
 def parse(name: str) -> tuple[str, str | None] | None:
@@ -41,7 +41,7 @@ def quantisation(name: str | Path) -> str | None:
 
 
 def base(name: str | Path) -> str:
-    """A file's name without its quantisation, in lower case: what files of one model share."""
+    """A file's name without its quantisation, in lower case: the same for all files of a model."""
     return QUANT.sub("", stem(Path(name).name)).lower()
 
 
@@ -138,7 +138,7 @@ def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool =
 
 @contextmanager
 def hub_errors(name: str, hint: str = "") -> Iterator[None]:
-    """What goes wrong at the hub, as one line. hint: a name that may have been meant."""
+    """Turns the hub's errors into one line. hint: a similar name."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError

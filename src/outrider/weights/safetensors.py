@@ -1,4 +1,4 @@
-"""Safetensors folders: one file, or shards with an index. Headers are checked here, before anything is touched."""
+"""Safetensors folders: one file, or shards with an index. Headers are checked here, before any tensor is read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One process's part of a checkpoint whose model is divided over several: reads of each source tensor the rows or
-columns that `models.split` gives this process, and nothing else.
+"""One rank's shard of a checkpoint for tensor parallelism: of each source tensor, only the rows or columns that
+`models.split` gives this rank are read.
 
 Rows are a range of the file; columns are stripes of it. Both are views until they are copied into place.
 """
@@ -20,8 +20,8 @@ from .source_tensor import SourceTensor
 
 
 def alignment(pieces: Sequence[SourceTensor], quantize: bool) -> int:
-    """Where the columns of a stored matrix may be cut: multiples of this; 0: nowhere. quantize: it will be rounded in
-    groups of 32."""
+    """Columns of a stored matrix may be cut at multiples of this; 0: nowhere. quantize: it will be quantised in groups
+    of 32."""
     found = 32 if quantize else 1
     for piece in pieces:
         if piece.entry is not None:
@@ -36,7 +36,7 @@ def alignment(pieces: Sequence[SourceTensor], quantize: bool) -> int:
 
 
 def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
-    """What a process keeps of a source."""
+    """A process's shard of a source tensor."""
     try:
         return shard_weight(piece.weight(where), cut)
     except OutriderError as error:
@@ -46,7 +46,7 @@ def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
 
 
 def shard_weight(weight: Weight, cut: Shard) -> Weight:
-    """Columns, or rows (of each expert)."""
+    """The shard's columns, or rows (of each expert)."""
     if cut.columns:
         ((lo, hi),) = cut.spans
         return weight.columns(lo, hi)
@@ -62,6 +62,6 @@ def shard_weight(weight: Weight, cut: Shard) -> Weight:
 
 
 def shard_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Shard]) -> Tensor:
-    """The same of a tensor that exists whole: dummy weights."""
+    """The shard of a tensor in memory (dummy weights)."""
     sources = whole.split([shape[0] for shape in plan.source_shapes])
     return torch.cat([shard_weight(dense(each), cut).tensors["values"] for each, cut in zip(sources, cuts)])

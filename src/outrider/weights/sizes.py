@@ -1,6 +1,6 @@
-"""How many bytes a checkpoint's weights take, as stored and in a GPU's memory, before they are downloaded.
+"""The size in bytes of a checkpoint's weights, as stored and in a GPU's memory, before they are downloaded.
 
-Read from the configuration alone; of a GGUF file, from its header.
+It is computed from the configuration alone; for a GGUF file, from its header.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has
 
 @dataclass(frozen=True)
 class Layout:
-    """How a GPU holds a quantised matrix (ops/triton/repack.py, which needs Triton to be asked itself)."""
+    """The layout of a quantised matrix on a GPU (that of ops/triton/repack.py, which cannot be imported without
+    Triton)."""
 
     bits: int  # of a code
-    group: int  # columns that share a 16-bit factor; 0: the whole row has one
-    has_zero_point: bool = False  # and an offset beside it
+    group: int  # columns that share a 16-bit scale; 0: one per row
+    has_zero_point: bool = False  # each group has a zero-point as well
 
     def nbytes(self, n: int, k: int) -> int:
-        """Rows are filled up to 64, columns to whole chunks; factors come in pairs."""
+        """Rows are padded to 64, columns to whole chunks; scales come in pairs."""
         columns = (8 if self.bits < 8 else 4) * (16 if self.group == 16 else 32)
         rows, chunks = -(-n // 64) * 64, -(-k // columns)
         group = columns if self.group == 0 and self.has_zero_point else min(self.group, columns)
@@ -50,7 +51,7 @@ LAYOUTS = {
 
 
 def layout_of(format: Format, experts: bool = False) -> Layout | None:
-    """None: it is dense there, as are experts that have each an order of columns of their own."""
+    """None: the matrix is dense on a GPU, as are experts that each have their own column order."""
     if isinstance(format, IntegerFormat):
         if format.ordered and experts:
             return None
@@ -70,7 +71,7 @@ class StoredSize:
 
     @property
     def mean(self) -> float:
-        """Bytes of a weight."""
+        """Average bytes per weight."""
         return self.total / max(1, self.parameters)
 
 
@@ -82,7 +83,7 @@ def item_bytes(config: Mapping[str, object]) -> float:
 
 
 def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
-    """quantize: what a GPU rounds dense matrices to as it loads them."""
+    """quantize: the format to which dense matrices are quantised when they are loaded on a GPU."""
     how, item = recipe(files.config, files.name), item_bytes(files.config)
     entries: Mapping[str, TensorEntry] = open_source(files).entries if files.gguf is not None else {}
     total, token, parameters, gpu = 0.0, 0.0, 0, 0.0
@@ -102,7 +103,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             total, parameters = total + size, parameters + prod(shape)
             formats[kind] = formats.get(kind, 0.0) + size
             token += size * share(name, plan, config)
-            whole = shape  # what is filled up to 64 rows
+            whole = shape  # the shape that is padded to 64 rows
             layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
             if quantize is not None and roundable(name, plan):
                 if stored is not None or kind in BLOCKS:

@@ -1,7 +1,7 @@
 """A checkpoint as the loader sees it: named tensors inside memory-mapped files.
 
 A tensor is rows of bytes: everything but the last dimension is flattened into rows. Reading touches pages of the
-file; `release` gives them back to the system, so that loading never holds file and tensors in memory together.
+file; `release` gives them back to the system, so that loading never holds both file and tensors in memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Mapped:
 
     @property
     def pointer(self) -> str | None:
-        """What to do where the file only says which one belongs here, as a repository cloned without Git LFS has it."""
+        """Advice for a file that is only a pointer, as in a repository cloned without Git LFS."""
         lfs = self.data[:24].tobytes() == b"version https://git-lfs."
         return "a Git LFS pointer: `git lfs pull` fetches it" if lfs else None
 
     def release(self, start: int, length: int) -> None:
-        """Forget the pages wholly or partly inside; they are read again from the file when touched again."""
+        """Releases the pages wholly or partly inside; the next access reads them from the file again."""
         if self._map is not None and length > 0 and sys.platform != "win32":
             first = start - start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, min(start + length, self.size) - first)
@@ -50,8 +50,8 @@ class Mapped:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies. `order`: read its rows (of a vector its elements) so (Llama's GGUF files store q and k
-    permuted)."""
+    """A tensor's location. `order`: the order in which to read its rows (of a vector its elements); Llama's GGUF files
+    store q and k permuted."""
 
     file: Mapped
     kind: str  # a dense type of ITEM_BYTES or a block format of ops.formats.BLOCKS
@@ -73,7 +73,7 @@ class TensorEntry:
         return self.file.data[self.start : self.start + self.nbytes].reshape(prod(self.shape[:-1]), self.row_bytes)
 
     def release(self, lo: int, hi: int) -> None:
-        """Of rows as they are stored."""
+        """Releases these rows, in stored order."""
         self.file.release(self.start + lo * self.row_bytes, (hi - lo) * self.row_bytes)
 
 
@@ -83,7 +83,7 @@ class TensorSource:
 
     where: str
     entries: dict[str, TensorEntry]
-    header: bytes  # what beside the tensors belongs to the identity of the model
+    header: bytes  # bytes besides the tensors that are part of the model's fingerprint
     plus_one_done: bool = False  # the norms already contain Gemma 3's +1 (GGUF)
 
     def fingerprint(self) -> str:

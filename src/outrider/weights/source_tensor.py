@@ -1,7 +1,6 @@
-"""One source tensor of the plan as the checkpoint keeps it: dense rows, or the tensors of a quantised matrix.
+"""One source tensor of the plan as the checkpoint stores it: dense rows, or the tensors of a quantised matrix.
 
-`find` looks it up by name, `SourceTensor.weight` reads it. Nothing is read before every piece of a checkpoint has been
-found.
+`find` looks it up by name, `SourceTensor.weight` reads it. All tensors are found before the first one is read.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """What one source of a plan is made of: `entry` (dense, or GGUF blocks), or matrices. Experts that are stored one
-    by one are `matrices` by expert, each with its rows in order; everything else has one."""
+    """The content of one source of a plan: `entry` (dense, or GGUF blocks), or matrices. Experts that are stored
+    separately are `matrices` by expert, each with its rows in order; everything else has one."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,7 +89,7 @@ class SourceTensor:
         return made[0] if made[0].shape == self.shape else stack(made)
 
     def release(self) -> None:
-        """Give the file's pages back."""
+        """Releases the file's pages."""
         for entry in self.entries():
             entry.file.release(entry.start, entry.nbytes)
 
@@ -108,7 +107,7 @@ def ordered(stored: Tensor, entry: TensorEntry) -> Tensor:
 
 
 def find(source: TensorSource, recipe: QuantScheme | None, name: str, shape: tuple[int, ...]) -> SourceTensor | None:
-    """Where a source tensor of the plan is; None: nowhere. Errors name what a quantised matrix lacks."""
+    """Finds a source tensor of the plan; None: it is missing. Errors name what a quantised matrix lacks."""
     entry = source.entries.get(name)
     if recipe is None or (entry is not None and entry.kind in (*FLOATS, *BLOCKS)):
         return None if entry is None else SourceTensor(name, shape, entry)
@@ -145,8 +144,8 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
 
 
 def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[int, ...]) -> SourceTensor | None:
-    """Experts one by one: `experts.3.gate_proj` and `experts.3.up_proj` are the rows of `experts.gate_up_proj`'s
-    third."""
+    """Separately stored experts: `experts.3.gate_proj` and `experts.3.up_proj` are the rows of entry 3 of
+    `experts.gate_up_proj`."""
     base, _, last = name.rpartition(".")
     count, rows, columns = shape
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, (last,))

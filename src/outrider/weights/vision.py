@@ -1,4 +1,4 @@
-"""A checkpoint's vision weights: found by name, all of them and no others, and brought to the device."""
+"""A checkpoint's vision weights: found by name, checked for completeness and loaded to the device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OTHER_NAMES = {  # newer checkpoints of transformers keep the unified projection
 
 
 def vision_config(files: Files) -> VisionConfig | None:
-    """None: the checkpoint has no vision weights. Those of a GGUF model are in the projector (mmproj) next to it; a
-    projector of a family whose images are not supported is left alone, and the model reads text."""
+    """None: the checkpoint has no vision weights. Those of a GGUF model are in the projector (mmproj) next to it; an
+    unsupported projector is ignored, and the model reads text only."""
     if files.gguf is None:
         return translate(VisionConfig.from_hf, files)
     path = companion(files.path, "mmproj")
@@ -56,7 +56,7 @@ def load_vision(
 
 
 def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
-    """Where the weights are, and what reads each."""
+    """The file of the weights, and a reader for each."""
     if files.gguf is not None:
         path = companion(files.path, "mmproj")
         assert path is not None, "it was there when the configuration was read"
