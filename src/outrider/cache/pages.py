@@ -27,13 +27,13 @@ class PagePool:
         return len(self._free)
 
     def alloc(self) -> int:
-        """A page that nobody holds. The caller has made sure that there is one."""
+        """A free page. The caller has ensured that there is one."""
         page = self._free.pop()
         self.refs[page] = 1
         return page
 
     def in_order(self) -> list[int]:
-        """The free pages, ascending; from now on they are handed out in this order."""
+        """The free pages, ascending; from now on they are allocated in this order."""
         self._free.sort(reverse=True)
         return self._free[::-1]
 
@@ -83,11 +83,11 @@ class PageGroup:
         return -(-positions // self.page_size)
 
     def need(self, seq: SeqPages, positions: int) -> int:
-        """How many new pages it takes to hold positions 0..positions-1."""
+        """Number of new pages needed to hold positions 0..positions-1."""
         return max(0, self.pages_for(positions) - len(seq.pages))
 
     def reserve(self, seq: SeqPages, positions: int) -> list[int]:
-        """Grow to hold `positions`; returns the absolute page numbers added. So many pages must be free."""
+        """Grow to hold `positions`; returns the absolute page numbers added. That many pages must be free."""
         added = range(len(seq.pages), len(seq.pages) + self.need(seq, positions))
         seq.pages.extend(self.pool.alloc() for _ in added)
         return list(added)
@@ -102,7 +102,7 @@ class PageGroup:
         seq.first = next((i for i, p in enumerate(pages) if p), len(pages))
 
     def slide(self, seq: SeqPages, committed: int) -> None:
-        """Release pages that nobody will read again: targets query from `committed` on, drafters from one before it."""
+        """Release pages that will not be read again: targets query from `committed` on, drafters from one before it."""
         if self.window is None:
             return
         keep = max(0, committed - self.window) // self.page_size

@@ -56,8 +56,8 @@ class PrefixCache:
         root: bytes = ROOT,
         unbroken: Callable[[int], bool] | None = None,
     ) -> tuple[int, dict[GroupName, list[int]]]:
-        """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long and none that `unbroken`
-        forbids to end there, and its pages per group."""
+        """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long and not ending where
+        `unbroken` forbids it, and its pages per group."""
         found = self.use(chain(root, tokens, limit // self.page_size, self.page_size))
         for count in range(len(found), 0, -1):
             if (count * self.page_size) % granularity or (unbroken is not None and unbroken(count * self.page_size)):
@@ -68,7 +68,7 @@ class PrefixCache:
         return 0, {name: [] for name in self.groups}
 
     def use(self, keys: Iterable[bytes]) -> list[PrefixEntry]:
-        """The entries of a chain as far as it goes, used now."""
+        """The cached entries of a chain, marked as used now."""
         self._clock += 1
         found, now = [], self.seconds()
         for key in keys:
@@ -80,7 +80,7 @@ class PrefixCache:
         return found
 
     def first_page(self, name: GroupName, count: int) -> int:
-        """The first page of a group that whoever goes on after `count` pages can still see."""
+        """The first page of a group that is still visible to a sequence continuing after `count` pages."""
         window = self.groups[name].window
         return 0 if window is None else max(0, count * self.page_size - window + 1) // self.page_size
 
@@ -115,7 +115,7 @@ class PrefixCache:
         self, tokens: Sequence[int], count: int, seqs: dict[GroupName, SeqPages], root: bytes = ROOT
     ) -> tuple[list[bytes], int]:
         """Share the first `count` positions (whole pages only) of a sequence. Returns their keys, and how many were
-        known."""
+        cached already."""
         self._clock += 1
         parent, keys, known = root, list(chain(root, tokens, count // self.page_size, self.page_size)), 0
         for i, key in enumerate(keys):
@@ -130,7 +130,7 @@ class PrefixCache:
         return keys, known
 
     def evict(self, name: GroupName, pages: int) -> None:
-        """Give up pages until `pages` more are free in a group or nothing is left to give."""
+        """Evict pages until `pages` more are free in a group or nothing is left to evict."""
         pool = self.groups[name].pool
         enough = pool.free + pages
         if self.groups[name].window is not None:  # a sliding page may go alone: the chain stays walkable
@@ -148,7 +148,7 @@ class PrefixCache:
                 self._drop(key)
 
     def drop_unused(self, seconds: float) -> None:
-        """Give up the pages that no request has used for so many seconds."""
+        """Evict the pages that no request has used for the given number of seconds."""
         since = self.seconds() - seconds
         for key in [k for k, e in self.entries.items() if e.when <= since]:
             self._drop(key)

@@ -71,14 +71,14 @@ class PrefixStore:
 
     # ---- out ------------------------------------------------------------------------------------------------------
     def offer(self, keys: Sequence[bytes], known: int) -> None:
-        """Of this chain the entries after the first `known` are new: write them when there is time. The files of a
-        chain have one time, that of its last use, so that it is evicted from its end."""
+        """Queue the entries of this chain after the first `known` for writing. The files of a chain have one timestamp,
+        that of its last use, so that it is evicted from its end."""
         if not self._failed:
             now = self.touch(keys[:known])
             self._waiting.extend((number, keys[number], now) for number in range(known, len(keys)))
 
     def drain(self) -> None:
-        """Between two steps: copy waiting pages out, as far as the queue has room."""
+        """Between two steps: copy waiting pages out, as far as the queue has space."""
         moved = 0
         while self._waiting and moved < PER_STEP and self._queued < QUEUED:
             number, key, used = self._waiting.popleft()

@@ -35,20 +35,20 @@ def upload(
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements that a head's key or value of one position takes: int8 ones have a factor in float32 behind them."""
+    """Elements of a head's key or value at one position: int8 ones are followed by a float32 scale."""
     return head_dim + 4 if dtype == torch.int8 else head_dim
 
 
 def ragged(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
-    """The rows of a pass over (first position, how many) of each sequence: every row's position and sequence; then
-    where each sequence's rows begin, and where the last one's end."""
+    """The rows of a pass over (first position, count) of each sequence: every row's position and sequence; then where
+    each sequence's rows begin, and where the last one's end."""
     positions = [p for start, count in spans for p in range(start, start + count)]
     owners = [i for i, (_, count) in enumerate(spans) for _ in range(count)]
     return positions, owners, [0, *accumulate(count for _, count in spans)]
 
 
 def last_rows(kv: KVView, seqs: Sequence[int]) -> OutputRows:
-    """Of a pass the last row of some of its sequences. For rows in lines."""
+    """The last row of some sequences of a pass. For chains, not trees."""
     device, count = kv.positions.device, len(seqs)
     if not count:
         return OutputRows(kv.positions[:0], kv)
@@ -65,7 +65,7 @@ def last_rows(kv: KVView, seqs: Sequence[int]) -> OutputRows:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """How much to hold. `tokens`: positions of full-attention K/V in all; sliding groups follow from the window."""
+    """Cache size. `tokens`: total positions of full-attention K/V; sliding groups follow from the window."""
 
     slots: int
     max_context: int
@@ -74,7 +74,7 @@ class CacheSpec:
     tokens: int
     # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
     window_tokens: int | None = None
-    swap: int = 0  # bytes of host memory for the pages of pre-empted sequences
+    swap: int = 0  # bytes of host memory for the pages of preempted sequences
 
 
 @dataclass
@@ -147,8 +147,8 @@ class KVStore:
         self.disk: PrefixStore | None = None  # prefixes that survive a restart
 
     def take_ahead(self) -> None:
-        """From now on memory is taken before sequences need it: in a server everybody waits while the system hands out
-        memory."""
+        """From now on allocate memory before sequences need it: in a server all requests would wait for the
+        allocation."""
         for name in self.groups if self.device.type == "cpu" else ():
             layers = [i for i, group in self._group_of.items() if group == name]
             self._ahead[name] = HugePageWarmer(
@@ -156,15 +156,15 @@ class KVStore:
             )
 
     def tidy(self, unused_s: float) -> int:
-        """Where memory is taken ahead: prefixes that nobody has asked for in so long are dropped, and the memory of
-        free pages goes back to the system, all but enough for the next sequences. Returns the bytes that came free. Not
-        while a step runs."""
+        """Where memory is allocated ahead: prefixes that were unused for the given time are evicted, and the memory of
+        free pages goes back to the system, except enough for the next sequences. Returns the bytes freed. Not while a
+        step runs."""
         if self._ahead:
             self.prefix.drop_unused(unused_s)
         return sum(ahead.give_back(self.groups[name].pool.in_order()) for name, ahead in self._ahead.items())
 
     def taken(self) -> int:
-        """Bytes that K/V holds now, where memory is taken ahead; elsewhere all of it is reckoned as taken."""
+        """Bytes that K/V holds now, where memory is allocated ahead; elsewhere all of it counts."""
         return sum(ahead.bytes for ahead in self._ahead.values()) if self._ahead else self._bytes
 
     def _bound(self, window: int) -> int:
@@ -184,9 +184,9 @@ class KVStore:
         root: bytes = ROOT,
         unbroken: Callable[[int], bool] | None = None,
     ) -> tuple[SeqCache, int]:
-        """A slot for a new sequence, on shared pages where its beginning is known; returns how many positions are
-        there. The last token is never taken from the cache: its hidden state and logits are needed. unbroken(n): what
-        is taken from the cache may not end at n."""
+        """A slot for a new sequence, on shared pages if its prefix is cached; returns the number of cached positions.
+        The last token is never taken from the cache: its hidden state and logits are needed. unbroken(n): a cached
+        prefix may not end at n."""
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         hit = 0
         if reuse:
@@ -197,7 +197,7 @@ class KVStore:
         return seq, hit
 
     def _enter(self, seq: SeqCache) -> None:
-        """Give the sequence its row of the page tables and enter it among those that run."""
+        """Give the sequence its row of the page tables and add it to the running ones."""
         self.flush()  # what was meant for the slot's last sequence must not come after this
         for name in self.groups:
             row = self.tables[name][seq.slot]
@@ -208,11 +208,11 @@ class KVStore:
         self._live[seq.slot] = seq
 
     def keep(self, seq: SeqCache, committed: int) -> SwappedKV | None:
-        """The K/V of its committed positions on the host, before it is closed. None: there is no room, nothing to keep,
-        or others hold most of it too, so that only the rest is computed again."""
+        """Swap the K/V of its committed positions out, before it is closed. None: there is no space, nothing to keep,
+        or most of it is shared, so that only the rest is recomputed."""
         if not self.spec.swap or not committed:
             return None
-        for name, group in self.groups.items():  # beside this sequence the prefix cache may hold a page
+        for name, group in self.groups.items():  # the prefix cache may hold a page as well as this sequence
             shared = sum(group.pool.refs[page] > 2 for page in seq.pages[name].pages if page)
             if group.window is None and 2 * shared > group.pages_for(committed):
                 return None
@@ -223,7 +223,7 @@ class KVStore:
         return self.swap.out(self._layers, held)
 
     def restore(self, kept: SwappedKV, positions: int) -> SeqCache | None:
-        """A slot with these pages again, where it could go on to `positions`. None: there is no room yet."""
+        """A slot with these pages again, if it could continue to `positions`. None: not enough free pages yet."""
         wanted: dict[GroupName, int] = {}
         for name, group in self.groups.items():
             first, count = kept.pages[name]
@@ -263,7 +263,7 @@ class KVStore:
             self._changed[name] += [(slot * self._width + first + i, page) for i, page in enumerate(where)]
 
     def fits(self, seq: SeqCache, positions: int) -> bool:
-        """Could it hold `positions` now, if shared prefixes that nobody uses were given up?"""
+        """Could it hold `positions` now, if unused shared prefixes were evicted?"""
         for name, group in self.groups.items():
             need = self._most(group, group.need(seq.pages[name], positions))
             if not self._there(name, need):
@@ -271,24 +271,23 @@ class KVStore:
         return True
 
     def _most(self, group: PageGroup, pages: int) -> int:
-        """So many pages, but no more than a sequence of a sliding group can hold at once."""
+        """The given number of pages, but no more than a sequence of a sliding group can hold at once."""
         return pages if group.window is None else min(pages, self._bound(group.window))
 
     def _there(self, name: GroupName, pages: int) -> bool:
-        """Are so many pages free, counting those of shared prefixes that no sequence uses and that could be given
-        up?"""
+        """Is the given number of pages free, counting unused shared prefixes that could be evicted?"""
         pool = self.groups[name].pool
         return pages <= pool.free or pages <= pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
 
     def _free(self, name: GroupName, pages: int) -> bool:
-        """Make so many pages free, evicting shared prefixes that nobody uses. False: there are not so many."""
+        """Free the given number of pages, evicting unused shared prefixes. False: there are not enough."""
         pool = self.groups[name].pool
         if pages > pool.free:
             self.prefix.evict(name, max(pages - pool.free, AT_ONCE))
         return pages <= pool.free
 
     def reserve(self, seq: SeqCache, positions: int) -> bool:
-        """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""
+        """Reserve pages for positions 0..positions-1, evicting unused shared prefixes. False: not enough pages."""
         if positions <= seq.room:
             return True
         for name, group in self.groups.items():
@@ -307,8 +306,7 @@ class KVStore:
         return True
 
     def flush(self) -> None:
-        """Bring the tables up to date: the new pages of all sequences in one upload. Whoever launches a pass calls it
-        first."""
+        """Update the tables: the new pages of all sequences in one upload. Must be called before a pass is launched."""
         for name, changed in self._changed.items():
             if changed:
                 both = upload([*zip(*changed)], torch.int64, self.device)  # [2, n]
@@ -316,7 +314,7 @@ class KVStore:
                 changed.clear()
 
     def commit(self, seq: SeqCache, committed: int) -> None:
-        """Positions below `committed` are final; sliding pages that fell out of the window go back."""
+        """Positions below `committed` are final; sliding pages outside the window are freed."""
         page = committed // self.spec.page_size
         if page == seq.slid:
             return
@@ -331,7 +329,7 @@ class KVStore:
 
     # ---- prefixes on disk -----------------------------------------------------------------------------------------
     def restoring(self, tokens: Sequence[int], granularity: int, root: bytes) -> Iterator[None]:
-        """Reads what the disk knows of this text into the prefix cache, a part per step (`PrefixStore.restore`)."""
+        """Reads the stored pages of this text into the prefix cache, a part per step (`PrefixStore.restore`)."""
         return self.disk.restore(tokens, root, granularity) if self.disk is not None else iter(())
 
     def layers_of(self, name: GroupName) -> list[Tensor]:
@@ -343,7 +341,7 @@ class KVStore:
 
     @torch.inference_mode()
     def adopt(self, key: bytes, parent: bytes, data: Mapping[GroupName, Tensor]) -> bool:
-        """Enter a page with these bytes into the prefix cache. False: there is no free page."""
+        """Add a page with these bytes to the prefix cache. False: there is no free page."""
         if not all(self._free(name, 1) for name in data):
             return False
         pages: dict[GroupName, int] = {}
@@ -368,18 +366,18 @@ class KVStore:
     def view(
         self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int
     ) -> KVView:
-        """Of the sequences in `slots`, after what `flush` has to bring."""
+        """The view of the sequences in `slots`, after a `flush`."""
         self.flush()
         return self.pages_of(slots, max_context).view(positions, row_seq, row_start, max_rows, max_context)
 
     def pages_of(self, slots: Tensor, context: int) -> KVPages:
-        """The cache with a row of the tables for each of these slots [B], as far as `context` positions."""
+        """The cache with one table row for each of these slots [B], up to `context` positions."""
         width = -(-context // self.spec.page_size)
         tables = {name: table[:, :width].index_select(0, slots) for name, table in self.tables.items()}
         return KVPages(self.spec.page_size, self.keys, self.values, tables)
 
     def pages(self) -> KVPages:
-        """The whole cache as kernels see it, with a row of the tables for each slot."""
+        """The whole cache as kernels see it, with one table row per slot."""
         return KVPages(self.spec.page_size, self.keys, self.values, self.tables)
 
     def bytes(self) -> int:

@@ -59,7 +59,7 @@ class Swap:
         self, layers: Sequence[tuple[GroupName, Tensor]], held: Mapping[GroupName, tuple[int, list[int]]]
     ) -> SwappedKV | None:
         """Copy pages out: `layers` are the K and V tensors as bytes, with their groups, `held` each group's first page
-        and all its pages. None: there is no room for them."""
+        and all its pages. None: not enough space."""
         size = sum(len(held[group][1]) * _bytes(tensor) for group, tensor in layers)
         blocks = self._take(size)
         if blocks is None:
@@ -78,7 +78,7 @@ class Swap:
     def back(
         self, layers: Sequence[tuple[GroupName, Tensor]], kept: SwappedKV, pages: Mapping[GroupName, list[int]]
     ) -> None:
-        """Copy them into these pages, and give the blocks back."""
+        """Copy them back into these pages, and free the blocks."""
         where, at = self._indices(pages), 0
         for group, tensor in layers:
             data = torch.empty(len(pages[group]) * _bytes(tensor), dtype=torch.uint8, device=self.device)
@@ -90,7 +90,7 @@ class Swap:
         self.drop(kept)
 
     def drop(self, kept: SwappedKV) -> None:
-        """Give its blocks back without copying anything."""
+        """Free its blocks without copying."""
         self._free += kept.blocks
         kept.blocks = []
 

@@ -27,7 +27,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
     found = CostTable.load(path, key) if path is not None else None
     fastest = engine.executors[0]
     if found is not None and fastest.async_results:
-        return found  # nobody else uses the GPU, so it stays true; and checking it would mean capturing graphs
+        return found  # no other process uses the GPU, so it stays valid; checking would require captures
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
     drafter, name, timed, whole = engine.drafter, None, list[TimedDrafter](), False
     if drafter is not None:

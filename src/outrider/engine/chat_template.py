@@ -167,7 +167,7 @@ def main() -> None:
     while True:
         variables = json.loads(_read(sys.stdin.buffer))
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        with contextlib.suppress(Exception):  # one that is broken is told with each answer
+        with contextlib.suppress(Exception):  # a broken one is reported with each answer
             template = template or ChatTemplate(source)
         said = _answer(template, source, variables)
         signal.setitimer(signal.ITIMER_PROF, 0.0)

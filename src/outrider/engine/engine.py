@@ -219,7 +219,7 @@ class Engine:
     def busy(self) -> bool:
         if self._events or not self._seqs:
             return bool(self._events)
-        # else those who wait, wait for a command
+        # else the waiting requests wait for a command
         room = len(self.scheduler.running) < self.max_batch and self.store.free_slots > 0
         return self._pending is not None or any(
             not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values()

@@ -34,7 +34,7 @@ REHEARSED = 48  # tokens that a grammar is tried with before it is served
 
 
 class GrammarMatcher:
-    """Where one request stands in its grammar.
+    """The state of one request in its grammar.
 
     A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow
     end tokens only, and the engine ends this request with an error."""

@@ -136,7 +136,7 @@ class GraphExecutor(Executor):
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
         self._preparing = False  # what is captured is not needed for this step: if it fails, it is done without
         self._slots_version = self._sampling_version = 0  # of adapters' and of sampling's tensors that graphs read
-        self.fixed = False  # somebody waits for every step: captured is only what no graph holds
+        self.fixed = False  # requests are being served: capture only if no graph fits
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
     # ---- planning: which graph, captured if there is none
@@ -215,7 +215,7 @@ class GraphExecutor(Executor):
         """Tokens of each sequence's tree in this step; 0: drafts are chains, because no request uses trees, or they
         would be too deep or too wide. Steps with penalties, masks, logprobs or drafts from the host use chains as well:
         drafts never change the output."""
-        # pages are reserved for so many rows of each; who drafts none keeps its root
+        # pages are reserved for this many rows of each; a sequence without a draft keeps its root
         asked = min(item.plan.nodes for item in scheduled if item.plan.k)
         if (
             self.drafter is None

@@ -23,7 +23,7 @@ from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
 from .prefill_budget import max_prefill_rows
 
-UNKNOWN = 1 << 62  # bytes, where nobody tells how many are free
+UNKNOWN = 1 << 62  # bytes, if the system does not report how many are free
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
 SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
 USUAL = 4096  # tokens; no default is less, unless the model is

@@ -40,9 +40,9 @@ class ModelRunner:
     clock: Callable[[], float]
     prompt_seconds: float = 0.0  # spent on prompts so far
     divided: bool = False  # other processes run the same steps: where one of them fails none may go its own way
-    scratch: list[SeqCache] = field(default_factory=list)  # sequences that nobody asked for: what steps are timed on
+    scratch: list[SeqCache] = field(default_factory=list)  # sequences without a request, for timing steps
     adapters: AdapterPool | None = None  # None: this engine takes none
-    scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # is told before a text is scored
+    scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # called before a text is scored
     slot_sampling: SlotSampling = field(init=False)
     _joined: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `slot_sampling` holds, by slot
     _sampled: list[Seq] = field(default_factory=list)  # the batch that was asked for last,

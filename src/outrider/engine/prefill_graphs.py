@@ -44,7 +44,7 @@ class PrefillKey:
     """What a pass is captured for."""
 
     rows: int
-    sequences: int  # beside the idle one
+    sequences: int  # without the idle one
     context: int  # no position may reach it
     wanted: bool  # the last hidden state of some sequence
 
@@ -60,7 +60,7 @@ class PrefillGraphs:
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         self.most, self.furthest = most, furthest(runner.store)
         self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
-        self.fixed = False  # somebody waits for every step: nothing is captured any more
+        self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with those that filled passes up
         self._numbers = torch.zeros(
             size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device

@@ -72,7 +72,7 @@ class Scheduler:
             if s.computed == len(s.tokens) - 1 and not s.paused and not (s.num_inflight_tokens and self._may_be_over(s))
         ]
         for seq, plan in zip(ready, choose(ready) if ready else []):
-            if seq.cache is not None:  # else an older one has pre-empted it in this very step
+            if seq.cache is not None:  # else an older one has preempted it in this step
                 self._decode(batch, seq, plan)
         if len(ready) < len(self.running):
             self._prompts(batch, len(ready))

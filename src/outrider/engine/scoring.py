@@ -39,7 +39,7 @@ class ScoringJob(ABC):
         store, tokens = engine.store, self.tokens
         if self._cache is None:
             if not store.free_slots:
-                return True  # somebody will finish
+                return True  # another sequence will finish
             self._cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
             if not store.reserve(self._cache, len(tokens)):
                 self.close(engine)
@@ -70,7 +70,7 @@ class Scorer(ScoringJob):
     def __init__(self, tokens: Sequence[int], top: int) -> None:
         super().__init__(tokens, len(tokens) - 1)  # after the last token nothing is asked
         self._top = top
-        # per token {id: logprob}, itself first; nothing stands before the first
+        # per token {id: logprob}, itself first; the first token has none
         self.entries: list[dict[int, float] | None] = [None]
 
     def take(self, states: Tensor, begin: int) -> None:

@@ -25,8 +25,8 @@ class SharedEngine:
         self.engine = engine
         self._turns = threading.Condition()
         self._stepping = False  # one of the callers makes a step
-        self._joining = 0  # callers who wait to bring requests
-        self._waiting = 0  # callers who wait for another's step
+        self._joining = 0  # callers that wait to submit requests
+        self._waiting = 0  # callers that wait for another caller's step
         self._boxes: dict[str, Box] = {}  # by request: where its caller looks
         self._left: deque[str] = deque()  # requests whose callers are gone
 
@@ -48,8 +48,8 @@ class SharedEngine:
         finally:
             there = [request.id for request in requests if self._boxes.pop(request.id, None) is not None]
             self._left.extend(id for id in there if id in going)
-            # An iterator may be collected in the middle of a step, even in the thread that makes it: then who is next
-            # sees to it.
+            # An iterator may be collected in the middle of a step, even in the thread that runs it: then the next step
+            # aborts its requests.
             if self._left and self._take_turn():
                 self._step()
 
@@ -74,7 +74,7 @@ class SharedEngine:
                 self._turns.wait()
             self._waiting -= 1
             if box:
-                return  # somebody else's step has brought it
+                return  # another caller's step has produced it
             self._stepping = True
         self._step()
 

@@ -69,9 +69,9 @@ class Seq:
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     restoring: Iterator[None] | None = None  # reads its prefix back from disk, a part per step, before it is admitted
-    paused: bool = False  # nobody reads its answer just now
+    paused: bool = False  # its output is not being read
     num_inflight_tokens: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
-    answer: OutputProcessor = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
+    answer: OutputProcessor = field(init=False)  # the engine's own data: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
     altered: bool = field(init=False)  # history or masks change its logits before a token is chosen
     prompt_len: int = field(init=False)
@@ -140,8 +140,8 @@ class ScheduledSeq:
     slot: int
     start: int
     count: int = 1
-    # Somebody reads what comes out: of every row of a decoding item, and of the last row of a chunk that a draft starts
-    # from. Rows that nobody reads go no further than their K/V (types.OutputRows).
+    # The output is read: of every row of a decoding item, and of the last row of a chunk that a draft starts from.
+    # Other rows compute no more than their K/V (types.OutputRows).
     wanted: bool = True
     plan: DraftPlan = NO_DRAFT  # of a decoding item
     # The drafted tokens where the host knows them: plan.k, and as many more as a step in flight may add.

@@ -16,9 +16,8 @@ MOST = 0.99  # no estimate above: a certain success would hide the cost of being
 
 
 class CycleStats:
-    """What drafts that end themselves bring: means over cycles of tokens emitted, tokens verified and tokens drafted,
-    exponentially weighted. Lengths and not seconds are kept: what they cost is the table's to say, and it may change
-    its mind."""
+    """Exponentially weighted means over cycles of drafts that end themselves: tokens emitted, verified and drafted.
+    Counts are kept, not seconds: the cost table gives the times, and it may change."""
 
     __slots__ = ("cycles", "drafted", "made", "verified")
 
@@ -32,7 +31,7 @@ class CycleStats:
         self.cycles = self.cycles * keep + 1.0
 
     def beside(self, prior: CycleStats, weight: float) -> tuple[float, float, float]:
-        """The means, the prior counted like `weight` cycles."""
+        """The means; the prior counts as `weight` cycles."""
         share, cycles = weight / prior.cycles, self.cycles + weight
         return (
             (self.made + share * prior.made) / cycles,
@@ -60,9 +59,8 @@ class PositionStats:
             seen[accepted] = seen[accepted] * keep + 1.0
 
     def estimate(self, prior: Sequence[float], weights: Sequence[float]) -> list[float]:
-        """Posterior means by position. What the positions before say about this source (odds against the prior) shifts
-        the prior of the next: a request that is easy at position 1 is expected to be easy at position 5, seen or
-        not."""
+        """Posterior means by position. The odds of earlier positions against the prior shift the prior of the next: a
+        request that is easy at position 1 is expected to be easy at position 5, observed or not."""
         out, shift = [], 1.0
         good, seen = self.good, self.seen
         for j in range(MAX_DRAFT):
@@ -80,7 +78,7 @@ class PositionStats:
 
 
 class DrafterStats:
-    """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match
+    """Statistics over all requests of one source of drafts: a drafter, or the n-gram drafter at one range of match
     lengths."""
 
     def __init__(
@@ -90,8 +88,8 @@ class DrafterStats:
         trust: Sequence[float] | None = None,
         counts: Sequence[float] | None = None,
     ) -> None:
-        """`trust`: the card's acceptance by confidence, in 16 equal bins. `counts`: how many tokens the card judged at
-        each position; None: the prior is not from a card and is taken as it is."""
+        """`trust`: the profile's acceptance by confidence, in 16 equal bins. `counts`: number of tokens measured at
+        each position; None: the prior is not from a profile and is used as it is."""
         self.tuning, self.arm = tuning, PositionStats()
         self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)
@@ -132,7 +130,7 @@ class DrafterStats:
             self.refresh()
 
     def judge(self, confidence: float, right: bool) -> None:
-        """A token that stood behind accepted ones, so that the target said whether it was right."""
+        """Record a token that followed accepted ones, so that the target decided whether it was right."""
         cell = self.bins[min(BINS - 1, max(0, int(confidence * BINS)))]
         cell[0] = cell[0] * self.tuning.keep + right
         cell[1] = cell[1] * self.tuning.keep + 1.0
@@ -140,11 +138,11 @@ class DrafterStats:
 
     @property
     def lift(self) -> float:
-        """How many drafted tokens a tree of a fixed size brings for one that a line as deep would bring."""
+        """Tokens gained by a tree of a fixed size, relative to a chain of the same depth."""
         return self.in_trees / self.in_chains
 
     def branched(self, accepted: int, ahead: int) -> None:
-        """Such a tree brought so many tokens, and its main chain so many of them."""
+        """Record the tokens that such a tree gained, and how many of them were on its main chain."""
         self.in_trees = self.in_trees * self.tuning.keep + accepted
         self.in_chains = self.in_chains * self.tuning.keep + ahead
 

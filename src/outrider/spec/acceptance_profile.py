@@ -36,7 +36,8 @@ class AcceptanceProfile:
 
     @property
     def counts(self) -> tuple[float, ...]:
-        """Judged tokens by position. Without the counts: the total, spread as its acceptance lets drafts go on."""
+        """Measured tokens by position. Without the counts: the total, spread in proportion to how often drafts get that
+        far."""
         if self.seen:
             return self.seen
         reached = [1.0]
@@ -46,7 +47,7 @@ class AcceptanceProfile:
 
 
 def measure(traces: Iterable[Trace], weights: str, second: float | None = None) -> AcceptanceProfile:
-    """From every position of every answer, whether decoding would have drafted there or not."""
+    """Measured from every position of every answer, whether decoding would have drafted there or not."""
     good, seen = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
     bins = [[2.0 * (i + 0.5) / BINS, 2.0] for i in range(BINS)]
     judged = 0
@@ -82,7 +83,7 @@ def write(folder: Path, card: AcceptanceProfile) -> Path:
 
 
 def read(folder: Path, weights: str) -> AcceptanceProfile | None:
-    """The card of these weights, if there is one (it is only a prior: one that cannot be read is as good as none)."""
+    """The profile of these weights, or None (an unreadable one counts as none: it is only a prior)."""
     try:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
         second = None if raw.get("second") is None else float(raw["second"])

@@ -15,8 +15,8 @@ def choose_k(
     tokens: Array, dear: NDArray[np.bool_], verify: Array, drafting: Array, fill: float
 ) -> tuple[float, list[int]]:
     """The best rate in tokens per second, and the K of each sequence that reaches it. tokens [B, 17]: expected tokens
-    of a cycle by K; dear [B]: whose drafts take time, which is `drafting` [17] seconds by K, and of which a share
-    `fill` is verified; verify [17]: seconds of the target's step by the mean K."""
+    of a cycle by K; dear [B]: sequences whose drafts take time, `drafting` [17] seconds by K, of which a share `fill`
+    is verified; verify [17]: seconds of the target's step by the mean K."""
     size, steps = len(tokens), np.arange(MAX_DRAFT + 1)
     filled = np.where(dear, fill, 1.0)[:, None]
     rate, ks = 0.0, [0] * size

@@ -49,7 +49,7 @@ class BlockDrafter(Drafter):
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        """Where nobody asks how sure it is (`DraftBatch.plans`), no value is looked at: a captured step does so."""
+        """If the confidence is not needed (`DraftBatch.plans`), no value is read, so a captured step can call it."""
         wide = min(k, self.max_tokens)
         if batch.branches and self.one_pass:
             heads: list[Tensor] = []
@@ -96,12 +96,12 @@ class BlockDrafter(Drafter):
         return max_nodes(depth) if self.one_pass and depth <= self.max_tokens else 0
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
-        """Of the logits of one pass: each level reads its slot, behind WIDTH tokens of each sequence."""
+        """Built from the logits of one pass: each level reads its slot, after WIDTH tokens of each sequence."""
         step, seq = self._by_slot(batch, depth, None), batch.kv.row_seq.repeat_interleave(WIDTH)
         return build_fixed_tree(batch, depth, nodes, lambda level, front: step(level, seq, front.tokens, front.before))
 
     def _drafted(self, batch: DraftBatch, wide: int) -> Draft:
-        """All tokens of a draft; those that do not depend on one another are chosen at once."""
+        """All tokens of a draft; independent ones are chosen at once."""
         if batch.own_noise or self.config.kind in ("eagle3", "dflash2") or self.config.markov_rank:
             return draft_round(batch, wide, self._score(batch, wide, None))
         size, sampling, device = batch.last.shape[0], batch.sampling, batch.last.device
@@ -113,15 +113,15 @@ class BlockDrafter(Drafter):
         return Draft(sampling.guess(z, at, batch.ops, ids).view(size, wide), torch.full_like(batch.position, wide))
 
     def _named(self, z: Tensor, columns: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """Logits [B, N] with the target's ids of their columns; columns [B, N]: draft ids."""
+        """Logits [B, N] and the target's ids of their columns; columns [B, N]: draft ids."""
         ids = self.block.ids
         if columns is not None:
             return columns if ids is None else ids[columns], z
         return None if ids is None else ids.expand(z.shape[0], -1), z
 
     def _slots(self, batch: DraftBatch, wide: int) -> Tensor:
-        """One pass over the block: what the head reads of the slots that predict [B, K, H]. Where no slot sees those
-        behind it, the last ones are left out."""
+        """One pass over the block: the head's inputs at the predicting slots [B, K, H]. If no slot sees later ones, the
+        last slots are left out."""
         config, size, before = self.config, batch.last.shape[0], 0 if self.config.from_anchor else 1
         count = wide + before if all(config.causal) else config.block
         masks = batch.last.new_full((size, count - 1), config.mask_id)
@@ -129,14 +129,14 @@ class BlockDrafter(Drafter):
         return self.block.backbone(ids, batch.kv, batch.position)[:, before : before + wide]
 
     def _score(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> Score:
-        """sure: where to leave what a confidence head says of each step; None: nobody asks."""
+        """sure: receives the confidence head's output of each step; None: not needed."""
         if self.config.kind == "eagle3":
             return self._by_step(batch, wide)
         step = self._by_slot(batch, wide, sure)
         return lambda j, token, cluster_bonus: step(j, EVERY, token, EVERY)
 
     def _by_slot(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> SlotStep:
-        """Slots are read from left to right; of a tree, behind several tokens at once."""
+        """Slots are read from left to right; in a tree, after several tokens at once."""
         block, config, size = self.block, self.config, batch.last.shape[0]
         hidden = self._slots(batch, wide)
         base = block.logits(hidden.reshape(size * wide, -1)).view(size, wide, -1)

@@ -54,8 +54,7 @@ def load_block(
     seed: int = 0,
     quantize: str | None = None,
 ) -> BlockNet:
-    """quantize: what dense matrices are rounded to; then also a copy of the target's head, where the drafter shares
-    it."""
+    """quantize: the format of dense matrices; then also a copy of the target's head, if the drafter shares it."""
     config = translate(BlockConfig.from_hf, files).bound(target.config)
     if load_format == "dummy":
         return BlockNet(config, dummy_block(config, target, dtype, seed, quantize), target.ops, target)
@@ -87,8 +86,8 @@ def load_block(
 
 
 def rounded(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:
-    """A draft need not be exact: every matrix of a product is rounded, the head as well; tables where the ops can look
-    rounded ones up."""
+    """A draft need not be exact: every matrix of a product is quantised, the head as well; embeddings if the ops
+    support lookups in quantised ones."""
     tables = plan.role == "embedding" and ops.capabilities.quantizes_tables
     if quantize is not None and (tables or plan.role == "matrix"):
         return ops.quantize(tensor, quantize)
@@ -96,7 +95,7 @@ def rounded(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize:
 
 
 def own_head(weights: dict[str, DeviceWeight], target: TextModel, quantize: str | None) -> dict[str, DeviceWeight]:
-    """With a rounded copy of the target's head, where the drafter has none of its own: a draft reads it once a pass."""
+    """Adds a quantised copy of the target's head if the drafter has none of its own: a draft reads it once per pass."""
     whole = isinstance(target.head, Tensor) and target.together.tp.world == 1
     if quantize is not None and "head" not in weights and whole:
         weights["head"] = target.ops.quantize(as_tensor(target.head), quantize)
@@ -222,7 +221,7 @@ def dummy_block(
 
 
 def draft_size(config: BlockConfig) -> DrafterSize:
-    """Of one pass, which drafts all tokens; the head is the target's where it has none of its own."""
+    """Weights of one pass, which drafts all tokens; the head is the target's if the drafter has none."""
     plan = block_plan(config, ())
     own = sum(prod(p.shape) for name, p in plan.items() if name not in ("embed", "d2t"))
     head = config.draft_vocab * config.hidden

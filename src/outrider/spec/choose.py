@@ -31,7 +31,7 @@ from ..ops.noise import gumbel
 from ..types import Draft, Verdict
 
 OFF = 1 << 40  # a top-k that keeps everything
-ANY = -2  # in a bad word's prefix: matches whatever stands there
+ANY = -2  # in a bad word's prefix: matches any token
 MASS = float(1 << 40)  # fixed point of top-p; 2^40 · V stays below 2^63
 HEAD = 256  # candidates tried before sorting the whole vocabulary (CPU, top-p without top-k)
 GUESS_HEAD = 512  # candidates a drafter's filter looks at: a guess need not be exact
@@ -58,7 +58,7 @@ class BadWords:
 
 @dataclass
 class Sparse:
-    """A few (id, value) pairs a sequence, padded with (0, 0.0)."""
+    """A few (id, value) pairs per sequence, padded with (0, 0.0)."""
 
     ids: Tensor  # int64 [B, M]
     values: Tensor  # float32 [B, M]
@@ -66,10 +66,10 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Filters:
-    """What the host knows of how a batch draws."""
+    """The host's summary of the sampling filters in a batch."""
 
-    sampled: bool = False  # somebody draws
-    any: bool = False  # somebody filters: by top-k, top-p or min-p
+    sampled: bool = False  # some sequence samples
+    any: bool = False  # some sequence filters: by top-k, top-p or min-p
     top_k: bool = False
     top_p: bool = False
     # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
@@ -94,7 +94,7 @@ class SamplingBatch:
     sampled: Tensor  # bool [B] sampled, not greedy
     seed: Tensor  # int64 [B]
     filters: Filters
-    cut: FilterValues | None = None  # where somebody filters
+    cut: FilterValues | None = None  # if some sequence filters
     out_len: Tensor | None = None  # int64 [B] tokens generated so far
     penalties: Penalties | None = None
     bias: Sparse | None = None
@@ -112,8 +112,7 @@ class SamplingBatch:
 
     @property
     def looks_back(self) -> bool:
-        """Does the choice depend on earlier tokens (penalties, forbidden words)? Then rows behind different drafts
-        differ."""
+        """Does the choice depend on earlier tokens (penalties, bad words)? Then rows after different drafts differ."""
         return self.penalties is not None or self.bad_words is not None
 
     # ---- choosing (device) ----------------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ class SamplingBatch:
         | None = None,  # int64 [R, D] of a tree: row r, at depth row_offset[r], sees lines[r, :row_offset[r]]
         ops: Backend | None = None,  # its kernel for filters, where it has one
     ) -> Tensor:
-        """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned as it is."""
+        """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned itself."""
         z = logits
         if self.penalties is not None:
             z = self._penalise(z, self.penalties, row_seq, row_offset, drafts[row_seq] if lines is None else lines)
@@ -154,7 +153,7 @@ class SamplingBatch:
         return made if made is not None else self._filter(z, row_seq, cut, exact=True)
 
     def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: Backend) -> Tensor:
-        """Tokens [R]; `position` [R] is where the chosen token will stand in its sequence."""
+        """Tokens [R]; `position` [R] is the position of the chosen token in its sequence."""
         if not self.any_sampled:
             return ops.argmax(z)
         return ops.gumbel_argmax(z, self.seed[row_seq], position, None, self.sampled[row_seq])
@@ -181,9 +180,9 @@ class SamplingBatch:
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def cluster_bonus(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
-        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_bonus`), or None. clusters
-        [C, S]. Nothing where a filter cuts unlikely tokens off, however lucky: measured, leaning then finds the choice
-        less often."""
+        """The bonus that `guess` adds to the scores of a clustered head [B, C] (`ops.cluster_bonus`), or None. clusters
+        [C, S]. None if a filter removes unlikely tokens, whatever their noise: measured, the bonus then finds the
+        choice less often."""
         if clusters is None or not self.any_sampled:
             return None
         free, cut = self.sampled, self.cut
@@ -192,9 +191,9 @@ class SamplingBatch:
         return ops.cluster_bonus(clusters, self.seed, position, self.temperature, free)
 
     def guess(self, logits: Tensor, position: Tensor, ops: Backend, token_ids: Tensor | None = None) -> Tensor:
-        """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B,
-        N] (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the
-        acceptance could suffer."""
+        """The drafter's prediction of the target's choice, with the target's own noise: tokens [B] from its logits [B,
+        N] (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: that can only
+        lower the acceptance."""
         if not self.any_sampled:
             best = ops.argmax(logits)
         else:
@@ -202,13 +201,13 @@ class SamplingBatch:
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
 
     def likely(self, logits: Tensor, places: Tensor) -> Tensor:
-        """float32 [B]: how likely the drafter found what it guessed, at these places [B] of its logits [B, N]."""
+        """float32 [B]: the drafter's probability of its tokens, at these columns [B] of its logits [B, N]."""
         z = logits / self.temperature[:, None] if self.any_sampled else logits
         return (z.gather(1, places[:, None])[:, 0] - z.logsumexp(1)).exp()
 
     def scores(self, logits: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """What `guess` takes the best of: float32 [B, N], the logits with filters and, where sampled, the target's own
-        noise."""
+        """The scores that `guess` maximises: float32 [B, N], the logits with filters and, where sampled, the target's
+        own noise."""
         if not self.any_sampled:
             return logits
         tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
@@ -232,7 +231,7 @@ class SamplingBatch:
         return token_ids.gather(1, best[:, None])[:, 0], q
 
     def probs(self, z: Tensor, row_seq: Tensor) -> Tensor:
-        """p [R, V]: what a token of the row is drawn from; a point mass where greedy."""
+        """p [R, V]: the distribution of each row's token; a point mass where greedy."""
         point = torch.zeros_like(z).scatter_(1, z.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.sampled[row_seq][:, None], z.softmax(-1), point) if self.any_sampled else point
 
@@ -278,7 +277,7 @@ class SamplingBatch:
         return z.masked_fill(z < floor[:, None], -math.inf)
 
     def _floor(self, z: Tensor, row_seq: Tensor, cut: FilterValues, head: int) -> tuple[Tensor, Tensor]:
-        """The smallest logit that stays [R], from the `head` largest; and whether these were enough [R]."""
+        """The smallest logit that is kept [R], from the `head` largest; and whether these were enough [R]."""
         # [R, head], largest first
         values, at = z.sort(-1, descending=True) if head == z.shape[1] else z.topk(head, dim=-1)
         k = cut.top_k[row_seq]
@@ -308,6 +307,6 @@ def accept(chosen: Tensor, draft: Draft) -> Verdict:
 
 
 def stream(seed: Tensor, start: Tensor, salt: int) -> Tensor:
-    """A seed [B] of its own for each (seed, block, purpose). Block verification looks at the whole block before it cuts
-    it, so a position that is drafted again must see fresh noise: the block's first position is part of the key."""
+    """A separate seed [B] for each (seed, block, purpose). Block verification reads the whole block before it cuts it,
+    so a position that is drafted again needs fresh noise: the block's first position is part of the key."""
     return seed ^ (start * STREAM + salt)

@@ -43,9 +43,8 @@ class Controller:
         counts: Mapping[str, Sequence[float]] | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, `counts`:
-        how many tokens were judged at each position, as its card has them. A prior without counts is taken as it
-        is."""
+        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, `counts`: number
+        of tokens measured at each position, as in its profile. A prior without counts is used as it is."""
         for name, values in (prior or {}).items():
             if not values or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
@@ -68,7 +67,7 @@ class Controller:
         self._pause = 0  # for how many it held the time before,
         self._match = 0  # and the match that a single sequence had
         self._untold: list[Callable[[], None]] = []  # observations to be learnt from
-        self.planned = False  # until somebody asks for a plan nothing is learnt
+        self.planned = False  # until the first plan nothing is learnt
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """A controller that has observed nothing yet, with the same priors and a copy of the cost table."""
@@ -104,8 +103,8 @@ class Controller:
         return plans
 
     def _rate_one(self, view: DraftContext, seq: SeqState) -> tuple[float, DraftPlan, DraftPlan | None]:
-        """The plan with most tokens per second for a single sequence, which shares its cycle with no other; and where
-        drafting does not pay, the draft that loses least, which a probe would try."""
+        """The plan with most tokens per second for a single sequence; if drafting does not pay, the draft that loses
+        least, which a probe would try."""
         tuning, base = self.tuning, 1.0 / self.cost.curve(None, 1, view.context)[0]
         best, best_rate = NO_DRAFT, base * (1.0 + tuning.margin)
         kept, kept_rate = seq.last, base if seq.last.k == 0 else 0.0
@@ -140,8 +139,8 @@ class Controller:
     def _ending_option(
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
     ) -> Iterator[tuple[int, int, float, bool]]:
-        """Drafts end themselves, so no K says what one brings: what counts is what they have brought. K, tokens of a
-        tree, tokens per second, and whether the request could bear the loss."""
+        """For drafts that end themselves K does not determine the gain: past cycles do. Returns K, tokens of a tree,
+        tokens per second, and whether the request could bear the loss."""
         times = self.cost.curve(source.drafter, 1, view.context)
         most = min(cap, self.cost.reach(source.drafter, 1, view.context, self.tuning.sure))
         top = self._risk(seq, shared, times, most)
@@ -152,7 +151,7 @@ class Controller:
     def _fixed_options(
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
     ) -> Iterator[tuple[int, int, float, bool]]:
-        """The same of the K that matter, for chains and for trees of a fixed size."""
+        """The same for the K that matter, for chains and for trees of a fixed size."""
         name, expected = source.drafter, self._expected(seq, source, shared)
         kinds = [(0, cap, 1.0)]
         if view.nodes >= TIMED and shared.proven and self.cost.has_trees(name):
@@ -171,15 +170,14 @@ class Controller:
                 yield k, nodes, rates[k - 1], k <= limit
 
     def _catch_up_cost(self, view: DraftContext, name: str) -> float:
-        """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins
-        to draft with it must believe that it pays, in the tokens that are left, or in so many where nobody knows
-        how many will come."""
+        """Seconds per output token that a drafter's reading of the text so far will cost. Starting to draft with it
+        must pay within the tokens that are left, or within an assumed number if that is unknown."""
         if not view.unread:
             return 0.0
         return view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, self.tuning.horizon))
 
     def _yield(self, seq: SeqState, source: Source, shared: DrafterStats, times: Sequence[float]) -> float:
-        """Tokens per second that drafts which end themselves bring in this request."""
+        """Tokens per second of drafts that end themselves in this request."""
         # nothing was drafted yet: start from what the best fixed K would bring by the card
         if shared.worth is None:
             expected = self._expected(seq, source, shared)
@@ -193,7 +191,7 @@ class Controller:
         return made / (seconds + (drafted - verified) * self.cost.further(name))
 
     def _ending(self, view: DraftContext, choice: DraftPlan, context: int, size: int, rate: float) -> DraftPlan:
-        """Where a confident drafter should end: a further token must be worth, at this rate, the time it adds."""
+        """The confidence at which a draft should end: a further token must be worth, at this rate, the time it adds."""
         shared = self._shared.get(Source(choice.drafter or "", 0, view.adapter))
         if choice.drafter is None or choice.drafter == "ngram" or shared is None or not shared.calibrated:
             return choice
@@ -207,8 +205,8 @@ class Controller:
         return choice._replace(stop=stop, drop=drop / 2, prices=prices)  # prices do the dropping
 
     def _offer(self, view: DraftContext, name: str) -> tuple[int, Source, DrafterStats] | None:
-        """How many tokens this drafter may offer, whose statistics count, and what is known of it; None: it has
-        nothing to offer."""
+        """How many tokens this drafter may offer, its statistics' source, and its estimate; None: it has nothing to
+        offer."""
         cap = min(view.drafter_available.get(name, 0), MAX_DRAFT, view.remaining - 1)
         if cap <= 0:
             return None
@@ -258,8 +256,8 @@ class Controller:
         return made
 
     def _risk(self, seq: SeqState, shared: DrafterStats, times: Sequence[float], cap: int) -> int:
-        """The longest draft whose total loss this request could still bear: so that even a prompt on which nothing
-        is ever accepted stays within a few percent of plain decoding."""
+        """The longest draft whose total loss this request could still bear: even a prompt with no acceptance at all
+        stays within a few percent of plain decoding."""
         start, rate = self.tuning.risk if shared.proven else self.tuning.unproven_risk
         allowed = (seq.loss_budget + start + rate * seq.tokens) * times[0]
         k = cap
@@ -268,7 +266,7 @@ class Controller:
         return k
 
     def _maybe_probe(self, view: DraftContext, seq: SeqState, probe: DraftPlan, times: Sequence[float]) -> DraftPlan:
-        """A probe's draft goes to its end: tokens left out of it would teach nothing."""
+        """A probe's draft does not end early: tokens left out would not be measured."""
         tuning = self.tuning
         reading = self._catch_up_cost(view, probe.drafter or "") * min(view.remaining, tuning.horizon)
         seq.wait -= 1
@@ -280,10 +278,9 @@ class Controller:
         return probe
 
     def reuse_plan(self, ids: Sequence[str]) -> list[DraftPlan] | None:
-        """The last plan of a batch, if it still holds; None: it is time to plan. Planning takes a few percent of a
-        step, so a plan is kept for two steps where the batch drafts, and where the same sequences go on decoding
-        plainly for one, three, seven, then fifteen. The caller leaves out a draft that has become longer than what
-        is left of the answer."""
+        """The last plan of a batch, if it is still valid; None: plan again. Planning takes a few percent of a step, so
+        a plan is kept for two steps if the batch drafts, and for one, three, seven, then fifteen while the same
+        sequences decode plainly. The caller skips a draft that has become longer than the rest of the output."""
         if self._rest == 0 or len(ids) == 1 or self._resting != ids:
             return None
         self._rest -= 1
@@ -313,9 +310,9 @@ class Controller:
     def _rate_batch(
         self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int
     ) -> tuple[float, list[DraftPlan]]:
-        """The plan with most expected tokens per second for the whole batch: a widest K that holds for all, and
-        within it for each sequence the K behind which a further token is worth less than its row costs. What a row
-        costs in tokens depends on the rate that the plan reaches, so there are two passes."""
+        """The plan with most expected tokens per second for the whole batch: a maximum K for all, and within it for
+        each sequence the K after which a further token is worth less than its row costs. A row's cost in tokens depends
+        on the rate that the plan reaches, so there are two passes."""
         size, tuning = len(seqs), self.tuning
         verify = np.asarray(self.cost.curve(None, size, context))
         margin = min(tuning.batch_margin[0] + tuning.batch_margin[1] * size, tuning.batch_margin[2])
@@ -351,7 +348,7 @@ class Controller:
         return best
 
     def _note(self, seqs: Sequence[DraftContext], states: list[SeqState], plans: list[DraftPlan], context: int) -> None:
-        """Keep the books of the cycle about to run: what it costs against a plain one."""
+        """Account for the cycle about to run: its cost compared with a plain one."""
         size, only, plain = len(seqs), plans[0], self.cost.curve(None, len(seqs), context)[0]
         if size == 1:
             tree = only.nodes > 0 and self.cost.has_trees(only.drafter or "")
@@ -374,8 +371,8 @@ class Controller:
         confidence: Sequence[float] | None = None,
         tree: VerifiedTree | None = None,
     ) -> None:
-        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted`
-        counts all its tokens."""
+        """The outcome of one sequence's draft (drafter None or drafted 0: a plain step). For a tree, `drafted` counts
+        all its tokens."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(
                 f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
@@ -386,8 +383,8 @@ class Controller:
     def observe_step(
         self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool = False
     ) -> None:
-        """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (their mean); `tree`: of trees
-        of a fixed size, their depth."""
+        """The wall time of a cycle without prompt rows. `k`: drafted tokens per sequence (their mean); `tree`: depth of
+        trees of a fixed size."""
         if not self.planned:
             return
         self._untold.append(partial(self._time_step, batch, k, context, seconds, drafter, tree))
@@ -395,9 +392,8 @@ class Controller:
             self._apply_observations()
 
     def _apply_observations(self) -> None:
-        """Learn from what was observed since the last plan, several cycles at once: between two passes over the
-        weights all code is out of the processor's caches, and the second call of a function costs a fraction of the
-        first."""
+        """Learn from the observations since the last plan, several cycles at once: between two passes over the weights
+        all code is out of the CPU caches, and the second call of a function costs a fraction of the first."""
         told, self._untold = self._untold, []  # each once, whatever comes of it
         for learn in told:
             learn()
@@ -469,7 +465,7 @@ class Controller:
 
     def trust(self, drafter: str, adapter: str = "") -> list[float]:
         """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15. The list never
-        changes: what was learnt since comes in another one."""
+        changes: updates come in a new one."""
         shared = self._shared.get(Source(drafter, 0, adapter))
         return shared.trust if shared is not None else [(i + 0.5) / BINS for i in range(BINS)]
 

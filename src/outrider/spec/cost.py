@@ -37,7 +37,7 @@ REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
 @dataclass(frozen=True)
 class CostKey:
-    """A stored table is only used where all three agree."""
+    """A stored table is used only if all three agree."""
 
     machine: str
     model: str
@@ -51,7 +51,7 @@ def machine_name(accelerator: str | None = None, threads: int | None = None) -> 
 
 
 class CostTable:
-    """Seconds of a cycle. Verify rows are packed: what they cost follows their sum."""
+    """Seconds of a cycle. Verify rows are packed: their cost follows their total number."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class CostTable:
         trees: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
     ) -> None:
         """verify by batch and context, draft and trees (of a fixed size, by depth) by drafter and batch. reading:
-        seconds that a token of a text takes a drafter which reads it itself. Without figures: a careful guess (a row
-        costs 15 % of a plain step, a drafted token 8 %), corrected by `observe`."""
+        seconds per token for a drafter that reads the text itself. Without figures: a careful guess (a row costs 15 %
+        of a plain step, a drafted token 8 %), corrected by `observe`."""
         if verify is None:
             verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(WIDTH)] for b in (1, 32)}
         if draft is None:
@@ -92,7 +92,7 @@ class CostTable:
 
     @staticmethod
     def linear(base: float, per_row: float, draft: Mapping[str, float] | None = None) -> CostTable:
-        """A step of R rows takes base + per_row·R; a drafter its time a token. For tests and predictions."""
+        """A step of R rows takes base + per_row·R; a drafter its time per token. For tests and predictions."""
         verify = {
             (b, c): [base + per_row * b * (k + 1) for k in range(WIDTH)]
             for b in (1, 2, 4, 8, 16, 32)
@@ -109,8 +109,7 @@ class CostTable:
         return self.draft_curve(CostPart("draft", drafter), batch)[k]
 
     def mixed(self, cycle: Sequence[tuple[str | None, int, float]], context: int) -> float:
-        """Seconds of a cycle whose sequences draft differently: of each its drafter, the tokens verified and the tokens
-        drafted."""
+        """Seconds of a cycle whose sequences draft differently: drafter, tokens verified and tokens drafted of each."""
         seconds = self.verify(len(cycle), sum(k for _, k, _ in cycle) / len(cycle), context)
         for name in {name for name, _, steps in cycle if steps and name}:
             if not self.free(name):
@@ -128,8 +127,8 @@ class CostTable:
         return found
 
     def reach(self, drafter: str, batch: int, context: int, sure: float) -> int:
-        """How far a draft that ends itself may go: the best K in a stretch of tokens that are right with the chance
-        `sure` each."""
+        """How far a draft that ends itself may go: the best K for tokens that are each right with probability
+        `sure`."""
         curve = self.curve(drafter, batch, context)
         known = self._reaches.get((drafter, batch, context >> 7))
         if known is not None and known[0] is curve:
@@ -148,7 +147,7 @@ class CostTable:
         return self.draft(drafter, 1, 2) - self.draft(drafter, 1, 1)
 
     def free(self, drafter: str) -> bool:
-        """Whether proposing costs nothing worth counting (an n-gram match)."""
+        """Whether drafting costs no measurable time (an n-gram match)."""
         return CostPart("draft", drafter) not in self._draft
 
     def has_trees(self, drafter: str) -> bool:
@@ -184,7 +183,7 @@ class CostTable:
         return found
 
     def _part(self, drafter: str | None, tree: bool) -> CostPart | None:
-        """What of a drafter takes time in a cycle; None: nothing."""
+        """The timed part of a drafter in a cycle; None: none."""
         if drafter is None:
             return None
         part = CostPart("tree" if tree else "draft", drafter)
@@ -204,9 +203,9 @@ class CostTable:
         mixed: float | None = None,
         tree: bool = False,
     ) -> None:
-        """One finished cycle (no prompt chunk in it): k drafted tokens a sequence by `drafter`, all of it in `seconds`.
-        mixed: what the table predicted for a cycle whose sequences drafted differently; it says something of the
-        machine, and nothing of any one cell."""
+        """One finished cycle (no prompt chunk in it): k drafted tokens per sequence by `drafter`, in `seconds`
+        altogether. mixed: the table's prediction for a cycle whose sequences drafted differently; it updates the drift,
+        and no single cell."""
         if not seconds > 0.0:
             return
         part = self._part(drafter, tree)
@@ -235,9 +234,9 @@ class CostTable:
             self._wrong.clear()
 
     def _correct(self, part: CostPart | None, knot: int, cell: int, log_gain: float) -> None:
-        """Move one cell, and its neighbours with it: wider cells by as much, narrower ones by half as much for every
-        step away. What was wrong here is taken to be wrong there too until they are timed themselves; otherwise one
-        that looks too dear would never be tried again."""
+        """Move one cell, and its neighbours with it: wider cells by as much, narrower ones by half as much per step
+        away. An error here is assumed there too until they are timed themselves; otherwise a cell that looks too
+        expensive would never be tried again."""
         factor = self._factor.setdefault((part if cell else None, knot), [1.0] * WIDTH)
         gain = math.exp(log_gain)
         for k in range(1, WIDTH) if cell else (0,):  # a plain step says nothing of drafted ones, nor they of it
@@ -302,8 +301,8 @@ class CostTable:
 
 
 def bracket(knots: Sequence[int], x: float) -> tuple[int, int, float]:
-    """The two knots around x and the weight of the upper one; beyond the last pair the line goes on, below the first it
-    stops."""
+    """The two knots around x and the weight of the upper one; extrapolated above the last pair, clamped below the
+    first."""
     if len(knots) == 1 or x <= knots[0]:
         return knots[0], knots[0], 0.0
     i = min(bisect_right(knots, x), len(knots) - 1)
@@ -312,7 +311,7 @@ def bracket(knots: Sequence[int], x: float) -> tuple[int, int, float]:
 
 
 def at_k(curve: Sequence[float], k: float) -> float:
-    """The curve at a fractional K; beyond its end the last slope goes on."""
+    """The curve at a fractional K; extrapolated with the last slope."""
     i = min(max(int(k), 0), len(curve) - 2)
     return curve[i] + (k - i) * (curve[i + 1] - curve[i])
 

@@ -33,11 +33,10 @@ READ, READ_BESIDE = 256, 64
 NEAR = 16  # tokens that such a round reads itself
 # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
 LISTED = 49_152
-BESIDE = 512  # and of a text's own, beside those
+BESIDE = 512  # and of a text's own, in addition to those
 NO_RESULT = DraftResult([], [], 0)
-# What the controller takes for granted of a draft model before it has seen any: acceptance by position, and by
-# confidence in 16 bins, as counted on 1,340 greedy and 640 drawn tokens of Qwen2.5-Coder-0.5B beside a stand-in for
-# the 1.5B (benchmarks/cpu_standin.py).
+# The controller's prior for a draft model: acceptance by position, and by confidence in 16 bins, as counted on 1,340
+# greedy and 640 sampled tokens of Qwen2.5-Coder-0.5B with a stand-in for the 1.5B (benchmarks/cpu_standin.py).
 ACCEPTED = (0.72, 0.76, 0.78, 0.81, 0.83)
 TRUST = (0.2, 0.25, 0.25, 0.25, 0.32, 0.4, 0.38, 0.38, 0.48, 0.54, 0.55, 0.7, 0.72, 0.74, 0.82, 0.97)
 
@@ -49,7 +48,7 @@ class Track:
     pages: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     sure: int = 0  # positions below this were compared before; committed tokens do not change
-    # its tokens that the draft model does not score for everybody, in order
+    # its tokens that are not on the shortlist, in order
     unlisted: dict[int, None] = field(default_factory=dict)
     looked: int = 0  # positions below this were looked through for them
     foreign: bool = False  # it holds an id beyond the draft model's vocabulary
@@ -62,7 +61,7 @@ class Track:
         return self.sure
 
     def beside(self, tokens: Sequence[int], known: bytearray) -> list[int]:
-        """The latest of its tokens that are not listed."""
+        """The latest of its tokens that are not on the shortlist."""
         for token in tokens[self.looked :]:
             if not known[token]:
                 self.unlisted.pop(token, None)  # the latest stand last
@@ -120,10 +119,9 @@ class DraftPages:
 
 
 def shortlist(vocab: int, always: Iterable[int] = (), padded: bool = False) -> Tensor | None:
-    """The tokens that a draft model scores, int64 [N] ascending; None: all. padded: it has ids beyond
-    `vocab`, which are never scored. A BPE vocabulary has its tokens in the order of merging, so
-    nearly by frequency: the first of it, and those that are needed `always`, wherever they stand. What a text holds
-    beside them is scored for that text."""
+    """The tokens that a draft model scores, int64 [N] ascending; None: all. padded: it has ids beyond `vocab`, which
+    are never scored. A BPE vocabulary is in the order of merging, so nearly by frequency: the shortlist is its
+    beginning, and the tokens in `always`, wherever they are. Other tokens of a text are scored for that text only."""
     if vocab < 2 * LISTED:
         return torch.arange(vocab) if padded else None
     return torch.tensor(
@@ -137,9 +135,9 @@ class DraftModel(Drafter):
     profile = AcceptanceProfile("", ACCEPTED, TRUST, judged=1980)
 
     def __init__(self, model: Target, listed: Tensor | None = None, vocab: int | None = None):
-        """listed: see `shortlist`. vocab: the target's vocabulary size, where padding makes it another than the
-        draft model's. Ids that only the draft model has are never drafted; a text with an id that only the target
-        has gets no drafts."""
+        """listed: see `shortlist`. vocab: the target's vocabulary size, if padding makes it differ from the draft
+        model's. Ids that only the draft model has are never drafted; a text with an id that only the target has gets no
+        drafts."""
         self.model, self.listed, ops = model, listed, model.ops
         self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
@@ -205,7 +203,7 @@ class DraftModel(Drafter):
         return out
 
     def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int, left: int) -> None:
-        """One pass over tokens that stand far behind the newest, at most `left` of them."""
+        """One pass over tokens well before the newest, at most `left` of them."""
         spans = []
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
@@ -215,11 +213,11 @@ class DraftModel(Drafter):
                 spans.append((track, text, done, count))
                 left -= count
         if spans:
-            self._pass(spans, [])  # nobody reads what becomes of them
+            self._pass(spans, [])  # their outputs are not read
 
     def _pass(self, spans: Sequence[tuple[Track, Sequence[int], int, int]], ends: Sequence[int]) -> Tensor:
-        """Run (start, count) of each text through the model; its track holds their K/V from then on. Hidden states
-        of the last rows of those whose numbers are `ends` [len(ends), H]."""
+        """Run (start, count) of each text through the model; its track then holds their K/V. Returns hidden states of
+        the last rows of the texts with index in `ends` [len(ends), H]."""
         view = self.pages.view([s[0] for s in spans], [s[2] for s in spans], [s[3] for s in spans])
         ids = [token for _, text, start, count in spans for token in text[start : start + count]]
         for track, text, start, count in spans:
@@ -241,7 +239,7 @@ class DraftModel(Drafter):
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
-        """Of the sequences `fit`: k tokens [F, k], and q [F, k, V] when they were drawn."""
+        """For the sequences `fit`: k tokens [F, k], and q [F, k, V] if they were sampled."""
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
@@ -264,8 +262,8 @@ class DraftModel(Drafter):
         return drafted
 
     def _scores(self, beside: Sequence[Sequence[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """hidden [F, H] -> logits [F, N], and whose they are [N] (None: all tokens'). beside: each sequence's own
-        that are not listed."""
+        """hidden [F, H] -> logits [F, N], and their token ids [N] (None: all tokens). beside: each sequence's own
+        tokens that are not on the shortlist."""
         model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
         if listed is None and self.vocab == model.config.vocab_size:
             return model.logits, None
@@ -285,9 +283,9 @@ class DraftModel(Drafter):
         return scored, torch.cat((listed, torch.tensor(more)))
 
     def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int], names: Tensor | None) -> tuple[Draft, int]:
-        """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step
-        (plan.DraftPlan); and the steps it took. A step costs as much as a token of a small model: far too much for
-        a guess that will hardly be read."""
+        """A round of draft tokens with their probabilities, which ends when no sequence's draft is worth another step
+        (plan.DraftPlan); and the number of steps. A step costs as much as a token of a small model: too much for a
+        token that will hardly be accepted."""
         size, device = len(fit), batch.last.device
         confidence = torch.zeros((size, k), device=device)
         lengths, path, live = [k] * size, [1.0] * size, [True] * size
@@ -309,7 +307,7 @@ class DraftModel(Drafter):
         return Draft(tokens, torch.tensor(lengths, device=device), confidence=confidence), made.shape[1]
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
-        """Run what each sequence's pages do not hold, at least its newest token; returns the hidden states of
+        """Run the tokens that each sequence's pages do not hold, at least the newest; returns the hidden states of
         those."""
         done = [min(t.agree(text), len(text) - 1) for t, text in zip(tracks, texts)]
         for track, text in zip(tracks, texts):
@@ -327,21 +325,20 @@ class DraftModel(Drafter):
         return torch.stack([h for h in out if h is not None])
 
     def _remember(self) -> None:
-        """Note what the last proposal wrote. Only now: the target's answer has been waited for, so this wait is
-        free."""
+        """Record what the last proposal wrote. Only now: the target's result has been awaited, so this wait is free."""
         if self._last is not None:
             (tracks, drafted), self._last = self._last, None
             for track, tokens in zip(tracks, drafted.tolist()):
                 track.held += tokens
 
     def unread(self, request_id: str, tokens: Sequence[int]) -> int:
-        """How many tokens of a text it has not read, but for those that every round reads."""
+        """How many tokens of a text it has not read, except those that every round reads."""
         track = self.tracks.get(request_id)
         return max(0, len(tokens) - (len(track.held) if track is not None else 0) - 2)
 
     def assume(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Take the K/V of `tokens` as held, whatever the pages hold: for timing what a step costs after a prompt,
-        without running one."""
+        """Treat the K/V of `tokens` as present, whatever the pages hold: for timing a step after a prompt without
+        running one."""
         self._remember()
         track = self.tracks.setdefault(request_id, Track())
         self.pages.reserve(track, len(tokens))

@@ -34,7 +34,7 @@ Score = Callable[[int, Tensor, Tensor | None], tuple[Tensor | None, Tensor]]
 
 @dataclass
 class DraftBatch:
-    """What a drafter may see of B sequences that have L tokens each, the newest not yet run through the target."""
+    """A drafter's view of B sequences of L tokens each, the newest not yet run through the target."""
 
     ids: Sequence[str]  # the requests' ids, for drafters that keep something per sequence
     tokens: Sequence[Sequence[int]]  # all L tokens of each sequence, on the host
@@ -60,7 +60,7 @@ class DraftBatch:
 
 @dataclass
 class HostDraftRequest:
-    """What a round in one host call is given, of the sequences that are to be drafted for."""
+    """Inputs of a round in one host call, for the sequences that draft."""
 
     ids: Sequence[str]
     tokens: Sequence[Sequence[int]]  # all tokens of each sequence
@@ -80,7 +80,7 @@ class Drafter:
     - `taps`: the target layers whose residual streams it reads; the target's `forward` then returns them row by row;
     - `kv_specs`: the layers of its own K/V, with `kv_layer` counted on from the target's (`len(config.layers) + i`).
       They are further layers of the target's `KVStore`, over the same pages and slots, so that a prefix that is shared,
-      swapped or pre-empted has its draft context with it, and a window is released with the target's;
+      swapped or preempted has its draft context with it, and a window is released with the target's;
     - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows and the token
       behind each (EAGLE-3 reads it; after a verify pass it is what the target chose there). It projects them and writes
       K/V at `kv`'s positions. A rejected row is overwritten by the next pass: there is no roll-back.
@@ -102,8 +102,8 @@ class Drafter:
     trained_for: str | None = None  # fingerprint of the target that it was trained for
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.plans`, spec.tree). All lengths may be
-        shorter."""
+        """Draft k >= 1 tokens for every sequence, or a tree of depth k (`DraftBatch.plans`, spec.tree). Any draft may
+        be shorter."""
         raise NotImplementedError
 
     def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
@@ -111,7 +111,7 @@ class Drafter:
         raise NotImplementedError(f"{self.name} has no rounds in one call")
 
     def use_steps(self) -> None:
-        """From now on no round in one launch (`alarm`): each goes step by step."""
+        """From now on draft step by step, not in one launch (`alarm`)."""
 
     def max_nodes(self, depth: int) -> int:
         """The most tokens that a tree of this depth can have in a captured step; 0: it builds none there."""
@@ -126,15 +126,15 @@ class Drafter:
         return 0
 
     def assume(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Take `tokens` as read, for timing a round after a long text without running it."""
+        """Treat `tokens` as read, for timing a round after a long text without running it."""
 
     def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
         """Write its own K/V of a target pass (`kv_specs`). streams [R, H] each: the tapped layers, in order; following
-        [R]: the token behind each row. Rows of rejected drafts are overwritten by the next pass."""
+        [R]: the next token of each row. Rows of rejected drafts are overwritten by the next pass."""
         raise NotImplementedError(f"{self.name} keeps no K/V")
 
     def forget(self, request_id: str) -> None:
-        """The request has ended: drop what was kept for it. Most keep nothing."""
+        """The request has ended: drop its state. Most drafters have none."""
 
 
 def guess_next(
@@ -158,10 +158,10 @@ def draft_round(
     clusters: Tensor | None = None,
     enough: Callable[[int, Tensor, Tensor], bool] | None = None,
 ) -> Draft:
-    """k guesses, one after another. Each is chosen as the target will choose (the same noise at the same position), or
-    drawn from its own law where `batch.own_noise`, and is the token before the next one. clusters [C, S]: ids of a
-    clustered head. enough(j, guesses, logits): asked after every step; where it says so, the round ends early and fewer
-    tokens are returned."""
+    """k draft tokens, one after another. Each is chosen as the target will choose (the same noise at the same
+    position), or drawn from its own distribution if `batch.own_noise`, and is the input of the next step. clusters [C,
+    S]: ids of a clustered head. enough(j, guesses, logits): called after every step; if true, the round ends early and
+    fewer tokens are returned."""
     sampling, token = batch.sampling, batch.last
     guesses: list[Tensor] = []
     laws: list[Tensor] = []

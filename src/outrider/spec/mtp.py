@@ -27,7 +27,7 @@ class MTPDrafter(Drafter):
         self.alarm = model.alarm
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        """One call where the network has whole rounds for so many sequences; else step by step."""
+        """One call if the network runs whole rounds for this many sequences; else step by step."""
         sampling = batch.sampling
         if batch.branches:
             return build_tree(batch, k, self.branching(batch))
@@ -77,8 +77,8 @@ class MTPDrafter(Drafter):
         return BRANCH * depth if self.model.has_runner_ups else max_nodes(depth)
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
-        """A tree inside a captured step: of `nodes` tokens, `depth` deep. Where whole rounds leave rivals, a line with
-        those beside it: they cost no step more; else nodes are scored step by step, several at once."""
+        """A tree inside a captured step: of `nodes` tokens, `depth` deep. If whole rounds return runner-ups, the tree
+        is a chain with those as branches, at no further step; else nodes are scored step by step, several at once."""
         model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling
         if model.has_runner_ups and batch.last.shape[0] <= model.most and not sampling.any_filter:
             self.propose(batch, depth)

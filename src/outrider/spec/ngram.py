@@ -19,7 +19,7 @@ BLOCK = 16  # tokens that are compared at once
 class NgramIndex:
     def __init__(self, tokens: Iterable[int] = ()):
         self.tokens = list(tokens)
-        self._indexed = 0  # so many of them are in the tables: the others enter when somebody asks for a match
+        self._indexed = 0  # number of them in the tables: the others are added at the next match
         self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
         # [i]: where the n-gram that ends at i ended before; -1
         self._earlier: tuple[list[int], ...] = tuple([] for _ in SIZES)
@@ -45,15 +45,14 @@ class NgramIndex:
         self._indexed = len(tokens)
 
     def match(self) -> int:
-        """How many tokens of the end were found again (0: no match). A match can be copied from for as long as one
-        likes."""
+        """Length of the suffix that was found again (0: no match). Any number of tokens can be copied from a match."""
         if self._indexed < len(self.tokens):
             self._index()
             self._match()
         return self._length if self._place >= 0 else 0
 
     def propose(self, k: int) -> tuple[list[int], int]:
-        """k tokens that may follow, and how many tokens of the end agreed (0: no match, no tokens)."""
+        """k tokens that may follow, and the length of the matching suffix (0: no match, no tokens)."""
         if not self.match():
             return [], 0
         known = self.tokens
@@ -77,7 +76,7 @@ class NgramIndex:
             self._place, self._length = place, best
 
     def _agree(self, at: int, known: int) -> int:
-        """How many tokens up to and including `at` equal the end of the text; the last `known` are sure to."""
+        """How many tokens up to and including `at` equal the end of the text; the last `known` are known to."""
         tokens, end, most = self.tokens, len(self.tokens) - 1, min(at + 1, REACH)
         length = known
         while length + BLOCK <= most and (

@@ -12,20 +12,20 @@ from .acceptance import CycleStats, PositionStats
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (CostPart)
 READING = 48  # unread tokens of the round by which reading is timed
-# most tokens of a tree where nobody said how many (DraftPolicy._nodes says where there are trees at all)
+# default maximum tokens of a tree (DraftPolicy._nodes says where there are trees at all)
 AUTO_NODES = MAX_DRAFT
 
 
 class DraftContext(NamedTuple):
-    """What the controller may know of a sequence before its next cycle."""
+    """The controller's input for a sequence before its next cycle."""
 
     id: str
     drafter_available: Mapping[str, int]  # most tokens each could offer now (an n-gram drafter: 0 without a match)
     match_len: int  # length of the suffix that the n-gram drafter found again
     remaining: int  # tokens that may still be emitted
     context: int
-    # Somebody asked for its K, so no drafter is offered for it here. It is company all the same: rows cost what they
-    # cost in a batch of so many, and all wait for them. Nothing is learnt from it.
+    # Its K is given by the request, so no drafter is offered for it here. Its rows still count in the batch's cost.
+    # Nothing is learnt from it.
     fixed: bool = False
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
     unread: int = 0  # tokens of its text that a draft model would have to read first
@@ -54,22 +54,22 @@ class VerifiedTree(DraftTree):
     def of(
         parents: Sequence[int], path: Sequence[int], steps: float | None = None, tokens: Sequence[int] = ()
     ) -> VerifiedTree:
-        """Without `steps`: one for each level."""
+        """Without `steps`: one step per level."""
         return VerifiedTree(tokens, parents, path, DraftTree(tokens, parents).deepest if steps is None else steps)
 
     def judged(self) -> list[tuple[int, bool]]:
-        """Of the tokens off the main chain, those behind accepted ones: index and whether it was right."""
+        """For the tokens off the main chain that follow accepted ones: index and whether it was right."""
         on_path = {0, *self.path}
         return [(j, j + 1 in on_path) for j in range(self.chain, len(self.parents)) if self.parents[j] in on_path]
 
     @property
     def chain_accepted(self) -> int:
-        """How many tokens of the main chain were accepted: what a draft without branches would have brought."""
+        """How many tokens of the main chain were accepted: what a chain would have gained."""
         return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
 
 
 class Observed(NamedTuple):
-    """What became of one sequence's draft."""
+    """The outcome of one sequence's draft."""
 
     drafter: str | None
     drafted: int
@@ -79,8 +79,8 @@ class Observed(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What acceptance is learnt of: a drafter, for the n-gram drafter at one range of match lengths, and for a target
-    with an adapter apart."""
+    """Key of the acceptance statistics: a drafter, for the n-gram drafter also a range of match lengths, and for a
+    target with an adapter also the adapter."""
 
     drafter: str
     match: int = 0
@@ -92,7 +92,7 @@ class Source(NamedTuple):
 
 
 class SeqState:
-    """What the controller remembers of one request."""
+    """The controller's state of one request."""
 
     def __init__(self, wait: int) -> None:
         self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
@@ -111,4 +111,4 @@ class SeqState:
         self.step = 1.0  # seconds of a plain cycle in its place
         self.plain = 0.0  # this sequence's share of those
         self.planned = 0  # its K as planned; a draft that ends itself may be shorter
-        self.fixed = False  # somebody asked for its K: nothing is learnt from it
+        self.fixed = False  # the request gives its K: nothing is learnt from it

@@ -21,7 +21,7 @@ class Target(Protocol):
     head: DeviceWeight  # [V, H]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
+        """[R] -> the scaled input embedding [R, H]: also an MTP drafter's input."""
         ...
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
@@ -50,7 +50,7 @@ class DraftNet(Protocol):
     def start(self, kv: KVView, features: Tensor) -> DraftRound: ...
 
     def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
-        """What the head reads, and the hidden state to be fed back."""
+        """The head's input, and the hidden state to feed back."""
         ...
 
     def candidates(self, g: Tensor, cluster_bonus: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
@@ -64,6 +64,6 @@ class DraftNet(Protocol):
         ...
 
     def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Of the last round (`has_runner_ups`): the best scores that parts of the head found at each step [B, steps,
+        """For the last round (`has_runner_ups`): the best scores that parts of the head found at each step [B, steps,
         P], and their tokens."""
         ...

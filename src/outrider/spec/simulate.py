@@ -83,8 +83,8 @@ class Replay:
 def replay(
     traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0
 ) -> Replay:
-    """Run the traces in order, `batch` at a time (a finished one makes room for the next). `noise`: relative
-    spread of the step times that the controller is told; the books keep the true ones."""
+    """Run the traces in order, `batch` at a time (a finished one is replaced by the next). `noise`: relative spread of
+    the step times that the controller observes; the totals use the true ones."""
     out, rng = Replay(), random.Random(seed)
     waiting = list(reversed(traces))
     running: dict[str, tuple[Trace, int]] = {}
@@ -129,13 +129,13 @@ def replay(
 
 
 def _held(choice: DraftPlan, view: DraftContext) -> DraftPlan:
-    """A choice of some cycles ago, as far as it can still be done."""
+    """A choice of some cycles ago, as far as it is still possible."""
     return choice if choice.k < view.remaining and choice.drafter in view.drafter_available else NO_DRAFT
 
 
 def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Controller) -> tuple[DraftPlan, int]:
-    """What an engine does with `stop` and `drop` (see `DraftPlan`): what is left to verify, and the steps drafted for
-    it."""
+    """An engine's use of `stop` and `drop` (see `DraftPlan`): the tokens left to verify, and the steps drafted for
+    them."""
     if confidence is None or choice.drafter is None or choice.stop == 0.0:
         return choice, choice.k
     trust, path = policy.trust(choice.drafter), 1.0
@@ -150,7 +150,7 @@ def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Contro
 
 # ---- oracles (batch 1) ---------------------------------------------------------------------------------------------
 def fixed_seconds(trace: Trace, drafter: str | None, k: int, cost: CostTable) -> float:
-    """With always k tokens of one drafter, where it has any; k = 0 is plain decoding."""
+    """Seconds with always k tokens of one drafter, where it has any; k = 0 is plain decoding."""
     seconds, position, n = 0.0, 0, len(trace.runs)
     while position < n:
         run = trace.run(drafter, position) if drafter is not None else 0
@@ -169,13 +169,13 @@ def plain(trace: Trace, cost: CostTable) -> float:
 
 
 def static_oracle(trace: Trace, cost: CostTable) -> float:
-    """Its own best drafter and fixed K (0 too), known beforehand."""
+    """Each trace with its best drafter and fixed K (possibly 0), known beforehand."""
     names = [trace.drafter] + (["ngram"] if trace.ngram and trace.drafter != "ngram" else [])
     return min(fixed_seconds(trace, name, k, cost) for name in names for k in range(MAX_DRAFT + 1))
 
 
 def clairvoyant(trace: Trace, cost: CostTable) -> float:
-    """The least time possible: drafts exactly as far as they will be right."""
+    """The least time possible: drafts have exactly the length that will be accepted."""
     n = len(trace.runs)
     rest = [0.0] * (n + 1)  # seconds from a position to the end
     for p in range(n - 1, -1, -1):

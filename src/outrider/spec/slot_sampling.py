@@ -28,7 +28,7 @@ def _wide(count: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """What the sequences of a step ask for beside temperature and filters; part of what a graph is captured for."""
+    """What the sequences of a step need in addition to temperature and filters; part of a graph's key."""
 
     penalties: bool = False
     bias: int = 0  # most entries of a sequence
@@ -40,7 +40,7 @@ class SamplingFeatures:
 
     @staticmethod
     def of(params: Iterable[SamplingParams], eos: int) -> SamplingFeatures:
-        """eos: how many end tokens the model has."""
+        """eos: number of the model's end tokens."""
         asks = NO_FEATURES
         for p in params:
             if not p.processed:
@@ -63,7 +63,7 @@ NO_FEATURES = SamplingFeatures()
 
 @dataclass(frozen=True)
 class Joining:
-    """A sequence that comes to a slot, with what stands there of its answer."""
+    """A sequence that enters a slot, with the output it has so far."""
 
     slot: int
     params: SamplingParams
@@ -73,7 +73,7 @@ class Joining:
 
 class SlotSampling:
     def __init__(self, slots: int, vocab: int, eos: Sequence[int], device: torch.device):
-        """slots: rows of every table, that of rows which fill up a batch included."""
+        """slots: rows of every table, including the one for padding rows of a batch."""
         self.slots, self.vocab, self.eos, self.device = slots, vocab, tuple(eos), device
         full = partial(torch.full, (slots,), device=device)
         self.temperature, self.sampled = full(fill_value=1.0), full(fill_value=False)
@@ -87,7 +87,7 @@ class SlotSampling:
         self.version = 0  # counts how often tables have moved: no graph that reads them holds any more
 
     def grow(self, asks: SamplingFeatures) -> None:
-        """Make room for what is asked; what the rows hold is kept, since sequences may be in flight."""
+        """Allocate tables for these features; existing rows are kept, since sequences may be in flight."""
         if asks != NO_FEATURES:
             with torch.inference_mode(False):  # tables may be written outside of it
                 self._grow(asks)
@@ -152,7 +152,7 @@ class SlotSampling:
 
     # ---- inside captured steps too: nothing here looks at a value
     def select(self, slots: Tensor, position: Tensor, filters: Filters, asks: SamplingFeatures) -> SamplingBatch:
-        """Of the sequences in `slots` [B], whose newest tokens stand at `position` [B]."""
+        """Rows of the sequences in `slots` [B], whose newest tokens are at `position` [B]."""
         take = lambda t: t.index_select(0, slots)  # noqa: E731
         pen, words = self.penalties, self.words
         cut = FilterValues(take(self.top_k), take(self.top_p), take(self.min_logp)) if filters.any else None
@@ -178,8 +178,8 @@ class SlotSampling:
         )
 
     def commit(self, seen: SamplingBatch, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """The first `counts` of `tokens` [B, K + 1] were emitted: what `select` gave, and from it the tables, move
-        on."""
+        """The first `counts` of `tokens` [B, K + 1] were emitted: update the selected rows, and from them the
+        tables."""
         seen.commit(tokens, counts)
         if seen.penalties is not None and self.penalties is not None:
             self.penalties.counts.index_copy_(0, slots, seen.penalties.counts)
@@ -198,7 +198,7 @@ def sampling_batch(
     device: torch.device | str,
     eos: Sequence[int] = (),
 ) -> SamplingBatch:
-    """Of sequences that stand in no slots."""
+    """For sequences without slots."""
     slots = SlotSampling(len(params), vocab, eos, torch.device(device))
     asks, where = SamplingFeatures.of(params, len(eos)), torch.arange(len(params), device=device)
     slots.grow(asks)
@@ -208,7 +208,7 @@ def sampling_batch(
 
 
 def filters_of(params: Iterable[SamplingParams], vocab: int) -> Filters:
-    """What these need together."""
+    """The union of what these need."""
     drawn = [p for p in params if p.temperature >= GREEDY_EPS]
     top_k = [_top_k(p, vocab) for p in drawn]
     cut = [k for p, k in zip(drawn, top_k) if k != OFF or p.top_p < 1.0]
@@ -231,7 +231,7 @@ def _int64(seed: int) -> int:
 
 
 def _min_tokens_mask(p: SamplingParams, eos: Sequence[int]) -> Mapping[int, float]:
-    """What is added to the logits of tokens that would end an answer before it has `min_tokens`."""
+    """Added to the logits of tokens that would end an output before `min_tokens`."""
     return dict.fromkeys(sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos)}), -math.inf)
 
 

@@ -23,7 +23,7 @@ DISAGREE = 0.25
 
 @dataclass(frozen=True)
 class TimedDrafter:
-    """A drafter whose drafting takes time (an n-gram match does not), and what of it is timed."""
+    """A drafter whose drafting takes time (an n-gram match does not), and its timed parts."""
 
     name: str
     one_pass: bool = False  # all tokens of a draft come of one pass: its time does not grow with K
@@ -62,12 +62,13 @@ def measure(
     whole: bool = False,
     alone: bool = False,
 ) -> CostTable:
-    """Time the most telling cells first and stop within the budget; what is left over is read off what was measured.
+    """Time the most informative cells first and stop within the budget; other cells are derived from the measured ones.
 
-    `whole`: a drafter's probe runs a cycle with it, not the draft alone (that of a tree always does). `alone`: nobody
-    else uses the device, so the least sample of a cell is its time. Otherwise it is the median of its samples' ratios
-    to the plain step of the same round. Beside a busy process a short step is often left in peace and a long one never:
-    the least samples of the two are of different machines."""
+    `whole`: a drafter's probe runs a cycle with it, not the draft alone (that of a tree always does). `alone`: no other
+    process uses the device, so the least sample of a cell is its time. Otherwise it is the median of its samples'
+    ratios to the plain step of the same round: next to a busy process a short step often runs undisturbed and a long
+    one never, so their least samples cannot be compared.
+    """
     batches, ks = grid.batches, grid.ks
     start, first = clock(), min(grid.contexts)
     order = _order(drafters, grid)
@@ -134,16 +135,16 @@ def agrees(
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
 ) -> bool:
-    """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more
-    of today changes no choice, so only their ratio counts (its median, as in `measure`). Without a drafter whose time
-    counts, the drafted cycle is a verify pass over k guesses that cost nothing. Agreement that is close needs few
-    samples: somebody waits for the first token meanwhile."""
+    """Is a stored table still valid on this machine? Times a plain and a drafted cycle side by side: a common slowdown
+    changes no choice, so only their ratio counts (its median, as in `measure`). Without a drafter whose time counts,
+    the drafted cycle is a verify pass over k free draft tokens. Close agreement needs few samples, since the first
+    request waits meanwhile."""
     drafted = [] if whole and drafter is not None else [(VERIFY, 1, k, context)]
     drafted += [(CostPart("draft", drafter), 1, k, context)] if drafter is not None else []
     cells = [(VERIFY, 1, 0, context), *drafted]
     curve = table.curve(drafter, 1, context)
     if not (curve[0] > 0.0 and curve[k] > 0.0):
-        return False  # a cycle takes time: whoever stored this did not measure it
+        return False  # a cycle takes time: this was not measured
     ratios, start = list[float](), clock()
     for rounds in range(ROUNDS):
         times = []
@@ -166,7 +167,7 @@ def agrees(
 
 
 def _guess(times: Mapping[Cell, Sequence[float]], part: CostPart, rows: int) -> float:
-    """An upper guess of an untried cell: proportional to its rows from the nearest tried one."""
+    """An upper bound of an untimed cell: proportional to its rows from the nearest timed one."""
     known = [(b * (k + 1), min(t)) for (p, b, k, _), t in times.items() if p == part]
     if not known:
         return 0.0
@@ -219,7 +220,7 @@ def _assemble(
 
 
 def _spread(known: Mapping[int, float]) -> Curve:
-    """Times at a few K -> at all: linear between, the mean slope beyond."""
+    """Times at a few K -> at all K: linear between, the mean slope beyond."""
     ks = sorted(known)
     if len(ks) == 1:
         return [known[ks[0]]] * WIDTH
@@ -232,7 +233,7 @@ def _spread(known: Mapping[int, float]) -> Curve:
 
 
 def _follow(reference: Sequence[float], known: Mapping[int, float]) -> Curve:
-    """The reference's shape, bent through the known points (their ratio to it, linear in K)."""
+    """The reference's shape, scaled through the known points (their ratio to it, linear in K)."""
     ratio = {k: t / reference[k] for k, t in known.items()}
     ks = sorted(ratio)
     curve = []

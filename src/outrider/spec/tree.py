@@ -46,7 +46,7 @@ Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]
 
 
 def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = None) -> list[int]:
-    """The likeliest nodes, at most so many and no more than are worth their price, the main chain first; parents come
+    """The likeliest nodes, at most the given number and only those worth their cost, the main chain first; parents come
     before children."""
     # a parent is never less likely, nor later
     order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]
@@ -66,8 +66,8 @@ def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = No
 
 
 def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tensor] = ()) -> Draft:
-    """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep. heads: where `score` leaves
-    what a confidence head says of the best token behind each node [W], level by level; the others share the rest."""
+    """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep. heads: where `score` puts the
+    confidence head's output for the best token after each node [W], level by level; the others share the rest."""
     assert batch.plans is not None
     plans, size, device = batch.plans, len(batch.plans), batch.last.device
     trees: list[list[Node]] = [[] for _ in range(size)]
@@ -95,7 +95,7 @@ def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tenso
                 if chance * trust >= plans[b].stop:
                     following.append((chance * trust, b, len(trees[b]) - 1, row, token))
         following.sort(key=lambda x: (x[1], -x[0], x[2]))
-        # so many of each sequence
+        # at most WIDTH of each sequence
         chosen = [x for i, x in enumerate(following) if i < WIDTH or following[i - WIDTH][1] != x[1]]
         if not chosen:
             break
@@ -135,13 +135,13 @@ def build_fixed_tree(
 
 
 def widened(kv: KVView) -> KVView:
-    """The view of one row a sequence, for WIDTH rows of each at the same position."""
+    """The view of one row per sequence, for WIDTH rows of each at the same position."""
     positions, row_seq = kv.positions.repeat_interleave(WIDTH), kv.row_seq.repeat_interleave(WIDTH)
     return replace(kv, positions=positions, row_seq=row_seq, row_start=kv.row_start * WIDTH, max_rows=WIDTH)
 
 
 def spread_view(kv: KVView, seq: Tensor) -> KVView:
-    """The view of one row a sequence, for several rows of the sequences `seq` [W], which ascend; all at their
+    """The view of one row per sequence, for several rows of the sequences `seq` [W], which ascend; all at their
     sequence's position."""
     counts = torch.bincount(seq, minlength=kv.positions.shape[0])
     start = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)

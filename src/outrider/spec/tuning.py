@@ -54,7 +54,7 @@ class Tuning:
     # ---- planning
     rest: int = 15  # how many steps a plan is kept at most while a batch decodes plainly,
     hold: int = 2  # while it drafts,
-    hold_many: int = 16  # (a step longer for so many sequences each: planning takes time by the sequence)
+    hold_many: int = 16  # (one step longer per this many sequences: planning time grows with their number)
     hold_one: int = 3  # and while a single sequence's drafts end themselves
     untold: int = 16  # observations that may pile up before they are learnt from
     horizon: int = 128  # tokens of an answer, where it may be longer, that a drafter's reading of its text must pay in
@@ -69,5 +69,5 @@ class Tuning:
 
 
 def match_range(length: int) -> int:
-    """Lengths of a match in five ranges."""
+    """Match lengths in five ranges."""
     return 0 if length <= 2 else 1 if length <= 4 else 2 if length <= 8 else 3 if length <= 20 else 4
