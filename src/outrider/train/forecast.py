@@ -26,6 +26,7 @@ from .memory import EFFICIENCY, MachineSpeed, Sizes, Work, choose_sizes, free_by
 
 FEWEST_STEPS, FEWEST_TOKENS = 50, 2000  # a drafter learns nothing from less
 HANDFUL = 10  # steps: a timed run that made fewer has failed
+SUSTAINED = 1.5  # whole runs took 1.3 to 1.7 times what their parts, timed one by one for a moment, add up to
 OP_SECONDS = 1.5e-5  # that torch takes to start an operation
 ANSWER_SHARE, CPU_ANSWER_SHARE = 0.4, 0.25  # of the minutes, where answer_minutes does not say: a CPU learns slowly
 # of the minutes, at most; passes over the held-out answers, with a reserve of a half
@@ -91,7 +92,7 @@ class RunCosts:
         """`stored`: the target's weights on disk; `tokens` of answers that the prompts can give. The weights of a
         target that answers are read once for all sequences of a step."""
         drafter, work, speed, sizes = made.drafter, made.work, made.speed, made.sizes
-        rate, vocab = speed.rate * EFFICIENCY, target.vocab_size
+        rate, vocab = speed.rate * EFFICIENCY / SUSTAINED, target.vocab_size
         width = 0 if isinstance(drafter, BlockConfig) else drafter.backbone_hidden * (2 + len(drafter.taps))
         passes = 1 if job.kind == "dflash" else job.unroll
         operations = 3.0 * passes * (30.0 * len(drafter.layers) + 40.0)
@@ -105,7 +106,7 @@ class RunCosts:
             start=(kmeans + fit) / rate,
             answer=1e-12 if job.texts else (answer + ANSWER_STEP_SECONDS) / slots,
             capture=1.5 * work.target / rate if sizes.keep else 0.0,
-            step=job.grad_accumulation * step,
+            step=job.grad_accumulation * step * SUSTAINED,
             evaluate=(work.target + 8.0 * vocab * drafter.head_hidden) / rate,
             tokens=tokens,
         )

@@ -24,7 +24,7 @@ from outrider.train.clock import Budget, Stop
 from outrider.train.config import RENAMED, TrainConfig, moved
 from outrider.train.data import Sequences, make_batch
 from outrider.train.design import default_clusters, plain, spread_reads
-from outrider.train.forecast import FEWEST_STEPS, FEWEST_TOKENS, Forecast, RunCosts, RunPlan, check
+from outrider.train.forecast import FEWEST_STEPS, FEWEST_TOKENS, SUSTAINED, Forecast, RunCosts, RunPlan, check
 from outrider.train.memory import (
     CPU_SCORED,
     EFFICIENCY,
@@ -105,7 +105,7 @@ def test_what_the_loss_does_beside_products_is_foreseen() -> None:
     not counted; they make batches smaller, too."""
     fast, here = costs(1e12), costs(1e12, pair=2e-8)
     chosen = sizes(20 << 30, rate=EFFICIENCY * 1e12)
-    assert here.step - fast.step == pytest.approx(chosen.anchors * 5 * CPU_SCORED * 2e-8)
+    assert here.step - fast.step == pytest.approx(SUSTAINED * chosen.anchors * 5 * CPU_SCORED * 2e-8)
     work, speed = Work.of(drafter(), HALF, 5, 2), MachineSpeed(1e12, 1e10, 2e-8)
     less = choose_sizes(work, HALF.vocab_size, cuda=False, free=20 << 30, speed=speed, item=2, tokens=40_000)
     assert less.anchors < chosen.anchors
