@@ -49,7 +49,7 @@ class Contestant(Protocol):
 
 
 class Ours:
-    """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding; `tree`
+    """A loaded LLM with one drafting mode: `draft_tokens` None is auto; `drafting` False is plain decoding; `tree`
     None: as loaded."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What a run is; kept beside its results, and a resumed run must be the same."""
+    """The settings of a run, stored with its results; a resumed run must have the same."""
 
     model: str
     suite: str
@@ -189,7 +189,7 @@ def read_cells(folder: Path) -> Iterator[Cell]:
 
 
 def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
-    """Prompts of one category, `batch` at a time; a short last group is filled up from the category's beginning."""
+    """Prompts of one category, `batch` at a time; a short last group is padded from the category's beginning."""
     by: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by.setdefault(prompt.category, []).append(prompt)
@@ -208,7 +208,7 @@ def run(
     store: Store,
     tick: Callable[[Cell | None], None],
 ) -> None:
-    """Everything that is missing. `tick` is called for every cell: with it when it was run, with None when it was there
+    """Run all missing cells. `tick` is called for every cell: with the cell if it was run, with None if it was there
     already."""
     warm: set[str] = set()
     for temperature in settings.temperatures:

@@ -48,7 +48,8 @@ def here(weight_bytes: float) -> Hardware:
 
 
 def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float, memory: float) -> Hardware:
-    """The machine on which a product with so many weights takes `one` seconds for one row and `many` for `rows`."""
+    """The machine on which a product with this number of weights takes `one` seconds for one row and `many` for
+    `rows`."""
     row = max((many - one) / (rows - 1), 0.01 * one)
     moving = max(one - row, 0.1 * one)
     return Hardware(
@@ -75,7 +76,7 @@ def _gpu() -> Hardware:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Seconds of the quickest of some runs: what else the machine does only ever adds."""
+    """Seconds of the fastest of some runs: other load only ever adds time."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     run()
     taken = []

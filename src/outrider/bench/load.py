@@ -23,7 +23,7 @@ class Percentiles(TypedDict):
 
 
 class LoadCounts(TypedDict):
-    """What is read of the statistics that end a stream."""
+    """The statistics that end a stream, as far as they are used."""
 
     cycles: int
     accepted: int

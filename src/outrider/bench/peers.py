@@ -27,7 +27,7 @@ LOOKUP_TOKENS = 4
 
 
 class Causal(Protocol):
-    """What is used here of a transformers model."""
+    """The part of a transformers model that is used here."""
 
     device: torch.device
     generation_config: GenerationConfig
@@ -121,7 +121,7 @@ class Transformers:
         else:
             options |= {"do_sample": False}
         ours = torch.get_num_threads()
-        torch.set_num_threads(self.threads)  # our own kernels run beside a torch of one thread
+        torch.set_num_threads(self.threads)  # our own kernels set torch to one thread
         clock, began = Clock(), time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(

@@ -125,7 +125,7 @@ def machine(name: str) -> Hardware:
 # ---- acceptance
 @dataclass(frozen=True)
 class Acceptance:
-    """`survive[j]`: the chance that the first j + 1 drafted tokens are all right."""
+    """`survive[j]`: the probability that the first j + 1 drafted tokens are all right."""
 
     survive: tuple[float, ...]
     said: str
@@ -136,8 +136,8 @@ class Acceptance:
 
     @staticmethod
     def parse(text: str) -> Acceptance:
-        """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (what engines report), from which one
-        chance a token is solved. '0.84,0.60,0.39': the chance that the first 1, 2, 3 … tokens are right."""
+        """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (as engines report it), converted to one
+        probability per token. '0.84,0.60,0.39': the probability that the first 1, 2, 3 … tokens are right."""
         try:
             if "," in text:
                 values = [float(v) for v in text.split(",")]
@@ -154,12 +154,12 @@ class Acceptance:
 
     @staticmethod
     def nothing(said: str) -> Acceptance:
-        """Nothing is promised: no draft is right."""
+        """No draft is ever right."""
         return Acceptance((0.0,) * MAX_DRAFT, said)
 
     @staticmethod
     def by_position(values: Sequence[float], said: str) -> Acceptance:
-        """The chances that the first 1, 2, 3 … tokens are right; beyond the last they fall as they did there."""
+        """The probabilities that the first 1, 2, 3 … tokens are right; beyond the last they fall at the same rate."""
         out = list(values)
         ratio = out[-1] / out[-2] if len(out) > 1 and out[-2] > 0 else 0.0
         while len(out) < MAX_DRAFT:
@@ -175,8 +175,8 @@ class Acceptance:
 
 
 def chance(share: float, k: int) -> float:
-    """That a drafted token is right, given those before it were: one for all positions, such that `share` of k
-    tokens is accepted."""
+    """The probability that a drafted token is right, given those before it were: one for all positions, such that
+    `share` of k tokens is accepted."""
     if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
         raise ValueError(share)
     low, high = 0.0, 1.0
@@ -205,13 +205,13 @@ class Setup:
 
     @property
     def part(self) -> ModelConfig:
-        """What the fullest GPU has of the target. Of K/V more than its share: heads are kept by several where there
-        are few."""
+        """The fullest GPU's part of the target. Its part of K/V may exceed 1 / N: few heads are replicated on several
+        GPUs."""
         return self.target if self.several is None else self.several.part(self.target)
 
 
 def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
-    """Seconds of moving bytes, of arithmetic, and of kernels' own time, that of further rows included."""
+    """Seconds of moving bytes, of arithmetic, and of fixed kernel time, including that of further rows."""
     rows, config, on = setup.batch * (k + 1), setup.target, setup.on
     size = model_size(config)
     part = setup.part
@@ -273,7 +273,7 @@ def sweep(setup: Setup, accept: Acceptance, ks: Sequence[int] = range(MAX_DRAFT 
 
 
 def memory_bytes(setup: Setup) -> dict[str, float]:
-    """Of one GPU."""
+    """Bytes on one GPU."""
     weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
     drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
     weights /= setup.gpus
@@ -334,7 +334,7 @@ BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def divided(setup: Setup, gpus: int, by: Link) -> Setup | None:
-    """The same over so many GPUs; None: this model or this link cannot be."""
+    """The same over `gpus` GPUs; None: not possible with this model or this link."""
     try:
         made = replace(setup, several=None if gpus == 1 else Several(gpus, by))
         verify_parts(made, 0)
@@ -344,7 +344,7 @@ def divided(setup: Setup, gpus: int, by: Link) -> Setup | None:
 
 
 def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> SplitLayout:
-    """So many GPUs and users; `each`: a replica and its share of the users."""
+    """`gpus` GPUs and `users` users; `each`: a replica and its share of the users."""
     points = sweep(each, accept)
     best = max(points, key=lambda p: p.speedup)
     return {
@@ -364,13 +364,13 @@ def layouts(setup: Setup, accept: Acceptance, by: Link) -> list[SplitLayout]:
 
 
 def replicas(setup: Setup, accept: Acceptance, gpus: int) -> SplitLayout | None:
-    """So many GPUs with a whole model each, the users divided among them; None: a model does not fit one."""
+    """`gpus` GPUs with a whole model each, the users divided among them; None: the model does not fit one."""
     alone = replace(setup, several=None, batch=-(-setup.batch // gpus))
     return layout(alone, accept, gpus, setup.batch) if fits(alone) else None
 
 
 def needed(setup: Setup, accept: Acceptance, by: Link, users: int) -> Need | None:
-    """GPUs for so many users who read at once, 20 tokens per second at least. Prompts are not counted."""
+    """GPUs for `users` concurrent users, at 20 tokens per second or more each. Prompts are not counted."""
     found: dict[int, list[tuple[int, float]]] = {}
     for gpus in COUNTS:
         for batch in BATCHES:

@@ -35,7 +35,7 @@ class TreePoint:
 
 
 def likeliest(survive: Sequence[float], second: float, nodes: int, depth: int) -> tuple[float, list[int]]:
-    """Tokens per cycle of the best tree of so many tokens, and how many nodes of each level it goes on from."""
+    """Tokens per cycle of the best tree of `nodes` tokens, and the number of expanded nodes per level."""
     if not 0.0 <= second <= 1.0:
         raise OutriderError(f"the chance that a second guess is right must be in [0, 1], got {second}")
     open_nodes = [0] * (depth + 1)  # of each level: that may have tokens behind them

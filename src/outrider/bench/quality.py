@@ -53,7 +53,7 @@ def same_number(given: str | None, wanted: str) -> bool:
 
 
 def letter(text: str) -> str | None:
-    """A, B, C or D: the first that stands alone."""
+    """A, B, C or D: the first that is a word of its own."""
     found = re.search(r"(?:^|[^A-Za-z])([ABCD])(?:[^A-Za-z]|$)", text)
     return found.group(1) if found else None
 

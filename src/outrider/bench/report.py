@@ -198,7 +198,7 @@ QUALITY = "quality (right / asked)"
 
 
 def _score_rows(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[tuple[str, ...]]:
-    """The first: what stands above the others."""
+    """The first row is the header."""
     names = list(dict.fromkeys(c for by in found.values() for c in by))
     body = [(who, *(f"{by[n][0]} / {by[n][1]}" if n in by else "–" for n in names)) for who, by in found.items()]
     return [("contestant", *names), *body]

@@ -82,9 +82,8 @@ class Rounding:
 
 
 class AsOnGpu(ReferenceOps):
-    """The definition with matrices rounded as a GPU's kernels hold them (and multiplied in float32: theirs in \
-bfloat16
-    come on top)."""
+    """The reference with matrices rounded as on a GPU (and multiplied in float32; the rounding of bfloat16 products is
+    not included)."""
 
     capabilities = replace(ReferenceOps.capabilities, quantizes=tuple(MODES))
 
@@ -110,7 +109,7 @@ def measure(
 
 
 def compared(rounded: Tensor, logits: Tensor, ids: Tensor) -> Rounding:
-    """Logits [T - 1, V] as they are rounded and in float32, of a text [T]."""
+    """Logits [T - 1, V] with rounded weights and in float32, of a text [T]."""
     targets = ids[1:, None]
     perplexity = [exp(-float(torch.log_softmax(z, -1).gather(1, targets).double().mean())) for z in (rounded, logits)]
     spread = logits - logits.mean(-1, keepdim=True)

@@ -25,7 +25,7 @@ from ..types import OutriderError
 
 @dataclass(frozen=True)
 class Link:
-    """GB/s one way, and the µs of an exchange however small: `us` and `us_each` for every GPU that takes part."""
+    """GB/s one way, and the latency of an exchange in µs: `us`, plus `us_each` per GPU."""
 
     label: str
     bandwidth: float
@@ -56,7 +56,7 @@ USUAL = {
 
 
 def link(name: str | None, gpu: str) -> Link:
-    """By name, or the usual one of that GPU. `nvlink` of a card that is joined in pairs is its bridge."""
+    """By name, or the default one of that GPU. `nvlink` of a card that is joined in pairs is its bridge."""
     chosen = name or USUAL.get(gpu, "pcie")
     if chosen == "nvlink" and gpu == "rtx3090":
         chosen = "nvlink-bridge"
@@ -77,7 +77,7 @@ class Several:
             raise OutriderError(f"{self.by.label} joins {self.by.most} GPUs, not {self.gpus}: choose another --link")
 
     def exchange(self, nbytes: float, kernel_us: float) -> float:
-        """Seconds until everybody has the sum of everybody's `nbytes`."""
+        """Seconds of an all-reduce of `nbytes`."""
         # two parts are added as they are; more in float32
         adding = kernel_us * (1 if self.gpus == 2 else self.gpus + 1)
         waiting = self.by.us + self.by.us_each * self.gpus
@@ -93,12 +93,12 @@ class Several:
         return seconds + (self.exchange(2.0 * rows * wide, kernel_us) if wide else 0.0)
 
     def draft(self, config: DrafterConfig, batch: int, kernel_us: float) -> float:
-        """Of one drafted token: a sum a layer, and the embedding."""
+        """Seconds of exchange per drafted token: one all-reduce per layer, and the embedding's."""
         layers = len(config.layers) * self.exchange(2.0 * batch * config.hidden, kernel_us)
         return layers + self.exchange(2.0 * batch * config.backbone_hidden, kernel_us)
 
     def part(self, config: ModelConfig) -> ModelConfig:
-        """What the fullest GPU has of it."""
+        """The fullest GPU's part of it."""
         return split_target(config, TPRank(0, self.gpus), lambda name: 1)[0]
 
 
@@ -125,8 +125,8 @@ class Need(TypedDict):
 
 
 def cheapest(users: int, found: Mapping[int, Sequence[tuple[int, float]]], limit_ms: float) -> Need | None:
-    """The fewest GPUs for so many users at once, none of whom waits longer than `limit_ms` for a token.
-    found: by GPUs of a replica, (users at once, ms per token) of the batches that fit."""
+    """The fewest GPUs for `users` concurrent users, each with at most `limit_ms` per token. found: by GPUs of a
+    replica, (users, ms per token) of the batches that fit."""
     best: Need | None = None
     for each, points in found.items():
         good = [(batch, ms) for batch, ms in points if ms <= limit_ms]

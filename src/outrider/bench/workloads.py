@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
 def load_suite(
     suite: str, data: Path | None = None, limit: int | None = None, categories: Sequence[str] = ()
 ) -> list[Prompt]:
-    """`limit`: at most so many prompts of a category, the first ones."""
+    """`limit`: at most this many prompts per category, the first ones."""
     if suite == "quick":
         lines = (
             resources.files("outrider").joinpath("assets/bench/quick.jsonl").read_text(encoding="utf-8").splitlines()

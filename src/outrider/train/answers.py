@@ -37,7 +37,7 @@ from .target import Described
 
 CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences at a time that each device is good at
 ADAPTER = "trained-for"  # the name of the target's adapter in the engine that answers
-HELD_EVERY = 5  # one answer in so many is held out while there are held-out prompts left
+HELD_EVERY = 5  # one answer in this many is held out while there are held-out prompts left
 Report = Callable[[int, int, int, float], None]  # answers done, answers in all, tokens made now, seconds
 
 
@@ -62,9 +62,9 @@ class RecordedAnswer(Task):
 
 
 def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.ndarray | None = None) -> list[Task]:
-    """All answers wanted to prompts 0..count-1, in an order of which every beginning is a fair sample. `held` prompts
-    get a greedy answer and, where answers are sampled at all, a sampled one. weights [count]: how many answers a prompt
-    gets beside others."""
+    """All requested answers to prompts 0..count-1, in an order in which every prefix is a fair sample. `held` prompts
+    get a greedy answer and, if answers are sampled at all, a sampled one. weights [count]: relative number of answers
+    per prompt."""
     seed = config.answer_seed or 0
     rng = np.random.default_rng((seed, 1))
     order, cold, luck = rng.permutation(count), rng.random(count) < config.greedy_share, rng.random(count)
@@ -93,7 +93,7 @@ def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.nd
 
 # ---- the file -------------------------------------------------------------------------------------------------------
 def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
-    """The last line of each answer counts; a last line that was torn by a crash does not."""
+    """The last line of each answer counts; a last line torn by a crash is ignored."""
     found: dict[tuple[int, int], RecordedAnswer] = {}
     if not path.exists():
         return found
@@ -114,7 +114,7 @@ def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
 
 
 def mend_end(path: Path) -> None:
-    """Cuts a torn last line off, so that what is appended starts on a line of its own."""
+    """Cuts off a torn last line, so that appended text starts on a new line."""
     if path.exists():
         content = path.read_bytes()
         if content and not content.endswith(b"\n"):
@@ -143,10 +143,10 @@ def answering_engine(
     *,
     processes: int = 1,
 ) -> Iterator[Engine]:
-    """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no
-    text. On a GPU the weights are dense, as training holds them anyway: hundreds of rows gain nothing from 4 bits, and
-    kernels for every format would be compiled first. `processes` that answer at once share its memory and the cores.
-    Afterwards its memory is free again and torch has the threads it had (the CPU kernels leave it one)."""
+    """An engine for answering: prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU the
+    weights are dense, as in training: hundreds of rows gain nothing from 4 bits, and kernels for every format would be
+    compiled first. `processes` that answer at once share its memory and the cores. Afterwards its memory is freed and
+    torch's number of threads is restored (the CPU kernels set it to one)."""
     cuda = device.startswith("cuda")
     wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
     page = EngineConfig().page_size
@@ -189,7 +189,7 @@ def answer_tasks(
     deadline: float = float("inf"),
     stop: Stop | None = None,
 ) -> Iterator[RecordedAnswer]:
-    """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is asked, the unfinished ones
+    """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is set, the unfinished ones
     too."""
     had = had or {}
     finished = sum(1 for t in tasks if t.key in had and had[t.key].done)
@@ -277,7 +277,7 @@ def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) 
         return np.nonzero(np.isin(digests, digests[prompts.index >= lines]))[0]
     room, kept = min(heldout, len(prompts) // HELD_EVERY), []
     for digest, times in zip(*np.unique(digests, return_counts=True), strict=True):
-        if times <= room:  # a prompt that stands there more often goes as a whole
+        if times <= room:  # all copies of a prompt are held out, or none
             kept.append(digest)
             room -= times
         if room == 0:

@@ -42,8 +42,8 @@ GEMMA_MASK = 4  # Gemma's own <mask>
 
 
 def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockConfig:
-    """The drafter that is made where none is given to start from: layers like the target's last full one, with norms of
-    queries and keys, as the public layouts have them."""
+    """The default drafter: layers like the target's last full one, with norms of queries and keys, as in the public
+    layouts."""
     kind: Kind = "eagle3" if job.kind == "eagle3" else "dflash"
     count, depth = 1 if kind == "eagle3" else job.layers, len(target.layers)
     like = next((layer for layer in reversed(target.layers) if layer.attn.window is None), target.layers[-1])
@@ -71,7 +71,7 @@ def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockC
 
 
 def spread_taps(depth: int, count: int) -> tuple[int, ...]:
-    """Layers evenly from the first quarter to the last but one: engines differ in what they show after the last."""
+    """Layers evenly from the first quarter to the last but one: engines differ in what they expose after the last."""
     low, high = depth // 4, max(0, depth - 2)
     return tuple(sorted({low + round((high - low) * i / max(1, count - 1)) for i in range(count)}))
 
@@ -259,7 +259,7 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
 
 
 def start_block(job: TrainConfig, target: TrainTarget, data: Sequences, say: Say) -> BlockModule:
-    """The drafter of a run, as it begins."""
+    """The drafter of a run, with its initial weights."""
     model = target.model
     if job.init is not None:
         config, weights = load_block_weights(job.init, target)

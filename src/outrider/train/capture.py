@@ -42,7 +42,7 @@ class DenseOps(ReferenceOps):
     name = "dense"
 
     def __init__(self) -> None:
-        # norm weights in the activations' dtype, kept alive beside the original
+        # norm weights in the activations' dtype, with the original, which stays alive
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}
 
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
@@ -141,8 +141,8 @@ def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> Captur
 
 
 class Recorder:
-    """What the target shows of the batches of one dataset. With `keep` it runs once a sequence, each alone, so that
-    what is seen does not depend on who shares a batch; only the layers that the drafter reads are kept."""
+    """The target's outputs for the batches of one dataset. With `keep` it runs once per sequence, each alone, so that
+    the outputs do not depend on the batch; only the layers that the drafter reads are kept."""
 
     def __init__(
         self,

@@ -38,9 +38,9 @@ class Budget:
 
 @dataclass
 class Stop:
-    """Set from outside when the run shall end early."""
+    """Set from outside to end the run early."""
 
-    signal: int = 0  # the signal that asked; 0: nobody did
+    signal: int = 0  # the signal that requested the stop; 0: none
 
     @property
     def asked(self) -> bool:
@@ -49,7 +49,8 @@ class Stop:
 
 @contextmanager
 def listening() -> Iterator[Stop]:
-    """Within, SIGINT and SIGTERM ask to stop. Only the main thread can listen; elsewhere nobody ever asks."""
+    """In this context SIGINT and SIGTERM request a stop. Signals reach only the main thread; in others no stop is ever
+    requested."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

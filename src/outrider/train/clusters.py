@@ -20,7 +20,7 @@ TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # clusters score
 # likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
 BANDS = (16, 8, 4)
 CPU_WIDTH, CPU_ITERATIONS = 128, 5  # k-means of 151,936 rows of 896 numbers took minutes on two cores
-MEANING = 1.0  # likely_together: weight of the head's rows beside the profiles
+MEANING = 1.0  # likely_together: weight of the head's rows relative to the profiles
 
 
 @torch.no_grad()
@@ -50,15 +50,15 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
 
 
 def closest(x: Tensor, rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Of these rows of x: the score with the best of the centres, and which that is."""
+    """For these rows of x: the score of the best centre, and its index."""
     found = [(x[part] @ centres.T).max(-1) for part in rows.split(16384)]
     return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
 
 
 def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
-    """Every row to one cluster, `size` rows a cluster. In rounds: rows ask for their best cluster that still has
-    room, a cluster with more askers than room keeps the closest. A row near many full clusters ends in the best of
-    the rest."""
+    """Assign every row to one cluster, `size` rows per cluster. In rounds: each row applies to its best cluster with
+    free places, and a cluster with more applicants than places keeps the closest. A row near many full clusters ends in
+    the best of the rest."""
     vocab, clusters = x.shape[0], centres.shape[0]
     owner = torch.full((vocab,), -1, dtype=torch.int64, device=x.device)
     room = torch.full((clusters,), size, dtype=torch.int64, device=x.device)

@@ -182,8 +182,8 @@ def make_batch(
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Sequences of like shape together (little padding), cut at `anchors` query rows or `tokens` tokens; the order of
-    batches, and who meets whom, depend on (seed, epoch) alone."""
+    """Sequences of similar shape together (little padding), cut at `anchors` query rows or `tokens` tokens; the order
+    and the composition of batches depend on (seed, epoch) alone."""
     rng = np.random.default_rng((seed, epoch))
     lengths, given = data.lengths, data.prompts
     usable = np.nonzero(lengths - given >= 2)[0]

@@ -105,7 +105,7 @@ def gemma(
 def bare(
     target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec], clusters: int, cluster_top: int
 ) -> DrafterConfig:
-    """What both styles have."""
+    """The parts common to both styles."""
     return DrafterConfig(
         model_type=kind,
         backbone_hidden=target.hidden,
@@ -121,7 +121,7 @@ def bare(
 
 
 def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) -> DrafterConfig:
-    """The drafter that is made where none is given to start from."""
+    """The default drafter for a target."""
     clusters = default_clusters(target.vocab_size) if job.clusters is None else job.clusters
     style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
     if style == "gemma":

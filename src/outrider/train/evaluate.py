@@ -34,7 +34,7 @@ Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A,
 
 @dataclass(frozen=True)
 class EvalHead:
-    """What a draft step's states are scored with."""
+    """The head that scores a draft step's states."""
 
     rows: Tensor  # [V, h]
     centroids: Tensor | None = None  # [C, h]: score only the best `top` clusters
@@ -75,13 +75,13 @@ class EvalHead:
 
 @dataclass(frozen=True)
 class Judged:
-    """Per answer, for each of its anchors: how many drafted tokens are right, and how sure the drafter was of each."""
+    """Per answer, for each of its anchors: how many drafted tokens are right, and the drafter's confidence in each."""
 
     right: list[np.ndarray]  # int64 [anchors]
     sure: list[np.ndarray]  # float32 [anchors, most]; of no meaning behind the first wrong token
 
     def traces(self, data: Sequences, categories: Sequence[str], drafter: str = "mtp") -> list[Trace]:
-        """As the engine's own recordings are: what the card of acceptance is measured on."""
+        """In the format of the engine's own recordings: the acceptance profile is measured on them."""
         return [
             Trace(
                 f"{data.index[i]}.{int(data.greedy[i])}",
@@ -100,7 +100,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Judge:
-    """A drafter next to its target: the weights as they will be held, and the head that scores its states."""
+    """A drafter and its target: the weights as they will be stored, and the head that scores the drafter's states."""
 
     model: TextModel
     net: TrainNet
@@ -137,8 +137,8 @@ class Judge:
         weigh: bool = False,
     ) -> Judged:
         """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the
-        answers were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: how sure
-        the drafter was is wanted too."""
+        answers were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: compute the
+        drafter's confidence too."""
         out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
         confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
         device = self.model.device
@@ -179,7 +179,7 @@ class Judge:
 
     @torch.no_grad()
     def second_guesses(self, data: Sequences) -> float:
-        """How often the second best token is right where the best is wrong: the first guess behind every token of
+        """How often the second best token is right where the best is wrong: the first draft token after every token of
         greedy answers."""
         missed, right = 0, 0
         for _, batch in self.batches(data):

@@ -174,7 +174,7 @@ def write_folder(
                 (folder / name).write_text(content, encoding="utf-8")
             elif content:
                 write_json(folder / name, dict(content))  # type: ignore[call-overload]
-        # safetensors lets nobody else read it: a server may be another user
+        # safetensors makes it readable by its owner only: a server may run as another user
         part.chmod(S_IMODE((folder / "config.json").stat().st_mode))
         part.replace(folder / "model.safetensors")
     except OSError as error:
@@ -184,14 +184,14 @@ def write_folder(
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Whole or not at all."""
+    """Atomic: the file is whole or unchanged."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def read_json(path: Path) -> Json:
-    """Empty where there is no such file, or no JSON in it."""
+    """Empty if there is no such file, or no JSON in it."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):

@@ -48,9 +48,9 @@ def scored(result: Judged, most: int) -> Json:
 
 
 def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: float) -> Json:
-    """What an evaluation during training says of held-out answers: greedy ones by the full head, and under "sampled"
-    those drawn at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both where
-    there are both."""
+    """An evaluation during training on held-out answers: greedy ones by the full head, and under "sampled" those drawn
+    at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both if there are
+    both."""
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {
         kind: scored(Judge.of(target.model, net, full=kind).drafts(mine, 8, 0.0 if kind else temperature), 8)
@@ -196,7 +196,7 @@ def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: 
 
 
 def draw_curve(log: Path, to: Path) -> None:
-    """The learning curve as a picture."""
+    """The learning curve as an SVG."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     curve, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval" in r]
     if not curve:

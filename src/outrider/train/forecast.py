@@ -34,7 +34,7 @@ FINISH_SHARE, FINISH_PASSES = 0.1, 6.0
 EXPORT_SECONDS = 3.0
 LOAD_RATE = 5e7  # weights per second that are read and unpacked; it happens twice, for the engine and for training
 ANSWER_STEP_SECONDS = 1e-3  # of the engine's own work in a step
-KMEANS_ROUNDS, KMEANS_WIDTH = 8.0, 128.0  # passes over the vocabulary when a head is clustered, in so many directions
+KMEANS_ROUNDS, KMEANS_WIDTH = 8.0, 128.0  # clustering a head: passes over the vocabulary, dimensions
 # anchors that the drafter's input is fitted on at least, and tokens that the target reads for each
 FIT_ROWS, FIT_TOKENS = 1024, 3.0
 HELD_SHARE = 0.2  # of the answers, held out
@@ -51,7 +51,7 @@ class RunPlan:
 
     @staticmethod
     def of(job: TrainConfig, target: ModelConfig, tokens: int) -> RunPlan:
-        """For data of so many tokens."""
+        """For data of `tokens` tokens."""
         item = torch_dtype(job).itemsize
         drafter: DrafterConfig | BlockConfig
         if job.kind != "mtp":
@@ -150,7 +150,7 @@ def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSW
 
 
 def least_minutes(costs: RunCosts, spent: float, share: float = CPU_ANSWER_SHARE) -> float:
-    """The shortest time that the forecast calls enough, rounded up to something one would type."""
+    """The shortest time that the forecast accepts, rounded up to a number that a user would type."""
     low, high = 0.0, 60.0
     while not Forecast.of(costs, high, share).enough and high < 1e9:
         low, high = high, 2 * high

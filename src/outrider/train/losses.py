@@ -77,10 +77,10 @@ class LossMix:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens that a batch's loss looks at, in order; None: the whole vocabulary."""
+    """The tokens that a batch's loss uses, in order; None: the whole vocabulary."""
 
     ids: Tensor | None = None  # int64 [S], rising
-    bias: Tensor | None = None  # float32 [S]: log of how many tokens each stands for
+    bias: Tensor | None = None  # float32 [S]: log of how many tokens each represents
 
     def rows(self, head: Tensor) -> Tensor:
         """Their rows of a head [V, h]."""
@@ -88,9 +88,9 @@ class Scored:
 
     @staticmethod
     def choose(likely: Tensor, said: Tensor, count: int, vocab: int, seed: tuple[int, ...]) -> Scored:
-        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. What
-        must be there is there even if that makes more than `count`; then the likely ones found most often; the rest
-        is drawn."""
+        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. Required
+        tokens are included even if that makes more than `count`; then the most frequent likely ones; the rest is
+        random."""
         must = torch.cat((likely[:, 0], said)).unique()
         found, often = likely.unique(return_counts=True)
         wanted = found[often.argsort(descending=True, stable=True)][
@@ -107,9 +107,9 @@ class Scored:
 
 
 def drawn(weight: Tensor, count: int, luck: float) -> tuple[Tensor, Tensor]:
-    """`count` of the rows with weight [A], each as often as its weight says, and how many rows each of them stands
-    for [count]: over luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the line
-    of summed weights; nothing waits for the device."""
+    """`count` of the rows with weight [A], sampled in proportion to their weight, and how many rows each of them
+    represents [count]: over luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the
+    line of summed weights; nothing waits for the device."""
     ends = weight.double().cumsum(0)
     marks = (torch.arange(count, device=weight.device, dtype=torch.float64) + luck) * (ends[-1] / count)
     some = torch.searchsorted(ends, marks, right=True).clamp_(max=weight.shape[0] - 1)

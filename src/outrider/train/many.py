@@ -31,7 +31,7 @@ POLL = 0.25  # seconds between two looks at the processes
 
 @dataclass(frozen=True)
 class AnswerShare:
-    """What one process is asked to do."""
+    """The input of one process."""
 
     config: TrainConfig
     target: str
@@ -42,7 +42,7 @@ class AnswerShare:
 
 
 def all_answers(folder: Path) -> list[RecordedAnswer]:
-    """Of all files of a run; an answer that stands in two counts once, whole if one of them is."""
+    """The answers in all files of a run; an answer in two files counts once, whole if one of them is."""
     found: dict[tuple[int, int], RecordedAnswer] = {}
     for path in sorted(folder.glob("answers*.jsonl")):
         for key, answer in read_answers(path).items():
@@ -58,13 +58,13 @@ def undone(folder: Path, tasks: Sequence[Task]) -> list[Task]:
 
 
 def shared_out(folder: Path, tasks: Sequence[Task], count: int) -> list[tuple[Path, list[Task]]]:
-    """For each process its file and what is left of its tasks."""
+    """For each process its file and its remaining tasks."""
     left = set(undone(folder, tasks))
     return [(folder / f"answers-{r}.jsonl", [t for t in tasks[r::count] if t in left]) for r in range(count)]
 
 
 def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop) -> None:
-    """Until all shares are done, the time is over or somebody asks to stop; what there is by then is in the files."""
+    """Runs until all shares are done, the time is over or a stop is requested; the answers so far are in the files."""
     context = multiprocessing.get_context("spawn")  # a device cannot be used on both sides of a fork
     counts = [context.Array("q", 2) for _ in shares]  # answers done, tokens made
     processes = [
@@ -96,7 +96,7 @@ def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop)
 
 
 def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int) -> None:
-    """The life of one process. Ctrl-C reaches it too, but it is the parent who says that it shall stop."""
+    """The main function of one process. Ctrl-C reaches it too, but only the parent decides to stop."""
     with listening() as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         config, known = share.config, describe(share.target, share.config.adapter)

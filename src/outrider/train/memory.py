@@ -33,14 +33,14 @@ BUSY = 1.3  # times as long as the quickest: what a product takes on average whe
 
 
 def free_bytes(device: str) -> int:
-    """Memory that this process may still take; where nobody tells, 8 GiB."""
+    """Free memory for this process; 8 GiB if the system does not report it."""
     free = memory.free_bytes(torch.device(device))
     return 8 << 30 if free == memory.UNKNOWN else max(free, 1 << 26)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the pieces of a run are."""
+    """The sizes of a run's batches and chunks."""
 
     anchors: int  # query rows a batch
     scored: int  # tokens of the vocabulary in the loss; 0: all of it
@@ -55,7 +55,7 @@ class MachineSpeed:
 
     @staticmethod
     def measure(device: str, dtype: torch.dtype, width: int) -> MachineSpeed:
-        """Half a second, some three where others use the machine too: their share of it is taken off."""
+        """Half a second, about three if other processes use the machine too: their share is deducted."""
         block = torch.ones(1 << 24)
         moved = block.nbytes / min(seconds_of(block.sum) for _ in range(4))
         rate, share = product_rate(device, dtype, width)
@@ -102,7 +102,7 @@ class Work:
 
     @staticmethod
     def of_block(config: BlockConfig, target: ModelConfig, unroll: int, item: int, share: float) -> Work:
-        """As `of`, where a `share` of a batch's positions is drafted from."""
+        """Like `of`, for drafts from a `share` of a batch's positions."""
         rows = share * (unroll + 1)  # of a block; EAGLE-3 has one less
         layer = sum(8 * config.hidden + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
         layer += max(l.attn.heads // l.attn.kv_heads for l in config.layers) * USUAL_LENGTH  # the mask, once
@@ -117,7 +117,7 @@ class Work:
         )
 
     def anchor(self, scored: int, kept: bool) -> float:
-        """Operations an anchor. Of the sequences it has one and a half tokens: prompts are read, not drafted from."""
+        """Operations per anchor. There are one and a half tokens per anchor: prompts are read, not drafted from."""
         return self.body + self.head * scored + (0.0 if kept else self.target * 1.5)
 
     def anchor_seconds(self, speed: MachineSpeed, scored: int, kept: bool) -> float:
@@ -150,9 +150,9 @@ def choose_sizes(
 
 
 def product_rate(device: str, dtype: torch.dtype, width: int, seconds: float = 0.2) -> tuple[float, float]:
-    """Operations a second of matrix products of the drafter's shape, and what share that is of the quickest product's
-    rate: 1 on a machine that is otherwise idle. Where others use it too it is measured for ten times as long: what a
-    process gets of a busy machine in an instant says nothing."""
+    """Operations per second of matrix products of the drafter's shape, and their ratio to the fastest product's rate: 1
+    on an idle machine. If other processes use it too, it is measured for ten times as long: a busy machine's momentary
+    rate is not representative."""
     a, b = (torch.ones((n, width), dtype=dtype, device=device) for n in (512, 2048))
     a @ b.T
     if device.startswith("cuda"):

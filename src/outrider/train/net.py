@@ -34,7 +34,7 @@ QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bi
 
 @dataclass
 class Context:
-    """What all steps over one batch share."""
+    """Shared by all steps over one batch."""
 
     first: int  # queries are positions first..T-1
     keys: list[Tensor]  # per drafter layer [B, heads, T, D]
@@ -77,7 +77,7 @@ class TrainNet(nn.Module):
 
     @property
     def size(self) -> DrafterSize:
-        """Weights that a draft step reads; of a block drafter, a pass that drafts all tokens."""
+        """Weights that a draft step reads; for a block drafter, a pass that drafts all tokens."""
         raise NotImplementedError
 
     def unroll(
@@ -96,13 +96,13 @@ class TrainNet(nn.Module):
                 self.weight(name).copy_(weights[name])
 
     def export(self) -> dict[str, Tensor]:
-        """What is written: where the layers were trained as 4 bits hold them, those values, so that every device
-        drafts with them."""
+        """The weights to write: if the layers were trained in 4 bits, those values, so that every device drafts with
+        them."""
         return {name: w.detach().clone() for name, w in self.cast(torch.float32, self.config.weight_bits).items()}
 
     def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
-        """Differentiable copies in the compute dtype, once a batch; `bits` = 4: the layers' matrices as 4 bits hold
-        them."""
+        """Differentiable copies in the compute dtype, once per batch; `bits` = 4: the layers' matrices rounded to 4
+        bits."""
         held = {name: self.weight(name) for name in self.names}
         if bits == 4:
             matrices = [
@@ -170,7 +170,7 @@ class DrafterModule(TrainNet):
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
     ) -> Iterator[Tensor]:
-        """Step j is fed the true token j places on."""
+        """The input of step j is the true token j positions later."""
         with torch.no_grad():
             ids = F.pad(batch.ids[:, batch.first :], (0, steps))
             embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)  # [B, Tq + steps, Hb]
@@ -204,8 +204,8 @@ def four_bits(w: Tensor) -> Tensor:
 
 
 def four_bits_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """`four_bits` of matrices whose rows are whole blocks, as one: a block knows nothing of its row, so a drafter
-    takes some twenty kernels a batch, not that many a matrix."""
+    """`four_bits` of matrices whose rows are whole blocks, as one: a block is independent of its row, so a drafter
+    takes about twenty kernels per batch instead of per matrix."""
     if not matrices:
         return []
     flat = torch.cat([w.reshape(-1, QUANT_BLOCK) for w in matrices])

@@ -65,7 +65,7 @@ START_ROWS = 1024  # anchors that the drafter's start is fitted on, at least
 
 def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) -> Row:
     """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing); "stopped"
-    with the number of the signal when somebody asked it to stop, after everything was saved."""
+    with the number of the signal that requested a stop, after everything was saved."""
     try:
         job.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +101,7 @@ class TrainRun:
         self.shown(stage, done, total, line)
 
     def spend(self, every: float = SPEND_SECONDS) -> None:
-        """Writes the seconds used so far down, now and then: a run that is killed has used them too."""
+        """Records the seconds used so far at intervals, so that a killed run has them counted too."""
         if self.group.first and self.counts and self.budget.spent >= self.noted + every:
             self.noted = self.budget.spent
             write_json(self.job.out / "spent.json", {"seconds": round(self.noted, 2)})
@@ -150,7 +150,7 @@ class TrainRun:
         self.counts = (out / "spent.json").exists()
 
     def compare(self, before: Row, now: Row) -> None:
-        """Settings of a run that goes on against those it was begun with."""
+        """Compares the settings of a resumed run with the original ones."""
         changed = [
             f"{name} {before[name]} -> {now[name]}" for name in now if name in before and before[name] != now[name]
         ]
@@ -165,7 +165,7 @@ class TrainRun:
 
     # ---- data ------------------------------------------------------------------------------------------------------
     def held(self, prompts: Sequences) -> np.ndarray:
-        """Places of the prompts that are kept for evaluation."""
+        """Indices of the held-out prompts."""
         return heldout_prompts(prompts, self.job.heldout, read_json(self.job.out / "prompts.json").get("lines"))
 
     def prompts(self, known: Described) -> Sequences:
@@ -201,8 +201,7 @@ class TrainRun:
         return prompts
 
     def same_file(self, option: str, path: Path | None, before: Row) -> None:
-        """A run that goes on has its prompts already: refused where another file is given than the one they are
-        from."""
+        """A resumed run has its prompts already: another prompt file is refused."""
         name = option.removeprefix("--").replace("-", "_")
         if (path is None) != (name not in before) or (
             path is not None and path.is_file() and file_hash(path) != before[f"{name}_sha256"]
@@ -214,8 +213,7 @@ class TrainRun:
             )
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
-        """The sequences to learn from: as they were left, or made now. None: it was asked to stop before there were
-        all."""
+        """The training sequences: as stored, or made now. None: a stop was requested before all were made."""
         job, kept = self.job, self.job.out / "data.npz"
         if job.texts:
             return prompts
@@ -261,12 +259,12 @@ class TrainRun:
         self.say(f"answered {made} tokens in {took:.0f} s{by}, {made / took:.0f} tok/s")
 
     def tasks(self, prompts: Sequences) -> list[Task]:
-        """All answers that are wanted."""
+        """All requested answers."""
         return plan_tasks(len(prompts), self.held(prompts), self.job, category_weights(self.job, prompts))
 
     @property
     def answer_share(self) -> float:
-        """Of the time, at most for answering."""
+        """The maximum share of the time for answering."""
         job = self.job
         if job.answer_minutes is not None and job.minutes is not None:
             return min(1.0, job.answer_minutes / job.minutes)
@@ -274,13 +272,13 @@ class TrainRun:
 
     @property
     def answer_seconds(self) -> float:
-        """Most that answering may still take."""
+        """The maximum time left for answering."""
         asked = self.job.answer_minutes
         return min(self.answer_share * self.budget.seconds if asked is None else 60 * asked, self.budget.left)
 
     def foresee(self, known: Described, prompts: Sequences) -> None:
-        """Says what the time allows and refuses what it does not, before anything is loaded. A GPU and several
-        processes are fast enough; a run that goes on has been told."""
+        """Reports what the time allows and refuses what it does not, before anything is loaded. A GPU and several
+        processes are fast enough; a resumed run has reported it already."""
         job = self.job
         if not self.counts and self.group.world == 1 and not job.cuda:
             answers = 0 if job.texts else len(self.tasks(prompts)) * job.max_new
@@ -372,11 +370,11 @@ class TrainRun:
         return result
 
     def sizes(self, target: TrainTarget, data: Sequences) -> Sizes:
-        """Chosen once a run: a run that continues must make the batches it made before."""
+        """Chosen once per run: a resumed run must make the same batches as before."""
         path = self.job.out / "sizes.json"
         if self.group.first and not path.exists():
             sizes = RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes
-            keep = sizes.keep and not self.job.shard_target  # a divided target is run by everybody at every step
+            keep = sizes.keep and not self.job.shard_target  # all ranks run a sharded target at every step
             write_json(path, asdict(replace(sizes, keep=keep)))
         self.group.wait()
         try:
@@ -442,7 +440,7 @@ class TrainRun:
         return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
 
     def judged(self, path: Path, aside: Sequences, count: int) -> Sequences:
-        """So many of the held-out answers; the number is written down."""
+        """`count` of the held-out answers; the number is stored."""
         self.group.wait()  # all have read what was there
         if self.group.first:
             write_json(path, {"answers": count})
@@ -450,8 +448,8 @@ class TrainRun:
 
 
 def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
-    """Places of `count` answers, spread over all, greedy and sampled ones as they are mixed there (a prompt has one of
-    each, side by side: every other answer would be of one kind)."""
+    """Indices of `count` answers, spread over all, greedy and sampled ones in their original proportion (a prompt has
+    one of each, side by side: every other answer would be of one kind)."""
     by_kind = np.argsort(~greedy, kind="stable")
     return np.sort(
         by_kind[(np.arange(min(count, len(greedy))) * (len(greedy) / min(count, len(greedy)))).astype(np.int64)]
@@ -459,15 +457,15 @@ def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
 
 
 def carried(path: Path, job: TrainConfig, held: np.ndarray) -> Sequences:
-    """Of an earlier run's data every greedy answer and a share of the sampled ones; of held-out prompts none, they are
-    answered anew."""
+    """Every greedy answer and a share of the sampled ones of an earlier run's data; none of held-out prompts, which are
+    answered again."""
     data = Sequences.load(path)
     luck = np.random.default_rng((job.seed, 5)).random(len(data))
     return data.select(np.nonzero((data.greedy | (luck < job.carry_share)) & ~np.isin(data.index, held))[0])
 
 
 def category_weights(job: TrainConfig, prompts: Sequences) -> np.ndarray | None:
-    """How many answers each prompt gets beside others [N], where the job says so by category."""
+    """Relative number of answers per prompt [N], if the job sets it by category."""
     if not job.categories:
         return None
     kinds = read_json(job.out / "prompts.json")["categories"]

@@ -44,16 +44,16 @@ class ShardedWeight:
         return ShardedWeight(self.mine, shape, self.group)
 
     def whole(self) -> Tensor:
-        """Everybody asks at the same time."""
+        """A collective: all ranks call it together."""
         return self.group.gather(self.mine)[: prod(self.shape)].view(self.shape)
 
 
 def divide(group: TrainGroup, name: str, weight: DeviceWeight) -> DeviceWeight:
-    """What a process keeps of a weight as it is loaded."""
+    """A process's shard of a weight, when it is loaded."""
     matrix = name.startswith("layers.") and name.rpartition(".")[2] in DIVIDED
     return ShardedWeight.of(weight, group) if matrix and isinstance(weight, torch.Tensor) else weight
 
 
 def dense(weight: DeviceWeight) -> Tensor:
-    """The whole matrix, gathered where it is divided."""
+    """The whole matrix, gathered if it is sharded."""
     return weight.whole() if isinstance(weight, ShardedWeight) else as_tensor(weight)

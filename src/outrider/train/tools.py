@@ -37,7 +37,7 @@ from .trainer import Row
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What the target is asked for an evaluation, and where it runs."""
+    """The settings of an evaluation: what the target answers, and where it runs."""
 
     prompts: Path
     limit: int | None = None  # prompts, spread over the file
@@ -67,7 +67,7 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalRequest, drafter
 
 
 def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    """At most so many, evenly over the file: prompt files are often sorted by category."""
+    """At most `limit`, evenly over the file: prompt files are often sorted by category."""
     if limit is not None and limit < 1:
         raise OutriderError(f"--limit must be at least 1, got {limit}")
     if limit is None or limit >= len(prompts):
@@ -91,7 +91,7 @@ def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> Train
 def evaluate_drafter(
     model: str, drafter: str, asked: EvalRequest, full_head: bool = False, card: bool = False, say: Say = print
 ) -> Row:
-    """card: what the controller expects of the drafter is written into its folder."""
+    """card: write the drafter's acceptance profile into its folder."""
     listed, known = asked.read(), describe(model)
     if is_block(hub.resolve(drafter, kind="drafter").config):
         block_config(drafter, known.config)

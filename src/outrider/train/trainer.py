@@ -44,7 +44,7 @@ Row = Json  # of the log
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a run does besides training."""
+    """A run's actions in addition to training."""
 
     evaluate: Callable[[], Row] | None = None  # must hold "score": larger is better
     log: Callable[[Row], None] | None = None
@@ -119,7 +119,7 @@ class Trainer:
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             weight = s.step_decay ** (j - 1) * (1.0 - s.survival_weight + s.survival_weight * chance[rows])
-            scale = None  # how many rows each of them stands for
+            scale = None  # how many rows each of them represents
             whole, weights = rows, weights + s.step_decay ** (j - 1) * rows.numel()
             if s.loss_row_share < 1.0 and j > 1 and rows.numel():
                 luck = np.random.default_rng((s.seed, self.progress.step, j)).random()
@@ -146,7 +146,7 @@ class Trainer:
         return total / max(weights, 1.0), torch.stack(stats, 1).detach()
 
     def batches(self) -> Iterator[tuple[TrainBatch, int, int]]:
-        """This process's batches from where the progress stands, with the epoch and the batches taken after each."""
+        """This process's batches from the current progress on, with the epoch and the batches taken after each."""
         s, epoch, taken = self.config, self.progress.epoch, self.progress.taken
         while True:
             plan = plan_epoch(self.data, self.sizes.anchors, 4 * self.sizes.anchors, s.seed, epoch)
@@ -167,7 +167,7 @@ class Trainer:
         return self.group.agree(passed) if self.minutes is not None else passed
 
     def share(self, passed: float) -> float:
-        """How much of the run is done."""
+        """The completed share of the run."""
         return passed / (60 * self.minutes) if self.minutes is not None else self.progress.step / self.config.steps
 
     def rate(self, passed: float) -> float:
@@ -266,7 +266,7 @@ class Trainer:
             self.hooks.log(row)
 
     def judge(self, out: Path | None) -> bool:
-        """Evaluate; keep the best weights beside the checkpoint and as a drafter; True when it is time to stop."""
+        """Evaluate; store the best weights next to the checkpoint and as a drafter; True when it is time to stop."""
         if self.hooks.evaluate is None:
             return False
         p, score = self.progress, 0.0
@@ -320,7 +320,7 @@ class Trainer:
 
 
 def write(path: Path, content: Row) -> None:
-    """Whole or not at all: a full disk leaves the file that was there."""
+    """Atomic: a full disk leaves the previous file."""
     part = path.with_suffix(".part")
     try:
         with open(part, "wb") as file:
