@@ -1,5 +1,4 @@
-"""Coding agents that `outrider launch` starts: the variables and arguments that point each of them at a server of
-ours."""
+"""Coding agents that `outrider launch` starts: the variables and arguments that point each agent to our server."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def claude(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
     variables: dict[str, str | None] = {
         "ANTHROPIC_BASE_URL": at.url,
         "ANTHROPIC_AUTH_TOKEN": at.key,
-        "ANTHROPIC_API_KEY": None,  # it would be asked about
+        "ANTHROPIC_API_KEY": None,  # the agent would ask the user about it
         **{f"ANTHROPIC_{role}": at.model for role in roles},
         "CLAUDE_CODE_SUBAGENT_MODEL": at.model,
         "API_TIMEOUT_MS": str(1000 * PATIENCE_S),

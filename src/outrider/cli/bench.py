@@ -1,4 +1,4 @@
-"""`outrider bench`: how fast, how right, against whom; resumable."""
+"""`outrider bench`: speed and correctness, compared with other settings and engines; resumable."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
 def _report(
     output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str
 ) -> None:
-    """What the cells of a run say, here and as a page."""
+    """Prints a run's results, and writes them as a page."""
     from ..bench import harness, report
     from ..bench import quality as grading
 
@@ -187,7 +187,7 @@ def _contestants(
     from ..bench import peers as others
 
     found: list[Contestant] = []
-    # the same prompt comes again and again: a cache would hide its cost
+    # the same prompt is repeated: a prefix cache would hide its cost
     engine = replace(load.engine, max_batch=batch, prefix_cache=False)
     for drafter in drafters:
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
@@ -207,8 +207,8 @@ def _contestants(
 
 
 def _label(drafter: str, among: tuple[str, ...]) -> str:
-    """Its last part, or all of it where others end alike, as the folders of two training runs do (a/drafter,
-    b/drafter)."""
+    """A drafter's short name: its path's last part, or the whole path if others end alike, as the folders of two
+    training runs do (a/drafter, b/drafter)."""
     last = Path(drafter).name
     return last if sum(Path(other).name == last for other in among) == 1 else drafter
 

@@ -86,7 +86,7 @@ def bench_server(asked: LoadTestOptions) -> None:
 
 @contextmanager
 def server(target: str, drafter: str, most: int, key: str | None) -> Iterator[str]:
-    """A URL as it is; a model is served on a free port for as long as the test runs."""
+    """Yields a URL as it is; serves a model on a free port while the test runs."""
     if target.startswith(("http://", "https://")):
         yield target.rstrip("/")
         return

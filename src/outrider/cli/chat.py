@@ -112,15 +112,15 @@ class Conversation:
                 err.print(f"{error.filename}: {error.strerror}", style="red")
 
     def read(self) -> str:
-        """The next message. From a pipe a line is a message; three quotes begin one that goes on until three quotes end
-        it."""
+        """The next message. From a pipe a line is a message; three quotes begin one of several lines, and three quotes
+        end it."""
         if self.terminal is not None:
             return self.terminal.read()
         text = out.input("[bold]>>> [/bold]")
         while is_open(text):
             try:
                 text += "\n" + out.input("")
-            except EOFError:  # the pipe ended first: what was said is answered
+            except EOFError:  # the pipe ended first: answer the text so far
                 break
         return unfenced(text)
 
@@ -170,7 +170,7 @@ class Conversation:
             note(HELP)
 
     def choose_adapter(self, name: str) -> None:
-        """Without a name: says which one is used."""
+        """Without a name: prints which one is used."""
         known = self.llm.adapters.paths if self.llm.adapters is not None else {}
         if name and name != "none" and name not in known:
             raise OutriderError(f"/adapter takes none{''.join(f', {one}' for one in known)}, got {name!r}")
@@ -179,13 +179,13 @@ class Conversation:
         note(f"adapter: {self.llm.adapter or 'none'}")
 
     def attach(self, path: str) -> None:
-        """An image for the next message; what cannot be read is told at once."""
+        """Adds an image to the next message; an unreadable file is an error at once."""
         count = self.llm.images().encode(path).soft_tokens.shape[0]
         self.images.append(path)
         note(f"{path}: {count} tokens, with the next message")
 
     def choose_drafter(self, name: str) -> None:
-        """Without a name: says which one drafts."""
+        """Without a name: prints which one is used."""
         loaded = self.llm.drafter.name if self.llm.drafter is not None else None
         known: dict[str, bool | str] = {"auto": True, "none": False, "ngram": "ngram"}
         if loaded is not None:
@@ -199,7 +199,7 @@ class Conversation:
             raise OutriderError(f"/drafter takes {', '.join(known)}, got {name!r}: others are loaded with --drafter")
 
     def retry(self) -> None:
-        """The last message again, with another seed: at temperature 0 the answer stays the same."""
+        """Sends the last message again with another seed; at temperature 0 the answer stays the same."""
         while self.messages and self.messages[-1]["role"] != "user":
             if self.messages[-1]["role"] == "system":
                 break
@@ -251,7 +251,7 @@ def named_file(command: str, argument: str) -> Path:
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:
-    """A conversation that /save wrote."""
+    """Reads a conversation that /save wrote."""
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
         if all(isinstance(m["role"], str) and isinstance(m["content"], str | list) for m in messages):

@@ -1,4 +1,4 @@
-"""What the commands share: options as typer types, loading, the line of statistics, the stable JSON object."""
+"""Code that the commands share: options as typer types, loading, the line of statistics, the stable JSON object."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 Command = Callable[..., None]
-# Paths, prompts and answers are printed as they are: brackets and colons in them are no markup. Where a colour is
-# wanted, it is a style.
+# Paths, prompts and answers are printed as they are: brackets and colons in them are no markup. Colours are styles.
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
@@ -38,12 +37,12 @@ NAMES = "smollm2, a folder, a .gguf file, a Hugging Face id (org/name, org/name:
 
 
 def command_line() -> str:
-    """What was typed, as a shell would take it again."""
+    """The command line, quoted for a shell."""
     return shlex.join(["outrider", *sys.argv[1:]])
 
 
 def model_names(incomplete: str) -> list[str]:
-    """What a shell completes a model's name to."""
+    """Shell completions of a model's name."""
     from .store import at_hand
 
     names = [*(item.name for item in at_hand() if item.kind == "model"), *user_file().get("aliases", {}), "smollm2"]
@@ -62,7 +61,7 @@ Adapters = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
-PROMPTS = (  # where a command was given none
+PROMPTS = (  # default prompts
     "Why is the sky blue?",
     "Write a Python function that merges two sorted lists.",
     "List ten animals and one fact about each.",
@@ -85,7 +84,7 @@ def teller(quiet: bool) -> Callable[[str], None]:
 
 @contextmanager
 def needs(who: str, extra: str) -> Iterator[None]:
-    """Around imports of what only an extra brings."""
+    """Wraps imports of packages that only an extra installs."""
     try:
         yield
     except ModuleNotFoundError as e:
@@ -100,12 +99,12 @@ ImageFiles = Annotated[
     list[str] | None, typer.Option("--image", help="An image that the prompt is about (may be repeated).")
 ]
 SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] of the user's file may set them
-# what the parser reads; others are texts, and the settings check them
+# types that the parser reads; others are texts, which the settings check
 PLAIN = bool, int, float, int | None, float | None, Path | None
 
 
 def loading(*names: str) -> Callable[[Command], Command]:
-    """Gives a command these load options; what they say reaches it as its parameter `load`, a `LoadSettings`."""
+    """Gives a command these load options; it gets their values as its parameter `load`, a `LoadSettings`."""
     return offering("load", {name: typed(name, OPTIONS[name]) for name in names}, LoadSettings.of)
 
 
@@ -116,8 +115,8 @@ def serving(settings: type) -> Callable[[Command], Command]:
 
 
 def taking(settings: type) -> Callable[[Command], Command]:
-    """Gives a command the fields of a dataclass as arguments and options; they reach it as its parameter `asked`. An
-    annotation carries the help of its option, or what typer needs to know of it."""
+    """Gives a command the fields of a dataclass as arguments and options; it gets them as its parameter `asked`. An
+    annotation carries the help of its option, or a typer option."""
     hints = get_type_hints(settings, include_extras=True)
     parameters = {}
     for field in fields(settings):
@@ -136,7 +135,7 @@ def taking(settings: type) -> Callable[[Command], Command]:
 def offering(
     parameter: str, offered: Mapping[str, Parameter], make: Callable[[dict[str, object]], object]
 ) -> Callable[[Command], Command]:
-    """Gives a command more options; what is made of them reaches it as that parameter."""
+    """Gives a command more options; it gets the object made from them as that parameter."""
 
     def around(command: Command) -> Command:
         @functools.wraps(command)
@@ -156,7 +155,7 @@ def offering(
 
 
 def as_options(message: str, names: Iterable[str]) -> str:
-    """With the fields of settings that it names written as they are typed here: max_context as --max-context."""
+    """The message with the names of settings' fields replaced by options: max_context by --max-context."""
     fields = "|".join(names)
     return re.sub(rf"(?<![\w'-])({fields})(?![\w'-])", lambda found: "--" + found[0].replace("_", "-"), message)
 
@@ -169,12 +168,12 @@ def typed(name: str, option: Option) -> Parameter:
 
 
 def spellings(name: str) -> list[str]:
-    """An option as it is typed here, then as users of other engines know it."""
+    """An option's name here, then its names in other engines."""
     return ["--" + n.replace("_", "-") for n in (name, *(alias for alias, ours in ALIASES.items() if ours == name))]
 
 
 def check_aliases(words: Sequence[str]) -> None:
-    """One option under two names with two values is refused: the parser would take the last one."""
+    """Refuses one option under two names with two values: the parser would take the last one."""
     for ours in ALIASES.values():
         names = ["--max-concurrent", "--max-num-seqs"] if ours == "max_batch" else spellings(ours)
         given: dict[str, str] = {}
@@ -189,7 +188,7 @@ def check_aliases(words: Sequence[str]) -> None:
 
 
 def check_moved(words: Sequence[str]) -> None:
-    """An option of `outrider train` that earlier versions had is refused with the place where its value lives now."""
+    """Refuses a removed option of `outrider train`, and names the setting that replaces it."""
     from ..train.config import moved
 
     for word in words:
@@ -198,8 +197,8 @@ def check_moved(words: Sequence[str]) -> None:
 
 
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
-    """What the user's file says of a command's options, as the parser takes it: [defaults] where a command has such
-    an option, then the command's own table."""
+    """The user's file's values of a command's options, in the parser's form: [defaults] if the command has such an
+    option, then the command's own table."""
     tables = user_file()
     if unknown := [table for table in tables if table not in ("aliases", "defaults", *commands)]:
         known = ", ".join(["aliases", "defaults", *commands])
@@ -222,8 +221,7 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
 
 
 def sampling(**given: object) -> SamplingParams:
-    """What the options of sampling say; a note names those that do nothing, since the likeliest token is always
-    taken."""
+    """Sampling parameters from options; a note names options without effect under greedy decoding."""
     try:
         params = SamplingParams(**given).validate()  # type: ignore[arg-type]  # the parser has read them
     except OutriderError as error:
@@ -251,7 +249,7 @@ def with_adapters(load: LoadSettings, given: list[str] | None) -> LoadSettings:
 
 
 def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
-    """Load and say once what was chosen."""
+    """Loads the model and prints once what was chosen."""
     follow_if_told(load)
     say = teller(quiet)
     from .store import note_use
@@ -268,7 +266,7 @@ def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
 
 
 def follow_if_told(load: LoadSettings) -> None:
-    """Under torchrun every process runs the same command; all but the first follow that one and never return from
+    """Under torchrun every process runs the same command; ranks other than 0 follow rank 0 and never return from
     here."""
     if load.tensor_parallel > 1:
         from ..llm import worker
@@ -279,7 +277,7 @@ def follow_if_told(load: LoadSettings) -> None:
 
 
 def standard_input() -> str:
-    """All of it, as text."""
+    """The whole input, as text."""
     if sys.stdin is None:
         raise OutriderError("standard input is closed: nothing can be read from it")
     try:
@@ -289,12 +287,12 @@ def standard_input() -> str:
 
 
 def prompt_texts(path: Path | None) -> list[str]:
-    """What the lines of a file ask first; without one, what is built in."""
+    """The first question of each line of a file; without a file, the built-in prompts."""
     return [prompt.text for prompt in read_prompts(path)] if path is not None else list(PROMPTS)
 
 
 def parts(text: str) -> tuple[str, ...]:
-    """What an option such as a,b,c lists."""
+    """The values of an option such as a,b,c."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -328,7 +326,7 @@ def stats_line(stats: RequestStats, finish: str) -> str:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """A folder that is going to be written, or made: tried before long work."""
+    """Checks, before long work, that a folder can be written or created."""
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there) as trial:
@@ -338,7 +336,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_file(option: str, path: Path, *suffixes: str) -> None:
-    """A file that is going to be written, of one of these kinds: tried before long work."""
+    """Checks, before long work, that a file of one of these kinds can be written."""
     if suffixes and path.suffix.lower() not in suffixes:
         raise OutriderError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
     new = not path.exists()

@@ -157,7 +157,7 @@ def _storage() -> Iterator[Diagnosis]:
     from ..ops.cpu.build import cache_root, writable
 
     folder = cache_root()
-    # as whoever keeps something there finds it: a file in its place, a read-only mount, a full disk
+    # try a real write: it finds a file in its place, a read-only mount, a full disk
     if not writable(folder):
         yield Diagnosis("bad", "cache", f"{folder} can't be written", "set OUTRIDER_CACHE to a folder that can")
     else:

@@ -1,4 +1,4 @@
-"""`outrider eval-drafter`: how good a drafter is on your prompts."""
+"""`outrider eval-drafter`: a drafter's acceptance on your prompts."""
 
 from __future__ import annotations
 

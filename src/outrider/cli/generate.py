@@ -109,7 +109,7 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, 
         plain = run_plain(llm, ids, params)
         same = plain.token_ids == tokens
         speedup = fast.decode_tps / plain.stats.decode_tps if plain.stats.decode_tps else 0.0
-        # Other verifiers than the coupled one promise the same distribution, where tokens are drawn: another text is no
+        # With sampling, verifiers other than the coupled one guarantee the distribution only: a different text is no
         # failure.
         drawn = params.temperature >= GREEDY_EPS and llm.engine.spec.verify != "coupled"
         common.note(f"plain: {common.stats_line(plain.stats, plain.finish_reason)}")
@@ -120,7 +120,7 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, 
 
 
 def run_plain(llm: LLM, ids: list[int], params: SamplingParams) -> Completion:
-    """The same request without drafting, and without what the first run left in the prefix cache."""
+    """Runs the same request without drafting, and without the first run's entries in the prefix cache."""
     llm.engine.store.prefix.clear()
     return llm.generate(ids, params, drafter=False)[0]
 
@@ -137,7 +137,7 @@ def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> 
 
 
 def _one_row(llm: LLM, prompt: Prompt, params: SamplingParams, raw: bool, compare: bool) -> dict[str, object]:
-    """Turns are answered one after the other, each seeing what came before."""
+    """Answers turns one after the other; each sees those before it."""
     messages: list[dict[str, str]] = []
     answers = []
     for turn in prompt.turns:

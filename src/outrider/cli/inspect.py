@@ -1,4 +1,4 @@
-"""`outrider inspect`: what a model is and what it costs, from its configuration alone."""
+"""`outrider inspect`: a model's layers, size and cost, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
 
 
 def on_card(gpu: str, config: ModelConfig, weights: float, beside: float, kv_item: float) -> dict[str, object]:
-    """Whether a GPU holds the weights and those beside them, and how much context then."""
+    """Whether the weights, and those loaded with them, fit on a GPU, and how much context then fits."""
     on = machine(gpu)
     tokens = context_that_fits(config, on.memory * 1e9, weights + beside, kv_item)
     return {
@@ -164,8 +164,8 @@ def on_card(gpu: str, config: ModelConfig, weights: float, beside: float, kv_ite
 
 
 def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, StoredSize]:
-    """A model's files and configuration, and what its weights take (quantize: rounded by a GPU as it loads them).
-    Gemma 4's are built in: nothing is fetched for them."""
+    """A model's files and configuration, and the size of its weights (quantize: the GPU's format for dense matrices).
+    Gemma 4's configurations are built in: nothing is downloaded for them."""
     from ..weights import hub
     from ..weights.sizes import stored_size
 
@@ -175,8 +175,8 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
 
 
 def draft_model(target: Files, name: str, target_token: float, bits: float | None) -> tuple[ForeignDict, float]:
-    """What `show` says of a small model that drafts, and the bytes of its weights. target_token: bytes that a token
-    of the target reads."""
+    """`show`'s report on a draft model, and the bytes of its weights. target_token: bytes that a token of the target
+    reads."""
     from ..weights.files import check_draft_model
 
     files, config, kept = read(name)
@@ -195,8 +195,8 @@ def draft_model(target: Files, name: str, target_token: float, bits: float | Non
 def block_drafter(
     files: Files, target: ModelConfig, target_token: float, bits: float | None, kv_item: float
 ) -> tuple[ForeignDict, float]:
-    """What `show` says of a DFlash, DSpark or EAGLE-3 drafter, and the bytes of its weights. A step is one draft of all
-    its tokens; EAGLE-3's is one token. The target's head is read as well where the drafter has none."""
+    """`show`'s report on a DFlash, DSpark or EAGLE-3 drafter, and the bytes of its weights. A step drafts all tokens;
+    EAGLE-3's drafts one. A drafter without a head reads the target's head as well."""
     from ..spec.block_load import block_bytes
     from ..weights.load import translate
 
@@ -224,7 +224,7 @@ def drafter_files(name: str) -> Files:
 
 
 def read_drafter(name: str) -> tuple[DrafterConfig, float]:
-    """A drafter's configuration and the bytes of a weight, on average."""
+    """A drafter's configuration and its average bytes per weight."""
     from ..weights.sizes import stored_size
 
     files = drafter_files(name)
@@ -235,7 +235,7 @@ def read_drafter(name: str) -> tuple[DrafterConfig, float]:
 
 
 def per_weight(config: ModelConfig, size: StoredSize) -> float:
-    """Bytes of a weight that a token reads, on average."""
+    """Average bytes per weight that a token reads."""
     return size.token / model_size(config).active
 
 
@@ -341,5 +341,5 @@ def show(data: ForeignDict) -> None:
 
 
 def owner(row: ForeignDict) -> dict[str, int]:
-    """What tells rows of the table apart: whose K/V is read, and -1 for one's own."""
+    """The key that distinguishes rows of the table, with the layer whose K/V is read, -1 for its own."""
     return {"kv": -1 if row["kv_from"] == row["index"] else row["kv_from"]}

@@ -1,4 +1,4 @@
-"""`outrider launch`: a coding agent on a model of this machine."""
+"""`outrider launch`: starts a coding agent on a local model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
 
 
 def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
-    """The server that runs there, if it serves this model. An address that was given must have one."""
+    """The server that runs at the address, if it serves this model. With an explicit address, no server is an error."""
     try:
         cards = ask(f"{url or URL}/v1/models", key)["data"]
     except (OSError, ValueError, KeyError, TypeError) as e:
@@ -105,7 +105,7 @@ def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
 def ask(url: str, key: str, body: object = None, timeout: float = 5.0) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    # a proxy of this machine knows no server of ours
+    # the system's HTTP proxy cannot reach a local server
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
         return json.load(answer)
@@ -129,7 +129,7 @@ def show_agent(agent: Agent, at: Endpoint, given: list[str]) -> None:
 
 @contextmanager
 def serving(command: list[str], model: str, key: str, log_name: str = "serve.log") -> Iterator[Endpoint]:
-    """The server as a child, until the block ends."""
+    """Runs the server as a child process until the block ends."""
     path = cache_path("launch", log_name)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     note(f"starting a server for {model} (log: {path})")
@@ -150,7 +150,7 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
                 lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {child.returncode}"]
                 raise OutriderError(f"the server for {model} did not start: {lines[-1].removeprefix('outrider: ')}")
             time.sleep(0.1)
-        while (at := find_started(address, key)) is None:  # it says its address before it answers
+        while (at := find_started(address, key)) is None:  # it prints its address before it answers
             if child.poll() is not None:
                 raise OutriderError(f"the server ended at its start: see {path}")
             time.sleep(0.1)
@@ -171,8 +171,8 @@ def find_started(address: str, key: str) -> Endpoint | None:
 
 
 def warm(at: Endpoint, recorded: Path) -> None:
-    """Let the server read the agent's system prompt, as it was recorded, while the agent starts. If the agent asks
-    before that is done, its request goes on from there."""
+    """Prefills the agent's recorded system prompt while the agent starts. If the agent's first request comes earlier,
+    it continues from there."""
     with suppress(OSError, ValueError, KeyError):
         kept: Mapping[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))
         ask(at.url + kept["path"], at.key, {**kept["body"], "model": at.model}, timeout=3600.0)
@@ -183,7 +183,7 @@ def run_agent(program: str, agent: Agent, at: Endpoint, given: list[str]) -> int
     kept = {name: value for name, value in os.environ.items() if name not in variables}
     env = {**kept, **{name: value for name, value in variables.items() if value is not None}}
     child = subprocess.Popen([program, *arguments, *given], env=env)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent says what Ctrl-C means
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles Ctrl-C
     try:
         code = child.wait()
     finally:

@@ -31,7 +31,7 @@ MOVED = {  # commands that were renamed
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The command line with these commands; each is a function in a module of its own name, but for `FUNCTIONS`."""
+    """The command line with these commands; each is a function in a module of the same name, except `FUNCTIONS`."""
     made = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -66,21 +66,21 @@ def main() -> None:
     except OSError as error:
         # who read the output has left, as in `outrider ... | head`: not worth a word
         gone = isinstance(error, BrokenPipeError)
-        if not gone and code != 2:  # with 2 what went wrong was told, and may have been this
+        if not gone and code != 2:  # with 2 the error was printed, and may have been this one
             print(f"outrider: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or (1 if gone else 2)
     world = os.environ.get("WORLD_SIZE", "")
     if left_a_team() or (world.isdecimal() and int(world) > 1):
-        # One of several processes. Threads of the collectives may still want the interpreter, and abort the process
-        # when they find it being taken down: so it is not taken down.
+        # One of several processes. Threads of the collectives may still use the interpreter, and abort the process
+        # during its shutdown: so skip the shutdown.
         sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)
 
 
 def left_a_team() -> bool:
-    """Whether a model was divided over processes; the others are told that this is the end."""
+    """Whether a model was divided over processes; ends the other ranks."""
     if "outrider.parallel.process_group" not in sys.modules:
         return False
     from ..parallel.process_group import ProcessGroup
@@ -92,7 +92,7 @@ def left_a_team() -> bool:
 
 
 def run() -> int:
-    """The command that the arguments name, and only that one is imported; returns the exit code."""
+    """Imports and runs only the command that the arguments name; returns the exit code."""
     named = sys.argv[1] if len(sys.argv) > 1 else None
     try:
         if named in MOVED:
@@ -129,7 +129,7 @@ def refused(why: str, where: str = "") -> int:
 
 
 def out_option() -> str:
-    """What --out names: an error of a file that is open does not say where it lies."""
+    """The path of --out: an error of an open file does not name its path."""
     given = [
         (after if word == "--out" else word[6:])
         for word, after in pairwise([*sys.argv, ""])

@@ -1,4 +1,4 @@
-"""`outrider make-dummy`: a checkpoint of full size with random weights, to measure speed and memory without the
+"""`outrider make-dummy`: a full-size checkpoint with random weights, to measure speed and memory without the
 download."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens in colour: where each one came from."""
+"""Prints tokens in colours by their origin: accepted, corrected, bonus or plain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {  # style and meaning
 
 
 class Painter:
-    """Turns events into rich text; token by token when colours are asked for."""
+    """Turns events into rich text; token by token if colours are on."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], colours: bool):
         from ..engine.text import Detokenizer

@@ -162,7 +162,7 @@ def _drafter(asked: PredictOptions) -> str | None:
 
 
 def _card(where: str | None) -> acceptance_profile.AcceptanceProfile | None:
-    """What the drafter's own folder says of its acceptance."""
+    """The acceptance profile in the drafter's own folder."""
     from ..weights import hub
     from ..weights.files import fingerprint
 
@@ -175,7 +175,7 @@ def _card(where: str | None) -> acceptance_profile.AcceptanceProfile | None:
 def _accepted(
     accept: str | None, setup: model_of.Setup, known: acceptance_profile.AcceptanceProfile | None
 ) -> model_of.Acceptance:
-    """What was asked for; else the drafter's card; else what drafters are usually worth, and nothing without one."""
+    """The requested acceptance; else the drafter's profile; else a usual drafter's; none without a drafter."""
     if accept is not None or (setup.drafter is not None and known is None):
         return model_of.Acceptance.parse("0.72" if accept is None else accept)
     if known is None:

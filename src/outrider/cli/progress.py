@@ -1,5 +1,4 @@
-"""Progress of long commands on stderr: a bar on a terminal, else a line now and then. Shown from the first
-second."""
+"""Progress of long commands on stderr, from the first second: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ EVERY = 5.0  # seconds between lines where stderr is no terminal
 
 
 class StageProgress:
-    """Called with (stage, done, in all, a line about it); stages without a measure have 0 of 1 until the next
-    begins."""
+    """Called with (stage, done, total, a line about it); stages without a measure have 0 of 1 until the next begins."""
 
     def __init__(self, quiet: bool = False):
         self.quiet = quiet

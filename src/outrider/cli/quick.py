@@ -1,10 +1,9 @@
-"""A quick start on the CPU: torch without the part of it that only compilers read.
+"""A quick start on the CPU: imports torch without the part that only its compilers use.
 
-Torch ends its import with shape rules in Python for two thousand operators, a quarter of the time it takes. They serve
-`torch.compile`, `torch.export`, fake and meta tensors, none of which runs a model on a CPU here. A stand-in takes their
-place until an attribute of it is asked for; then the rules are imported as if nothing had been there. Code that runs
-operators on such tensors must ask first (`getattr(torch._meta_registrations, "register_meta")`), as `bench` does before
-it brings transformers.
+Torch's import ends with shape rules in Python for two thousand operators, a quarter of its time. They serve
+`torch.compile`, `torch.export`, fake and meta tensors, none of which runs a model on a CPU here. A placeholder module
+takes their place and imports the rules on its first attribute access. Code that runs operators on such tensors must
+trigger that (`getattr(torch._meta_registrations, "register_meta")`), as `bench` does before it imports transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ GPU = Path("/dev/nvidiactl")
 
 
 class Later(ModuleType):
-    """Imports the module it stands for when an attribute of it is asked for."""
+    """A placeholder that imports its module on the first attribute access."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # the import system and inspection look at every module
@@ -34,12 +33,12 @@ class Later(ModuleType):
 
 @contextmanager
 def quick_start(device: str | None) -> Iterator[None]:
-    """Around imports that bring torch, and a first model. Where a GPU may be used, or torch is there, it is all of
-    torch."""
+    """Wraps the import of torch and the loading of a first model. If a GPU may be used, or torch is imported already,
+    it is the whole of torch."""
     if "torch" not in sys.modules and (device == "cpu" or (device is None and not GPU.exists())):
         sys.modules[RULES] = Later(RULES)
     collecting = gc.isenabled()
-    gc.disable()  # what modules and vocabularies are made of stays: going through it again and again finds nothing
+    gc.disable()  # objects of modules and vocabularies are permanent: collections would free nothing
     try:
         yield
     finally:

@@ -151,7 +151,7 @@ class Unfailing:
 
 
 def several(listed: Sequence[CatalogueEntry], name: str | None, load: LoadSettings, memory: float | None) -> None:
-    """What makes no sense with more than one model."""
+    """Refuses options that make no sense with more than one model."""
     if name is not None:
         raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")
     if load.drafter not in ("auto", "none", "ngram"):

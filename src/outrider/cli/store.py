@@ -1,4 +1,4 @@
-"""`outrider list`, `pull`, `rm` and `show`: the models and drafters at hand, and what they were used with."""
+"""`outrider list`, `pull`, `rm` and `show`: the models and drafters on this disk, and what they were used with."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def show(name: Name, as_json: common.AsJson = False) -> None:
 
 
 def at_hand() -> Iterator[Item]:
-    """Everything `list` shows, each once."""
+    """Everything `list` shows, without duplicates."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -188,7 +188,7 @@ def size(nbytes: int) -> str:
 
 
 def used() -> dict[str, dict[str, str]]:
-    """What `note_use` has noted; nothing where the file is not there or damaged."""
+    """The record that `note_use` writes; empty if the file is missing or damaged."""
     try:
         kept = json.loads(_uses().read_text(encoding="utf-8"))
         return {name: row for name, row in kept.items() if isinstance(row, dict)}
@@ -197,7 +197,8 @@ def used() -> dict[str, dict[str, str]]:
 
 
 def note_use(name: str, drafter: str) -> None:
-    """Remember that a model was loaded, and with which drafter. A cache that cannot be written costs the note only."""
+    """Records that a model was loaded, and with which drafter. If the cache cannot be written, only the record is
+    lost."""
     row = {"used": time.strftime("%Y-%m-%d"), "drafter": drafter.removeprefix("drafter: ").partition(" (")[0]}
     uses = used()
     if uses.get(name) == row:

@@ -1,5 +1,5 @@
-"""Messages from a terminal, with prompt_toolkit: line editing, history, completion of commands, pastes and fenced
-texts of many lines."""
+"""Reads messages from a terminal with prompt_toolkit: line editing, history, completion of commands, pastes and fenced
+multi-line texts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def is_open(text: str) -> bool:
 
 
 def unfenced(text: str) -> str:
-    """What stands between the three quotes; any other text as it is."""
+    """The text between the three quotes; any other text as it is."""
     return text.rstrip().removeprefix(FENCE).removesuffix(FENCE) if text.startswith(FENCE) else text
 
 
 class Terminal:
     def __init__(self, commands: Sequence[str], input: Input | None = None, output: Output | None = None) -> None:
-        """input, output: of a test; None: standard input and output."""
+        """input, output: for tests; None: standard input and output."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
 
@@ -57,7 +57,7 @@ class Terminal:
         if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             return Terminal(commands)
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # as prompt_toolkit reads keys
+            sys.stdin.reconfigure(errors="replace")  # like prompt_toolkit
         return None
 
     def read(self) -> str:
@@ -67,7 +67,7 @@ class Terminal:
 
 @contextmanager
 def keys_wait() -> Iterator[None]:
-    """Keys that are typed meanwhile are not shown; the next prompt reads them. Ctrl-C still interrupts."""
+    """Hides keys typed meanwhile; the next prompt reads them. Ctrl-C still interrupts."""
     import termios
 
     if sys.stdin is None or not sys.stdin.isatty():
@@ -76,7 +76,7 @@ def keys_wait() -> Iterator[None]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     quiet = [*before]
-    quiet[0] &= ~termios.ICRNL  # Enter stays what prompt_toolkit takes for Enter
+    quiet[0] &= ~termios.ICRNL  # keep the key code that prompt_toolkit reads as Enter
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(fd, termios.TCSANOW, quiet)
     try:
@@ -110,7 +110,7 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """Of earlier conversations too; where its file cannot be written, of this one only."""
+    """The history, with earlier conversations; if its file cannot be written, of this conversation only."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = cache_path("chat_history")

@@ -67,7 +67,7 @@ def train(ctx: typer.Context, asked: TrainOptions, load: LoadSettings) -> None:
         chosen = Recipe("") if asked.recipe is None else read_recipe(asked.recipe)
         result = train_recipe(config, chosen, progress.say, progress, frozenset(given))
     if not result:
-        return  # rank 0 speaks
+        return  # only rank 0 prints
     if asked.as_json:
         out.print_json(data={"drafter": str(asked.to / "drafter"), **result})
     elif "full" in result:

@@ -1,8 +1,8 @@
 """The cluster as a Ray Serve application: engine replicas, and an ingress that relays to them.
 
-`build` is the builder for `serve run outrider.cluster.app:build model=smollm2 replicas=2..8` and for KubeRay. Client ->
-Serve's HTTP proxy -> Ingress -> EngineReplica. The ingress is a deployment of ours because Serve's proxy answers 500
-when a replica dies under a request.
+`build` is the builder for `serve run outrider.cluster.app:build model=smollm2 replicas=2..8` and for KubeRay. A request
+goes from the client to Serve's HTTP proxy, the Ingress and an EngineReplica. The ingress is our own deployment because
+Serve's proxy answers 500 when a replica dies during a request.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .totals import Snapshot
 
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)
 SNAPSHOT_S = 5.0
-MOST_RELAYED = 4096  # requests that one ingress holds at a time
-QUIET = LoggingConfig(enable_access_log=False)  # a line a request and replica is more than metrics and our own log say
+MOST_RELAYED = 4096  # concurrent requests per ingress
+QUIET = LoggingConfig(enable_access_log=False)  # metrics and our own log suffice
 
 
 class EngineReplica:
@@ -95,7 +95,7 @@ class RayReplicas:
 
 
 class _Relayed(Response):
-    """Hands the raw ASGI call to the ingress: Serve's `__call__` gives requests and takes responses."""
+    """Passes the raw ASGI call to the ingress: Serve's `__call__` has requests and responses instead."""
 
     def __init__(self, ingress: Ingress) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def told(message: Message) -> None:
-            if message["type"] == "http.response.start":  # Serve's proxy says the id itself, the same
+            if message["type"] == "http.response.start":  # Serve's proxy adds the same id itself
                 message["headers"] = [(k, v) for k, v in message.get("headers", ()) if k != b"x-request-id"]
             await send(message)
 
@@ -142,9 +142,9 @@ class PlacementGroup(TypedDict, total=False):
 
 
 def grouped(config: ClusterConfig) -> PlacementGroup:
-    """A tensor-parallel replica is a placement group: what all its processes take, in one bundle and so on one machine.
-    The replica is the first process and starts the others itself, as `outrider serve` does: so it must see all their
-    GPUs."""
+    """A tensor-parallel replica is a placement group with the resources of all its processes in one bundle, and so on
+    one machine. The replica is rank 0 and starts the other ranks itself, like `outrider serve`, so it must see all
+    their GPUs."""
     if config.load.tensor_parallel == 1:
         return {}
     takes = {"CPU": config.cpus_per_replica, **({"GPU": config.gpus_per_replica} if config.gpus_per_replica else {})}
@@ -152,8 +152,8 @@ def grouped(config: ClusterConfig) -> PlacementGroup:
 
 
 def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Application:
-    """`config` has to be placed. What has changed since the last deployment is rolled out, a replica at a time. `keys`:
-    besides its own."""
+    """`config` has to be placed. Changes since the last deployment are rolled out one replica at a time. `keys`: API
+    keys besides the configuration's."""
     assert config.max_concurrent is not None and config.load.threads is not None, "not placed"
     fields = config.fields()
     bounds = config.replicas

@@ -1,8 +1,8 @@
 """`outrider batch --ray`: the pool's workers as Ray actors, each a whole engine.
 
-Actors rather than Ray Data: a result has to be on disk before its request is forgotten, line by line, and Ray Data
-hands out whole blocks, runs a block again when its actor dies, and brings pyarrow and pandas. What is left of a Ray
-Data job here, a queue of lines over actors that are replaced, is pool.py.
+It uses actors rather than Ray Data, because each result has to be on disk before its request is dropped, line by line.
+Ray Data hands out whole blocks, runs a block again when its actor dies, and needs pyarrow and pandas. The queue of
+lines over actors that are replaced is pool.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .config import ClusterConfig
 from .pool import Worker, WorkerLost, WorkerPool
 from .run import connect
 
-SHARES = 8  # batches of an engine that a worker is given at a time
+SHARES = 8  # engine batches per assignment to a worker
 
 
 class BatchEngine:
@@ -86,7 +86,7 @@ def whole(
 def run(
     config: ClusterConfig, requests: Path, out: Path, seed: int, tell: Callable[[BatchProgress], None]
 ) -> BatchProgress:
-    """On the Ray that this process has joined."""
+    """Runs the job on the Ray cluster that this process has joined."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
 
     def make() -> Worker:

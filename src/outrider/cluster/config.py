@@ -1,6 +1,6 @@
-"""What is deployed: one YAML file (or a model's name and options), validated once, frozen.
+"""The configuration of a deployment: one YAML file (or a model's name and options), validated once, frozen.
 
-Every refusal is one line that names the field and its value.
+Every validation error is one line that names the field and its value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..types import OutriderError
 
 @dataclass(frozen=True)
 class ReplicaCount:
-    """How many engines: at least `low`, at most `high`. Equal: a fixed number."""
+    """Number of engines: at least `low`, at most `high`. Equal: a fixed number."""
 
     low: int
     high: int
@@ -58,7 +58,7 @@ Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-# the options of LoadSettings stand next to the others in a file; what else they must be is checked by LoadSettings
+# a file has the options of LoadSettings next to the others; LoadSettings checks their values
 LoadFields = create_model("LoadFields", **{name: (option.kind, option.default) for name, option in OPTIONS.items()})  # type: ignore[call-overload]
 
 
@@ -67,17 +67,17 @@ class ClusterConfig(BaseModel):
 
     model: Text
     replicas: Bounds = ReplicaCount(1, 1)
-    name: Text | None = None  # what clients call the model; default: as `outrider serve` names it
+    name: Text | None = None  # the model's name in the API; default: as in `outrider serve`
     host: Text = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     # each engine
     load: InstanceOf[LoadSettings] = LoadSettings()  # threads by default: as many as cpus_per_replica
     max_concurrent: AtLeastOne | None = None  # default: 254 on a GPU, else 8
-    # what a replica takes of its machine
+    # resources of a replica
     cpus_per_replica: Positive = 1.0
-    gpus_per_replica: Seconds | None = None  # default: one a process where the cluster has GPUs
+    gpus_per_replica: Seconds | None = None  # default: one per process if the cluster has GPUs
     # the API
-    max_queued: Count = 64  # a replica's
+    max_queued: Count = 64  # per replica
     timeout: Positive = 600.0
     max_body: Annotated[int, Field(ge=1024)] = 4 << 20
     max_prompt: Count = 0
@@ -86,16 +86,16 @@ class ClusterConfig(BaseModel):
     # the cluster
     routing: Literal["prefix", "least-loaded"] = "prefix"
     ingresses: AtLeastOne = 1
-    target_queue: Positive | None = None  # requests of a replica before one is added; default: max_concurrent
+    target_queue: Positive | None = None  # requests per replica before one is added; default: max_concurrent
     upscale_delay: Seconds = 10.0
     downscale_delay: Seconds = 300.0
-    retries: Count = 2  # after a replica's death, while nothing has been told to the client
-    wait: Positive = 30.0  # seconds a request waits for a replica before it hears 503
-    drain: Seconds = 120.0  # seconds a replica that leaves has for its running requests
+    retries: Count = 2  # after a replica's death, before the client has got any byte
+    wait: Positive = 30.0  # seconds a request waits for a replica before it gets 503
+    drain: Seconds = 120.0  # seconds for the running requests of a replica that is removed
 
     @classmethod
     def of(cls, fields: Mapping[str, object], where: str = "") -> ClusterConfig:
-        """From a file's or a command's fields; a text may spell a number. `where` begins every complaint."""
+        """From a file's or a command's fields; a number may be given as text. Every error begins with `where`."""
         known = [*(name for name in cls.model_fields if name != "load"), *OPTIONS]
         given = {str(name).replace("-", "_"): value for name, value in fields.items()}
         if unknown := [name for name in given if name not in known]:
@@ -121,7 +121,7 @@ class ClusterConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path, over: Mapping[str, object]) -> ClusterConfig:
-        """A YAML file, with some of its fields given anew."""
+        """From a YAML file, with some of its fields overridden."""
         try:
             fields = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as e:
@@ -134,14 +134,14 @@ class ClusterConfig(BaseModel):
 
     @classmethod
     def from_args(cls, args: Mapping[str, object]) -> ClusterConfig:
-        """Fields, and `config`, a file that they differ from: what a Serve application and `outrider deploy` are
-        given."""
+        """From the arguments of a Serve application or of `outrider deploy`: fields, and `config`, a file that they
+        override."""
         given = {name: value for name, value in args.items() if name != "config"}
         path = args.get("config")
         return cls.read(Path(str(path)), given) if path else cls.of(given)
 
     def fields(self) -> dict[str, object]:
-        """What `of` would read this from: only what differs from the defaults."""
+        """The fields from which `of` makes this configuration: only those that differ from the defaults."""
         load = {name: v for name, v in self.load.options().items() if v != OPTIONS[name].default}
         return self.model_dump(exclude_defaults=True, exclude={"load"}) | load
 
@@ -150,7 +150,7 @@ class ClusterConfig(BaseModel):
         return self.name or public_name(self.model)
 
     def placed(self, gpus: float) -> ClusterConfig:
-        """The same with the fields filled in that depend on the machines. gpus: of the whole cluster."""
+        """A copy with the fields filled in that depend on the machines. gpus: of the whole cluster."""
         load = self.load
         wanted = load.device is None or load.device.startswith("cuda")
         per_replica = self.gpus_per_replica
@@ -175,12 +175,12 @@ class ClusterConfig(BaseModel):
         return self.model_copy(update=changes)
 
     def front(self) -> ServerSettings:
-        """The ingress's: it checks hosts, origins, keys and sizes."""
+        """Server settings of the ingress, which checks hosts, origins, keys and sizes."""
         origins = tuple(part.strip() for part in (self.allowed_origin or "").split(",") if part.strip())
         return replace(self._settings(), host=self.host, port=self.port, allowed_origins=origins)
 
     def back(self) -> ServerSettings:
-        """A replica's: only the ingress talks to it, and that has checked who asks."""
+        """Server settings of a replica: only the ingress calls it, and has already checked the request."""
         return replace(self._settings(), host="0.0.0.0")
 
     def _settings(self) -> ServerSettings:

@@ -1,10 +1,10 @@
-"""The front of a cluster: takes HTTP, sends each request to one replica and relays its answer. Knows nothing of Ray.
+"""The front of a cluster: receives HTTP requests, sends each to one replica and relays its answer. Independent of Ray.
 
-Contract. Until the first byte of an answer has gone to its client, a replica's death is not seen: the request goes to
-another replica, `retries` times. Once bytes have flowed, the stream ends with an error event in its own protocol. No
-replica in `wait` seconds is a 503 with Retry-After. A client that leaves cancels its request in the replica that runs
-it. Hosts, origins, keys and sizes are checked here, by the code that a single server has before its routes
-(`limits.Guard`); everything else is the replica's, which is a single server's whole app.
+Contract: if a replica dies before the first byte of an answer was sent, the client does not notice; the request goes to
+another replica, at most `retries` times. After the first byte, the stream ends with an error event in its own protocol.
+If no replica takes a request within `wait` seconds, the answer is a 503 with Retry-After. When a client disconnects,
+its request is cancelled in the replica. Hosts, origins, keys and sizes are checked here, by the same code as in a
+single server (`limits.Guard`); a replica, which is a single server's whole app, does everything else.
 """
 
 from __future__ import annotations
@@ -54,42 +54,42 @@ class Forward:
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
-    client: str  # who asks, as turns and shares are counted
+    client: str  # the client's identity, for fairness and limits
     prefix: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
 class TakenReplica:
-    """The first thing a replica says of a request: it has it."""
+    """A replica's first message about a request: it has accepted it."""
 
     replica: str
 
 
 class ReplicaLost(Exception):
-    """The replica that had the request is gone, or leaving."""
+    """The replica that had the request is lost, or is being removed."""
 
 
 class ReplicaRefused(Exception):
-    """Every replica is full, and as many requests wait as may."""
+    """Every replica is full, and so is the queue."""
 
 
 class NoReplica(Exception):
-    """There is no replica, and none is on its way."""
+    """There is no replica, and none is starting."""
 
 
 class ReplicaSet(Protocol):
     """The replicas, as the ingress sees them."""
 
     def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
-        """Sends it to one replica: TakenReplica, then the messages of its answer. Closed early, the replica drops the
-        request."""
+        """Sends a request to one replica. Yields TakenReplica, then the messages of its answer. If the generator is
+        closed early, the replica drops the request."""
         ...
 
     async def snapshots(self) -> list[Snapshot]: ...
 
 
 class _Answer:
-    """What has come back for one request, and what of it the client has got."""
+    """The answer to one request: the messages received, and those sent to the client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -149,7 +149,7 @@ class Ingress:
             await unless_gone(Request(scope, receive), self._relay(forward, _Answer(send)))
         except ClientGone:
             self._left.inc()
-        except asyncio.CancelledError:  # how Ray Serve tells of a client that has left
+        except asyncio.CancelledError:  # Ray Serve cancels when a client disconnects
             self._left.inc()
             raise
 

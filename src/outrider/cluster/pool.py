@@ -1,8 +1,8 @@
-"""A batch file's lines over several workers, each an engine elsewhere. Knows nothing of Ray.
+"""Distributes a batch file's lines over several workers, each a remote engine. Independent of Ray.
 
-Contract: `rows` gives one result for every line that has none, whichever workers die. A worker's results count when
-they have arrived; what it had not answered goes back to the head of the queue, and another worker takes its place. A
-line that was under way in `MOST_DEATHS` deaths gets a result that says so: one poisonous request must not end the run.
+Contract: `rows` yields one result for every line that has none, even if workers die. A worker's results count when they
+have arrived; its unanswered lines go back to the head of the queue, and another worker replaces it. A line that was
+running in `MOST_DEATHS` deaths gets an error result: one poisonous request must not end the run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class WorkerLost(Exception):
 
 class Worker(Protocol):
     def answer(self, lines: Sequence[BatchLine]) -> Iterator[list[Json]]:
-        """Results as they come, in any order. WorkerLost: there will be no more."""
+        """Yields results as they arrive, in any order. Raises WorkerLost if the worker dies."""
         ...
 
 
 class WorkerPool:
     def __init__(self, make: Callable[[], Worker], workers: int, share: int) -> None:
-        """`share`: lines that a worker is given at a time."""
+        """`share`: lines per assignment to a worker."""
         self._make, self._workers, self._share = make, workers, share
         self._lock = threading.Lock()
         self._results: queue.Queue[list[Json] | Exception | None] = queue.Queue()
@@ -56,7 +56,7 @@ class WorkerPool:
                     raise got
                 else:
                     yield got
-            if self._back:  # the last workers died while the others had gone home
+            if self._back:  # the last workers died after the others had finished
                 yield from self.rows(iter(()), finished)
         finally:
             self._stopping = True
@@ -97,7 +97,7 @@ class WorkerPool:
             self._results.put(e)
 
     def _take(self, fresh: Iterator[BatchLine], names: set[str]) -> list[BatchLine]:
-        """The next lines; what is no request is answered at once."""
+        """The next lines; a line that is no valid request gets its result at once."""
         taken: list[BatchLine] = []
         with self._lock:
             while len(taken) < self._share and not self._stopping:

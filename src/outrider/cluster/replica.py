@@ -1,8 +1,8 @@
-"""One engine and a single server's whole app around it, called with a request as data. Knows nothing of Ray.
+"""One replica: an engine and a single server's whole app around it, called with a request as data. Independent of Ray.
 
-`answer` runs the app for one request and gives its ASGI messages as they come, those that are ready together in one
-list. Closed or cancelled early, the app is told that its client has gone, and the engine drops the request within a
-cycle.
+`answer` runs the app for one request and yields its ASGI messages as they come; messages that are ready at the same
+time form one list. If it is closed or cancelled early, the app sees a disconnected client, and the engine drops the
+request within a cycle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .totals import Snapshot
 
 
 def load(config: ClusterConfig) -> ServedModel:
-    """What `outrider serve` would load."""
+    """Loads the model as `outrider serve` does."""
     assert config.max_concurrent is not None, "not placed"
     llm = LLM.load(
         config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE)
@@ -62,7 +62,7 @@ class Replica:
         out: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         work = asyncio.ensure_future(self._app(_scope(request), receiving(request.body, gone), out.put))
-        work.add_done_callback(lambda _: out.put_nowait(None))  # behind the last message
+        work.add_done_callback(lambda _: out.put_nowait(None))  # after the last message
         try:
             ended = False
             while not ended:

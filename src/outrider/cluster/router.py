@@ -1,9 +1,8 @@
 """The policy of prefix.py as Ray Serve's request router.
 
-Serve's own extension point is used, rather than replicas picked by hand through actor handles: so Serve keeps the set
-of replicas, probes their queues, lets a full one reject, takes a dead one out and counts what waits for autoscaling.
-What it asks of us is an order of preference. The interface is marked alpha in Ray 2.60; this file is all that hangs on
-it.
+This is Serve's own extension point: Serve keeps the set of replicas, probes their queues, lets a full one reject,
+removes a dead one and counts waiting requests for autoscaling, which actor handles would not do. The router only gives
+an order of preference. The interface is marked alpha in Ray 2.60; only this file depends on it.
 """
 
 from __future__ import annotations

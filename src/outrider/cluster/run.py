@@ -1,4 +1,4 @@
-"""Brings a cluster up on Ray, or changes the one that is up; takes it down again where it is ours."""
+"""Deploys a cluster on Ray or updates a running one; if it started Ray itself, it shuts it down at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OBJECT_STORE = 200 << 20  # bytes: requests and answers are small and travel by 
 
 
 def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """The whole command: connect, deploy, and stay where the Ray cluster is ours."""
+    """The whole command: connect, deploy, and keep running if this process started Ray."""
     ours = connect(address, note)
     try:
         if not (config.front().loopback or config.api_key_file or os.environ.get("OUTRIDER_API_KEY")):
@@ -44,8 +44,8 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
 
 
 def connect(address: str, say: Callable[[str], None]) -> bool:
-    """Join the Ray at `address`; auto: the one that RAY_ADDRESS names, else one that runs here, else start one. True:
-    we started it."""
+    """Joins the Ray cluster at `address`. auto: that of RAY_ADDRESS, else one that runs here, else a new one. Returns
+    whether this process started it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -82,14 +82,14 @@ def _reachable(address: str) -> None:
 
 
 def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
-    """Returns when every replica answers. A cluster that is up is changed, a replica at a time; requests in the
-    meantime do not fail."""
+    """Returns when every replica answers. A running cluster is updated one replica at a time, without failed
+    requests."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
     if ours:
         need_room(placed)
     serve.start(http_options={"host": config.host, "port": config.port})
     try:
-        key = os.environ.get("OUTRIDER_API_KEY")  # of the one who deploys: Ray's own environment may be without it
+        key = os.environ.get("OUTRIDER_API_KEY")  # of this command: Ray's own environment may lack it
         serve.run(application(placed, (key,) if key else ()), name=APP, route_prefix="/")
     except RuntimeError as e:
         known = serve.status().applications.get(APP)
@@ -102,7 +102,7 @@ def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
 
 
 def need_room(config: ClusterConfig) -> None:
-    """On a cluster that cannot grow, replicas that do not fit would be waited for in vain."""
+    """Refuses replicas that do not fit on a cluster that cannot grow: they would never start."""
     for what, each in (("cpu", config.cpus_per_replica), ("gpu", config.gpus_per_replica or 0.0)):
         have, need = ray.cluster_resources().get(what.upper(), 0.0), config.replicas.low * each
         if need > have:
@@ -114,7 +114,7 @@ def need_room(config: ClusterConfig) -> None:
 
 
 def stay() -> None:
-    """Until Ctrl-C or SIGTERM."""
+    """Waits until Ctrl-C or SIGTERM."""
     end = threading.Event()
 
     def stop(_: int, __: FrameType | None) -> None:
@@ -126,7 +126,7 @@ def stay() -> None:
 
 
 def _drain(seconds: float) -> None:
-    """The application goes, its replicas when they have answered what they have."""
+    """Removes the application; replicas end after their running requests."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):  # Serve waits a minute at a time

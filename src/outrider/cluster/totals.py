@@ -1,8 +1,7 @@
 """/metrics of a cluster: every replica's figures under a label, and their sums under the names a single server uses.
 
-`outrider_replica_X{replica="…"}` is a replica's X; `outrider_X` is the cluster's, so that a dashboard made for one
-server shows the whole. What a replica that is gone had counted when it was last asked stays in the sums: counters never
-go back.
+`outrider_replica_X{replica="…"}` is a replica's X; `outrider_X` is the cluster's, so that a dashboard for a single
+server works for a cluster. The last known counters of a removed replica stay in the sums: counters never decrease.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from prometheus_client.registry import Collector
 Labels = tuple[tuple[str, str], ...]
 Key = tuple[str, Labels]  # a sample's name and its labels
 COUNTS = ("counter", "histogram")
-MOST_GONE = 64  # replicas that do not answer and are remembered by name; older ones are a sum
+MOST_GONE = 64  # lost replicas that are kept by name; older ones are summed
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A replica at one moment."""
+    """A snapshot of one replica."""
 
     replica: str
     healthy: bool
     load: int  # sequences in flight
-    metrics: str  # as its own /metrics says them
+    metrics: str  # the text of its own /metrics
 
 
 class Totals:
     def __init__(self) -> None:
-        self._last: dict[str, dict[Key, float]] = {}  # counts by replica, those of the gone too
+        self._last: dict[str, dict[Key, float]] = {}  # counters by replica, including lost ones
         self._older: dict[Key, float] = {}
 
     def text(self, replicas: list[Snapshot], own: CollectorRegistry) -> bytes:
-        """The page. `own`: what the ingress itself counts."""
+        """The text of /metrics. `own`: the ingress's own counters."""
         families = {s.replica: list(text_string_to_metric_families(s.metrics)) for s in replicas}
         for name, found in families.items():
             self._last[name] = {_key(s.name, s.labels): s.value for f in found if f.type in COUNTS for s in f.samples}

@@ -1,10 +1,10 @@
-"""Rank 0 schedules, the others follow: every step is described as plain data, told to all, and run by all.
+"""Rank 0 schedules and the other ranks follow: rank 0 broadcasts every step as plain data, and all ranks run it.
 
-The seam is the `Executor`. Rank 0's executors are wrapped: before one runs a step it tells the others the
-`StepBatch`, what of its sequences they do not know yet (prompt, parameters, new tokens) and which pages they were
-given; the same executor then runs the same step in every process. Each process drafts, verifies and chooses for
-itself. It comes to the same tokens: sums and logits are the same bits everywhere, and noise is a function of seed
-and position. Only what rank 0 alone can know is told on the way: the masks of grammars.
+The interface is the `Executor`. Rank 0's executors are wrapped: before one runs a step it broadcasts the `StepBatch`,
+the new data of its sequences (prompt, parameters, new tokens) and their new pages; the same executor then runs the same
+step in every process. Each process drafts, verifies and chooses tokens itself. All get the same tokens: sums and logits
+have the same bits everywhere, and noise is a function of seed and position. Only the masks of grammars, which rank 0
+alone has, are broadcast during a step.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 
-# ---- what is told
+# ---- messages
 class Joined(NamedTuple):
-    """A sequence that the others have not met."""
+    """A sequence that is new to the other ranks."""
 
     prompt: list[int]
     params: SamplingParams  # without the grammar
     grammar: bool
-    images: tuple[ImageSpan, ...]  # their soft tokens are rank 0's
+    images: tuple[ImageSpan, ...]  # with the soft tokens that rank 0 computed
 
 
 class SeqMessage(NamedTuple):
-    """A `ScheduledSeq` without its sequence, which every process has, and what is new of that."""
+    """A `ScheduledSeq` without its sequence, which every process has, and the sequence's new data."""
 
     item: ScheduledSeq
     id: str
-    fresh: bool  # it has another place in the cache than last time
-    pages: Mapping[GroupName, tuple[int, list[int]]]  # new ones: the first one's number, and where they are
+    fresh: bool  # its cache slot has changed since the last message
+    pages: Mapping[GroupName, tuple[int, list[int]]]  # new pages: index of the first, and physical pages
     tokens: list[int]  # new ones
     num_inflight_tokens: int
 
@@ -64,7 +64,7 @@ class StepMessage:
 
 @dataclass(frozen=True)
 class Order:
-    """What to do: "plan" or "launch" a step with an executor, "probe" or "prepare" one, or "score" a text."""
+    """A command: "plan" or "launch" a step with an executor, "probe" or "prepare" one, or "score" a text."""
 
     what: str
     executor: int = 0
@@ -76,7 +76,7 @@ class Order:
 # ---- rank 0
 @dataclass
 class Known:
-    """What the others know of a sequence."""
+    """The data of a sequence that the other ranks already have."""
 
     seq: Seq
     cache: SeqCache | None = None
@@ -85,7 +85,7 @@ class Known:
 
 
 class Leader:
-    """Puts itself between an engine and its executors."""
+    """Wraps an engine's executors, so that the other ranks follow them."""
 
     def __init__(self, engine: Engine, team: ProcessGroup):
         self.engine, self.team = engine, team
@@ -135,7 +135,7 @@ class Leader:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """From the order to the end of its exchanges: an interrupt waits until then, and a failure ends the run."""
+        """Spans a command and its collectives: an interrupt waits for the end, and a failure ends the run."""
         waiting: list[int] = []
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, lambda number, _: waiting.append(number)) if main else None
@@ -158,7 +158,7 @@ def captured(engine: Engine) -> list[GraphExecutor]:
 
 
 def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> dict[GroupName, tuple[int, list[int]]]:
-    """The pages of a sequence that the others have not been told of; `told` then counts them as told."""
+    """The pages of a sequence that were not broadcast yet; `told` then counts them as broadcast."""
     new = {}
     for name, pages in cache.pages.items():
         first = told.get(name, 0)
@@ -169,7 +169,7 @@ def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> dict[GroupName, tu
 
 
 class BroadcastExecutor:
-    """An executor of rank 0 that the others follow."""
+    """An executor of rank 0 that broadcasts its steps to the other ranks."""
 
     def __init__(self, inner: Executor, index: int, leader: Leader):
         self.inner, self.index, self.leader = inner, index, leader
@@ -205,7 +205,7 @@ class BroadcastExecutor:
 
 
 class BroadcastMatcher:
-    """A grammar's place at rank 0: what it allows is told to the others, who ask at the same moment."""
+    """A grammar's matcher at rank 0: broadcasts its masks to the other ranks, which ask at the same point of a step."""
 
     def __init__(self, matcher: Matcher, team: ProcessGroup):
         self.matcher, self.team = matcher, team
@@ -227,9 +227,9 @@ class BroadcastMatcher:
         self.matcher.advance(tokens)
 
 
-# ---- the others
+# ---- the other ranks
 class RemoteMatcher:
-    """A grammar elsewhere: what it allows comes from rank 0."""
+    """A grammar's matcher at the other ranks: its masks come from rank 0."""
 
     failed: str | None = None
 
@@ -251,7 +251,7 @@ class Follower:
         self.engine, self.team = engine, team
         self._seqs: dict[str, Seq] = {}
         self._last: tuple[int, StepBatch] = (0, StepBatch())
-        self._plan: Plan | None = None  # the last one that rank 0 asked for by itself
+        self._plan: Plan | None = None  # the last one that rank 0 asked for with "plan"
 
     def execute(self, order: Order) -> None:
         executor, runner = self.engine.executors[order.executor], self.engine.runner
@@ -261,7 +261,7 @@ class Follower:
         if order.what == "prepare":
             executor.prepare()
             return
-        runner.close_scratch()  # what was timed is over
+        runner.close_scratch()  # the probe has ended
         if order.score is not None:
             slot, pages, tokens, begin, logits = order.score
             self.engine.store.place(slot, True, pages)
@@ -303,7 +303,7 @@ class Follower:
 
 
 def follow(engine: Engine, team: ProcessGroup) -> None:
-    """Do what rank 0 says until it says no more."""
+    """Executes rank 0's commands until rank 0 ends the run."""
     follower = Follower(engine, team)
     engine.runner.divided = True
     team.captured += captured(engine)

@@ -1,11 +1,11 @@
-"""The processes that share a model: how they find one another, and what they exchange.
+"""The process group of tensor parallelism: how the ranks start and connect, and their collectives.
 
-Started by `torchrun` (or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) a process takes the place it
-is given; else the first process starts the others itself, with that environment. Numbers travel by NCCL between GPUs
-and by gloo between CPUs; what rank 0 tells the others (plain objects) always by gloo.
+If `torchrun` (or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) started a process, it takes its
+rank from there; otherwise the first process starts the others itself, with that environment. Tensors travel by NCCL
+between GPUs and by gloo between CPUs; rank 0's control messages (plain objects) always by gloo.
 
-Sums have a fixed order: the parts of all processes are gathered and added in the order of the ranks. A reduction of
-the library would choose its order by the size of the message, and a row's sum would depend on the rows next to it.
+Sums have a fixed order: the parts of all processes are gathered and added in the order of the ranks. The library's
+all-reduce would choose its order by the size of the message, and a row's sum would depend on the batch.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from .watch import LOOK, Watch
 if TYPE_CHECKING:
     from ..engine.graphs import GraphExecutor
 
-HEADER = 4096  # bytes of a message that travel at once; longer ones take a second broadcast
-FOREVER = timedelta(days=365)  # an idle server waits as long as it likes; `Watch` says when a process is gone
-LEAVING = 20.0  # seconds until those who should have left are ended
+HEADER = 4096  # bytes of a message's first broadcast; a longer message takes a second one
+FOREVER = timedelta(days=365)  # an idle server waits without limit; `Watch` detects a lost process
+LEAVING = 20.0  # seconds until processes that should have ended are killed
 STARTING = timedelta(minutes=10)
-STARTED_BY_US = "OUTRIDER_TEAM"  # in the environment of a process that the first one started: cpu or cuda
-FIRST = "OUTRIDER_TEAM_FIRST"  # the first one's process number, in the environment of those it started
-COMMAND = (sys.executable, "-c", "from outrider.llm import worker; worker()")  # of those whom the first one starts
+STARTED_BY_US = "OUTRIDER_TEAM"  # in the environment of processes that the first one starts: cpu or cuda
+FIRST = "OUTRIDER_TEAM_FIRST"  # the first process's pid, in the environment of those it starts
+COMMAND = (sys.executable, "-c", "from outrider.llm import worker; worker()")  # of processes that the first one starts
 
 
 class PeerLost(Exception):
-    """An exchange failed: a process is gone, and it is not this process."""
+    """A collective failed because another process is lost."""
 
 
 @contextmanager
 def parting() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # torch's own errors of exchanges among them
+    except RuntimeError as error:  # includes torch's errors of collectives
         raise PeerLost(str(error)) from error
 
 
@@ -62,7 +62,7 @@ def is_worker() -> bool:
 
 
 def _number(name: str) -> int:
-    """What the environment says of a process's place: 0 where it says nothing."""
+    """A number of the environment, such as RANK; 0 if it is not set."""
     text = os.environ.get(name, "0")
     if not text.isdecimal():
         raise OutriderError(f"{name} in the environment must be a whole number, got {text!r}")
@@ -70,8 +70,8 @@ def _number(name: str) -> int:
 
 
 def follow_to_the_end() -> None:
-    """A process that the first one started ends with it even while it still waits for the others, which may be
-    minutes."""
+    """Ends a process that the first one started when the first one ends, even while it still waits for the others,
+    which may take minutes."""
 
     def look() -> None:
         while os.getppid() == _number(FIRST):
@@ -82,15 +82,14 @@ def follow_to_the_end() -> None:
 
 
 class ProcessGroup:
-    """One of `tp.world` processes. A `Collectives` for the models. A process is in one team at a time, as torch has
-    it."""
+    """One of `tp.world` processes; the models' `Collectives`. A process is in one group at a time, as in torch."""
 
     here: ClassVar[ProcessGroup | None] = None
 
     def __init__(self, store: dist.Store, device: torch.device, watch: Watch):
         self.tp, self.device, self.watch, self.children = watch.tp, device, watch, watch.children
         tp = self.tp
-        self.captured: list[GraphExecutor] = []  # whose graphs hold exchanges: NCCL does not end before they are gone
+        self.captured: list[GraphExecutor] = []  # their graphs hold collectives: NCCL cannot end before they are freed
         self._open = True
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -106,9 +105,9 @@ class ProcessGroup:
         ProcessGroup.here = self
         atexit.register(self.close)
 
-    # ---- numbers
+    # ---- tensors
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum over processes in the order of the ranks; in float32 where they are shorter, rounded once."""
+        """The sum over processes in the order of the ranks; shorter types are summed in float32 and rounded once."""
         every = self._every(partial.contiguous())
         if self.tp.world <= 2:
             return every[0] + every[1] if self.tp.world == 2 else every[0]
@@ -126,7 +125,7 @@ class ProcessGroup:
         return torch.cat([every[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
 
     def _every(self, mine: Tensor) -> Tensor:
-        """[world, ...]: of all processes, in the order of the ranks. One alone has it in its place already."""
+        """[world, ...]: all processes' tensors, in the order of the ranks. With one process it is in place already."""
         every = mine if self.tp.world == 1 else mine.new_empty((self.tp.world * mine.shape[0], *mine.shape[1:]))
         with parting():
             if self.device.type == "cuda":
@@ -136,9 +135,9 @@ class ProcessGroup:
                 dist.all_gather(list(every.chunk(self.tp.world)), mine)
         return every.view(self.tp.world, *mine.shape)
 
-    # ---- words
+    # ---- control messages
     def send(self, message: object) -> None:
-        """Rank 0 tells all others."""
+        """Broadcasts rank 0's message to all others."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         packet = torch.zeros(HEADER, dtype=torch.uint8)
         head = len(body).to_bytes(8, "little") + body[: HEADER - 8]
@@ -148,7 +147,7 @@ class ProcessGroup:
             self._tell(torch.frombuffer(bytearray(body[HEADER - 8 :]), dtype=torch.uint8))
 
     def receive(self) -> object:
-        """What rank 0 tells next."""
+        """Rank 0's next message."""
         packet = torch.zeros(HEADER, dtype=torch.uint8)
         self._tell(packet)
         first = packet.numpy().tobytes()
@@ -165,7 +164,7 @@ class ProcessGroup:
             dist.broadcast(packet, 0, group=self.control_group)
 
     def all_reduce_min(self, numbers: Sequence[int], error: str | None = None) -> list[int]:
-        """The least of all processes', number by number. `error`: why this process has none; then none has."""
+        """The elementwise minimum over processes. `error`: why this process has no values; it is raised in all."""
         every: list[tuple[Sequence[int], str | None]] = [((), None)] * self.tp.world
         with parting():
             dist.all_gather_object(every, (numbers, error), group=self.control_group)
@@ -178,7 +177,7 @@ class ProcessGroup:
 
     # ---- the end
     def close(self, told: bool = False) -> None:
-        """All leave together; those who do not are ended. told: the others know already that this is the end."""
+        """Ends all processes together; those that hang are killed. told: the others already know of the end."""
         if not self._open:
             return
         self._open, ProcessGroup.here, self.watch.ending = False, None, True
@@ -201,7 +200,7 @@ class ProcessGroup:
                 child.kill()
 
     def abandon(self) -> None:
-        """End the others at once: they are in the middle of loading and would hear nothing."""
+        """Kills the others at once: they are loading and would not receive a message."""
         self._open, self.watch.ending = False, True
         atexit.unregister(self.close)
         for child in self.children:
@@ -214,8 +213,7 @@ class ProcessGroup:
 
 
 def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> ProcessGroup:
-    """The team of this process. The first process starts the others (with `command`) unless they were started
-    already."""
+    """This process's group. The first process starts the others (with `command`) unless they run already."""
     if world < 1:
         raise OutriderError(f"--tensor-parallel must be at least 1, got {world}")
     if dist.is_initialized():
@@ -254,7 +252,7 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) 
 
 
 def _place(device: str | None, world: int) -> torch.device:
-    """A GPU a process, in the order of the local ranks; or the CPU."""
+    """One GPU per process, in the order of the local ranks; or the CPU."""
     if device is not None and device.startswith("cuda:"):
         raise OutriderError(
             f"--device {device} names one GPU, --tensor-parallel {world} takes several: choose them with "

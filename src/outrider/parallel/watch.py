@@ -1,9 +1,9 @@
-"""Lost peers are noticed: a thread in every process that ends it when another one of the team is gone.
+"""Detects lost peers: a thread in every process ends it when another process of the group is lost.
 
-A process that waits for another's numbers would wait for ever. So rank 0 looks after the processes it started (four
-times a second), and every process writes a sign of life into the store that rank 0 keeps, each second. Rank 0 ends the
-run with one line when a process ended, or gave no sign for `SILENCE` seconds; the others end when the store is gone,
-silently: rank 0 has said why.
+A collective with a lost process would wait for ever. So rank 0 polls the processes it started (four times per second),
+and every process writes a heartbeat into rank 0's store once per second. Rank 0 ends the run with a one-line error when
+a process has ended, or has sent no heartbeat for `SILENCE` seconds; the others end silently when the store is gone,
+since rank 0 has reported why.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch.distributed as dist
 from ..models.split import TPRank
 
 LOOK, SIGN, SILENCE = 0.25, 1.0, 30.0  # seconds
-GRACE = 2.0  # seconds for the requests that were running to be told; 0: they are not to hear of it
+GRACE = 2.0  # seconds to send errors to running requests; 0: send none
 
 
 class Watch:
     def __init__(self, tp: TPRank, host: str, port: int, children: Sequence[subprocess.Popen[bytes]]):
         self.tp, self.children = tp, children
-        self.ending = False  # all processes leave: that is no accident
-        self.gone: str | None = None  # who died, once it is known
+        self.ending = False  # a regular end of all processes
+        self.gone: str | None = None  # which process was lost, once it is known
         self.grace = GRACE
         self._stopped = threading.Event()
         self._where = (host, port)
@@ -42,7 +42,7 @@ class Watch:
         self._thread.join(5.0)
 
     def lost(self, why: str) -> None:
-        """An exchange failed. Usually a process is gone: give the thread a moment to find out which."""
+        """Called when a collective failed. Usually a process is lost: gives the thread time to find out which."""
         if self.gone is None and not self.ending:
             until = time.monotonic() + 4 * LOOK
             while self.gone is None and time.monotonic() < until:
@@ -53,7 +53,7 @@ class Watch:
                 or f"the processes of --tensor-parallel {self.tp.world} lost one another ({why.splitlines()[0][:120]})"
             )
         if threading.current_thread() is threading.main_thread() or not (self.grace or self.ending):
-            time.sleep(3600)  # the thread ends the process; nothing else is to be printed
+            time.sleep(3600)  # the thread ends the process; print nothing else
 
     def _run(self) -> None:
         signs: dict[int, tuple[int, float]] = {}
@@ -72,7 +72,7 @@ class Watch:
                     store.add(f"alive/{self.tp.rank}", 1)
                     if self.tp.rank == 0:
                         self.gone = self._silent(store, signs)
-                except Exception as error:  # the store went with its keeper
+                except Exception as error:  # the store ended with rank 0
                     self.gone = f"the first process is gone ({type(error).__name__})"
             if self.gone is not None and not self.ending:
                 self._end(self.gone)
@@ -89,7 +89,7 @@ class Watch:
         return None
 
     def _silent(self, store: dist.Store, signs: dict[int, tuple[int, float]]) -> str | None:
-        """Those who gave a first sign must give another from time to time."""
+        """Processes that sent a first heartbeat must keep sending them."""
         now = time.monotonic()
         for rank in range(1, self.tp.world):
             count = int(store.add(f"alive/{rank}", 0))
