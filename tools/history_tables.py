@@ -44,15 +44,18 @@ def newest(rows: Iterable[Row], key: str) -> Row:
 
 
 def both_engines(key: str) -> str:
-    row = newest((r for r in history("gpu") if isinstance(r.get(key), dict) and "outrider" in str(r[key])), key)
-    batches = ("1", "8", "32", "64")
-    rows = []
-    for what, engines in row[key].items():
-        ours, theirs = engines["outrider"], engines["vllm"]
-        cells = [f"{number(ours.get(b))} / {number(theirs.get(b))}" if ours.get(b) else "" for b in batches]
-        rows.append([what, *cells])
-    head = ["Outrider / vLLM 0.26", "1 sequence", "8", "32", "64"]
-    return table(head, rows) + f"\nCommit `{row['commit']}`, {row['date']}.\n"
+    """The newest figure of every cell, and the commits they are from."""
+    cells: dict[str, dict[str, str]] = {}
+    commits: dict[str, str] = {}
+    for row in history("gpu"):
+        for what, engines in row.get(key, {}).items() if "outrider" in str(row.get(key)) else ():
+            commits[row["commit"]] = row["date"]
+            theirs = engines["vllm"]
+            made = {b: f"{number(v)} / {number(theirs.get(b))}" for b, v in engines["outrider"].items()}
+            cells.setdefault(what, {}).update(made)
+    rows = [[what, *(made.get(b, "") for b in ("1", "8", "32", "64"))] for what, made in cells.items()]
+    found = ", ".join(f"`{commit}` ({date})" for commit, date in commits.items())
+    return table(["Outrider / vLLM 0.26", "1 sequence", "8", "32", "64"], rows) + f"\nNewest of commits {found}.\n"
 
 
 def one_sequence() -> str:
