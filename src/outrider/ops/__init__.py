@@ -18,10 +18,9 @@ log = logging.getLogger("outrider")
 
 
 def choose(device: torch.device | str, name: str = "auto", threads: int | None = None) -> Backend:
-    """`auto`: Triton kernels on a GPU, C kernels on the CPU; the torch reference where these can't be had (one line
-    says why). A name that was asked for is given or refused; `cpu:avx2` asks for the C kernels of a certain level,
-    `triton:dense` for Triton kernels over weights in 16 bits, whatever the file holds (more memory, fewer kernels to
-    compile)."""
+    """`auto`: Triton kernels on a GPU, C kernels on the CPU; the torch reference if these are not available (one line
+    says why). An explicit name is used or refused; `cpu:avx2` selects the C kernels of a certain level, `triton:dense`
+    Triton kernels over weights in 16 bits, whatever the file holds (more memory, fewer kernels to compile)."""
     from .reference import ReferenceOps
 
     kind = str(device).partition(":")[0]
@@ -62,7 +61,7 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
 
 
 def place(name: str | None) -> torch.device:
-    """The device of that name, or the best one there is."""
+    """The device of that name, or the best available one."""
     import torch
 
     try:

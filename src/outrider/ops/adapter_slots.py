@@ -54,7 +54,7 @@ class AdapterSlots:
         return sum(weight.nbytes for weight in list(self.weights.values()))
 
     def reserve(self, adapter: Adapter) -> None:
-        """Make room for its weights and ranks."""
+        """Reserve space for its weights and ranks."""
         for name, part in adapter.parts.items():
             widest, known = max(r for _, r in part.pieces), self.weights.get(name)
             rank = max(RANK_STEP, 1 << (widest - 1).bit_length())
@@ -69,7 +69,8 @@ class AdapterSlots:
                 self.version += 1
 
     def place(self, adapters: Sequence[Adapter | None]) -> list[int]:
-        """The slot of each, -1 for None; those that have none get one. The least recently used leave."""
+        """The slot of each adapter, -1 for None; a slot is assigned if necessary, evicting the least recently used
+        adapters."""
         wanted = {adapter.digest: adapter for adapter in adapters if adapter is not None}
         for digest, adapter in wanted.items():
             slot = self._slots.pop(digest, None)
@@ -81,7 +82,7 @@ class AdapterSlots:
         return [-1 if adapter is None else self._slots[adapter.digest] for adapter in adapters]
 
     def _free(self, wanted: Mapping[bytes, Adapter]) -> int:
-        """A slot that nothing of this pass uses."""
+        """A slot that this pass does not use."""
         if len(self._slots) < self.count:
             return min(set(range(self.count)) - set(self._slots.values()))
         oldest = next((digest for digest in self._slots if digest not in wanted), None)
@@ -100,7 +101,7 @@ class AdapterSlots:
         return SlotWeight(zeros(self.count, len(rows), rank, columns), zeros(self.count, sum(rows), rank), scale, rows)
 
     def _grown(self, known: SlotWeight, rank: int) -> SlotWeight:
-        """With room for more slots or a larger rank."""
+        """The same with more slots or a larger rank."""
         more, wider = self.count - known.a.shape[0], rank - known.a.shape[2]
         pad = torch.nn.functional.pad
         return SlotWeight(
@@ -140,8 +141,8 @@ def row_ranges(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, i
 
 
 class SlotOps:
-    """The backend `base` with the changes of the slots in every product that they change; all else is the backend's.
-    names: the canonical name of a weight by its `id`. ranges: int32 [n, 3], as `row_ranges` has them, of all rows."""
+    """The backend `base` with the slots' adapters applied in every product that they change; all else is the backend's.
+    names: the canonical name of a weight by its `id`. ranges: int32 [n, 3], as from `row_ranges`, of all rows."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], slots: AdapterSlots, ranges: Tensor):
         self.base, self.names, self.weights, self.ranges = base, names, slots.weights, ranges

@@ -31,15 +31,14 @@ EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward pass of a target hands out, of the W rows that are wanted (all of them, unless somebody said
-    which)."""
+    """The outputs of a target's forward pass, for the W requested rows (default: all)."""
 
     hidden: Tensor  # [W, H] after the final norm
     streams: tuple[Tensor, ...] = ()  # [W, H] each: the residual stream after every tapped layer
 
     @property
     def features(self) -> Tensor:
-        """[W, H·(1 + taps)]: what a draft starts from."""
+        """[W, H·(1 + taps)]: the drafter's inputs."""
         return torch.cat((self.hidden, *self.streams), dim=-1) if self.streams else self.hidden
 
 
@@ -76,7 +75,7 @@ class ExpertWeights:
 @dataclass(frozen=True)
 class MoeResidual:
     """What follows the experts and the dense MLP next to them: a norm of each, and the residual step of their sum, as
-    `residual_norm` takes it."""
+    in `residual_norm`."""
 
     dense_norm: Tensor
     routed_norm: Tensor
@@ -88,22 +87,20 @@ class MoeResidual:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend promises. The defaults promise nothing."""
+    """What a backend guarantees. The defaults guarantee nothing."""
 
-    # A pass of at most so many rows gives each row the same bits, whichever rows stand beside it and how many they are.
-    # 0: never promised. The engine never lets a decode step grow beyond it (where it is not 0), and packs prompts up to
-    # it.
+    # A pass of at most this many rows is row-invariant: the bits of a row do not depend on the others or their number.
+    # 0: never promised. The engine keeps decode steps within it (where it is not 0), and packs prompts up to it.
     independent_rows: int = 0
     # A prompt leaves the same bits in the cache wherever it is cut into chunks: then any full page may be shared.
     prompts_independent: bool = False
-    # Tokens that were decoded once and must be run again (after a pre-emption) go in pieces of at most so many rows a
-    # sequence, so that the kernels that decoded them run again; wider passes take kernels that round otherwise.
+    # After a preemption, decoded tokens are recomputed in chunks of at most this many rows per sequence, so that the
+    # same kernels run again; wider passes take kernels that round differently.
     replay_rows: int = EVERY_ROW
-    # A row has the same bits in a tree of drafts as in a line of them: only then are trees drafted. False: drafts stay
-    # lines.
+    # A row has the same bits in a draft tree as in a chain. False: drafts stay chains.
     trees: bool = False
     # Decode steps are captured as CUDA graphs unless the configuration says otherwise. A step has one of these numbers
-    # of sequences (filled up with idle ones) and at most so many rows.
+    # of sequences (padded with idle ones) and at most `graph_rows` rows.
     graphs: bool = False
     graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
     # the K of its sequences; one that drafts less has a limit
@@ -114,13 +111,12 @@ class Capabilities:
     # most wait for theirs.
     prompt_chunk: int = 512
     packed_rows: int = 0
-    # Prompt tokens in a step beside sequences that decode, which wait for them, while few wait for their prompt. 0: a
-    # chunk and a quarter.
+    # Prompt tokens in a step with decoding sequences, while few sequences wait for prefill. 0: a chunk and a quarter.
     prefill_with_decodes: int = 0
     # The same for small models: twice as many, and again, as long as their operations stay below this.
     prefill_flops_with_decodes: float = 0.0
-    # Prompt tokens of one sequence in a step of a server where nobody decodes: somebody may come, and would wait for
-    # them. 0: a chunk.
+    # Prompt tokens of one sequence in a step of a server without decoding sequences: a new request would wait for them.
+    # 0: a chunk.
     prefill_idle: int = 0
     quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights
     # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in
@@ -136,12 +132,12 @@ class Capabilities:
     shortlists: bool = False
 
     def bucket(self, batch: int) -> int:
-        """The number of sequences that a captured step for so many has."""
+        """The batch size of the captured step for this number of sequences."""
         return next((size for size in self.graph_batches if size >= batch), batch)
 
     def widest(self, batch: int, graphs: bool) -> int:
-        """Most drafted tokens a sequence in a step of so many, so that its rows stay independent (and it fits a
-        graph)."""
+        """Maximum drafted tokens per sequence in a step with this number of sequences, such that its rows stay
+        independent (and it fits a graph)."""
         rows = self.independent_rows or EVERY_ROW
         if not graphs:
             return rows // batch - 1
@@ -157,12 +153,12 @@ class CycleRequest(NamedTuple):
     position: int  # its position
     plan: DraftPlan
     guess: Sequence[int] | None = None  # plan.k tokens that were drafted elsewhere; None: the drafter's
-    likely: int | None = None  # logprobs: of the chosen tokens and of so many likeliest ones; None: none are wanted
+    likely: int | None = None  # logprobs of the chosen tokens and of this many likeliest ones; None: none
     adapter: Adapter | None = None
 
 
 class CycleResult(NamedTuple):
-    """What became of it."""
+    """The result of one sequence."""
 
     k: int  # tokens drafted and verified
     tokens: list[int]  # emitted: those accepted and the target's next
@@ -181,7 +177,7 @@ class HostFilters(Protocol):
 
 
 class HostSampling(Protocol):
-    """As much of spec.choose.SamplingBatch as a host cycle reads."""
+    """The part of spec.choose.SamplingBatch that a host cycle reads."""
 
     temperature: Tensor  # float32 [B]
     sampled: Tensor  # bool [B]
@@ -192,8 +188,8 @@ class HostSampling(Protocol):
 
 
 class HostCycle(Protocol):
-    """Draft, verify, choose and accept in one call, for requests whose tokens are chosen greedily or by temperature and
-    filters alone."""
+    """Draft, verify, choose and accept in one call, for requests that are greedy or use temperature and filters
+    alone."""
 
     drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
 
@@ -204,17 +200,17 @@ class HostCycle(Protocol):
     def run(
         self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
     ) -> list[CycleResult]:
-        """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
+        """`trust`: acceptance by confidence, if drafts may end themselves; a list that does not change."""
         ...
 
     def last_pass(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Of the first rows of the last run: the tapped streams [rows, H], and the target's choices [rows]. Valid until
-        the next run."""
+        """For the first rows of the last run: the tapped streams [rows, H], and the target's choices [rows]. Valid
+        until the next run."""
         ...
 
 
 class DraftRequest(NamedTuple):
-    """A sequence that a draft model is to guess for: what it has not read of its text, at least the newest token."""
+    """A sequence that a draft model drafts for: the unread part of its text, at least the newest token."""
 
     tokens: Sequence[int]
     start: int  # the position of the first of them
@@ -231,8 +227,7 @@ class DraftResult(NamedTuple):
 
 
 class DraftChain(Protocol):
-    """A draft model's rounds in one call each, for requests whose tokens are chosen greedily or by a temperature
-    alone."""
+    """A draft model's rounds in one call each, for requests that are greedy or use a temperature alone."""
 
     def run(
         self,
@@ -242,8 +237,8 @@ class DraftChain(Protocol):
         sampling: HostSampling,
         trust: Sequence[float] | None,
     ) -> list[DraftResult]:
-        """Up to k guesses for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as of
-        HostCycle."""
+        """Up to k draft tokens for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as
+        in HostCycle."""
         ...
 
 

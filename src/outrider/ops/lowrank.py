@@ -69,8 +69,8 @@ def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device
 
 
 class AdaptedOps:
-    """The backend `base` with the changes of `groups` in every product that they change; all else is the backend's.
-    names: the canonical name of a weight by its `id`."""
+    """The backend `base` with the adapters of `groups` applied in every product that they change; all else is the
+    backend's. names: the canonical name of a weight by its `id`."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], groups: Sequence[RowGroup]):
         self.base, self.names, self.groups = base, names, groups

@@ -22,7 +22,7 @@ def noise_bits(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
 
 
 def token_hash(token: Tensor) -> Tensor:
-    """What noise needs of a token, whatever the seed and the position."""
+    """The token's part of the noise, independent of seed and position."""
     return mix32((token + 0x85EBCA6B) & 0xFFFFFFFF)
 
 

@@ -120,7 +120,7 @@ class ReferenceOps(TreeOps):
         return None
 
     def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
-        """A table of which only rows are ever read, left where it is; None: hold it like any other."""
+        """A table of which only rows are read, left in place; None: load it like any other."""
         return None
 
     def prepare(self, dense: Tensor) -> DeviceWeight:
@@ -138,7 +138,7 @@ class ReferenceOps(TreeOps):
         return as_tensor(weight)[order]
 
     def coarse(self, weight: DeviceWeight) -> DeviceWeight:
-        """A draft model's weight in about four bits, where reading it takes the time; here it stays as it is."""
+        """A draft model's weight in about four bits, if reading it limits the speed; here it is unchanged."""
         return weight
 
     # ---- whole models: backends that run them in fewer calls override these -------------------------------------
@@ -151,15 +151,15 @@ class ReferenceOps(TreeOps):
         return drafter
 
     def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
-        """A stand-in for the model, for one pass over tokens in which sequence i has `counts[i]` rows and uses
+        """A wrapper of the model, for one pass over tokens in which sequence i has `counts[i]` rows and uses
         `adapters[i]`; None: operation by operation (models.adapted)."""
         return None
 
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
-        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are
-        none of this model."""
+        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are updated. None: not supported for this
+        model."""
         return None
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
@@ -182,7 +182,7 @@ class ReferenceOps(TreeOps):
         return LowRank(self.prepare(a), self.prepare(b), scale, tuple(pieces))
 
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
-        """All changes of an adapter, where the kernels want them in memory."""
+        """All changes of an adapter, in the memory layout of the kernels."""
         return parts
 
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
@@ -469,11 +469,9 @@ class ReferenceOps(TreeOps):
     def cluster_bonus(
         self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
     ) -> Tensor:
-        """How far sampling leans towards each cluster: temperature times the largest noise of its tokens, 0 where
-        cold.
-
-        The noise of a draft is known before anything is scored, so the clusters that hold a lucky token can be told
-        at once. tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled
+        """The bonus of each cluster when sampling: temperature times the largest noise of its tokens, 0 where greedy.
+        The noise of a draft is known before anything is scored, so the clusters with a large noise are known in
+        advance. tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled
         bool [R] -> float32 [R, C]."""
         luck = gumbel(seed[:, None, None], position[:, None, None], tokens).amax(-1)
         return torch.where(sampled[:, None], temperature[:, None] * luck, 0.0)

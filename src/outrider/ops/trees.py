@@ -23,7 +23,8 @@ BRANCH = 4  # tokens behind each
 
 
 def max_nodes(depth: int) -> int:
-    """Nodes that growing so deep finds: BRANCH behind the newest token, then behind each of the WIDTH likeliest."""
+    """The number of nodes that a tree of this depth finds: BRANCH after the newest token, then after each of the WIDTH
+    likeliest."""
     found, front = 0, 1
     for _ in range(depth):
         found, front = found + BRANCH * front, min(WIDTH, BRANCH * front)
@@ -32,7 +33,7 @@ def max_nodes(depth: int) -> int:
 
 @dataclass(frozen=True)
 class Noise:
-    """How each sequence draws (spec.choose.SamplingBatch), and for which position; z / temperature + noise(seed,
+    """Sampling state of each sequence (spec.choose.SamplingBatch), and the position; z / temperature + noise(seed,
     position, token)."""
 
     seed: Tensor  # int64 [B]
@@ -43,8 +44,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What was found so far: M tokens of each sequence, as many on every level, level by level; children of a node side
-    by side."""
+    """The nodes found so far: M tokens of each sequence, equally many on every level, level by level; siblings are
+    adjacent."""
 
     tokens: Tensor  # int64 [B, M]
     parents: Tensor  # int64 [B, M] the node each follows; -1: the newest token
@@ -62,7 +63,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The nodes that are scored next: WIDTH of each sequence, likeliest first; those with no chance fill up."""
+    """The nodes to score next: WIDTH of each sequence, likeliest first; nodes of probability 0 are padding."""
 
     tokens: Tensor  # int64 [B·WIDTH]
     before: Tensor  # int64 [B·WIDTH] which row of the level before each follows
@@ -118,9 +119,9 @@ class TreeOps:
     def branch(
         self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
     ) -> Frontier:
-        """The BRANCH best tokens behind each row of the front, by logits [B·WIDTH, N] of the tokens `ids` (None:
-        0..N-1), into `nodes`; the likeliest of them are the next front. A child's chance is its parent's times its own
-        probability under the (noisy) logits."""
+        """Adds the BRANCH best tokens after each row of the frontier, by logits [B·WIDTH, N] of the tokens `ids` (None:
+        0..N-1), to `nodes`; the likeliest of them are the next frontier. A child's probability is its parent's times
+        its own under the (noisy) logits."""
         batch, wide, first = front.node.shape[0], WIDTH * BRANCH, level * WIDTH * BRANCH
         z = logits.float()
         if noise is not None:
@@ -149,9 +150,9 @@ class TreeOps:
         )
 
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
-        """The nodes of a chain that was drafted in one call, and the rivals of each of its tokens, which nothing
-        follows. scores, ids [B, depth, P]: the best that each part of the head found at each step, and which token it
-        is. The chain is the best of all."""
+        """The nodes of a chain that was drafted in one call, and the runner-ups of each of its tokens, which are
+        leaves. scores, ids [B, depth, P]: the best that each part of the head found at each step, and its token. The
+        chain is the best of all."""
         (batch, depth, _), device = scores.shape, scores.device
         best = scores.topk(BRANCH, dim=-1).indices  # [B, D, BRANCH]
         sure = scores.softmax(-1).gather(2, best).nan_to_num(0.0)
@@ -164,7 +165,7 @@ class TreeOps:
         return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
 
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
-        """The `count` likeliest nodes: a parent is never less likely than its child, and stands before it, so it is
+        """The `count` likeliest nodes: a parent is never less likely than its child, and comes before it, so it is
         among them."""
         batch, found = nodes.tokens.shape
         device, rows = nodes.tokens.device, count + 1
@@ -196,8 +197,8 @@ class TreeOps:
         limit: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From each root to the child that holds the target's choice, while there is one, at most `limit` [B] steps.
-        chosen, ids, parent_rows [R]. How many steps [B]; the tokens chosen on the way [B, deepest + 1] and their rows,
-        counted within the sequence; behind the end, the last one's again."""
+        chosen, ids, parent_rows [R]. Returns the number of steps [B]; the chosen tokens on the path [B, deepest + 1]
+        and their rows, counted within the sequence; padded with the last one."""
         first = start[:-1].long()
         batch, rows = first.shape[0], chosen.shape[0]
         at, number = first, torch.arange(rows, device=chosen.device)
@@ -216,8 +217,8 @@ class TreeOps:
         return accepted, chosen[rows_of], rows_of - first[:, None]
 
     def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
-        """The keys and values of the accepted path, which lie in the order of rows [B, D + 1] behind `length` [B], to
-        the positions of its tokens; in every layer of `specs`."""
+        """Moves the keys and values of the accepted path, which lie in the order of rows [B, D + 1] after `length` [B],
+        to the positions of its tokens; in every layer of `specs`."""
         depth = torch.arange(rows.shape[1], device=length.device)
         on_path = depth <= accepted[:, None]  # [B, D + 1]
         seq = torch.arange(length.shape[0], device=length.device)[:, None].expand_as(on_path).reshape(-1)

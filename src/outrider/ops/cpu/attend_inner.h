@@ -1,5 +1,5 @@
 /* The two loops of attention: scores of a few queries against sixteen keys, and sums of values by weight.
- * Each query's sum has an order of its own: who is computed beside it changes nothing.
+ * Each query's sum has its own order: the other queries do not change it.
  */
 #pragma once
 #include "vec.h"

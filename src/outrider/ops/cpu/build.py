@@ -85,11 +85,11 @@ class BuildError(Exception):
 
 
 class CompilerRefused(BuildError):
-    """The compiler ran and would not: it may still know a lesser processor."""
+    """The compiler ran and failed: it may still support a lower level."""
 
 
 def _told(*keys: str) -> str:
-    """What the system says of the processor; nothing where nobody tells."""
+    """The system's description of the processor; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -98,7 +98,7 @@ def _told(*keys: str) -> str:
 
 
 def cpu_flags() -> set[str]:
-    """What the processor can do."""
+    """The processor's feature flags."""
     return set(_told("flags", "Features").split())  # x86, ARM
 
 
@@ -127,7 +127,7 @@ def cache_root() -> Path:
 
 
 def spare_root() -> Path:
-    """Where it is kept when the cache cannot be written: this user's own folder among the temporary ones."""
+    """The fallback if the cache cannot be written: this user's own folder in the temporary directory."""
     folder = Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -136,7 +136,7 @@ def spare_root() -> Path:
 
 
 def writable(root: Path) -> bool:
-    """Can a file be made there? Tried, since permissions do not tell of read-only mounts and full disks."""
+    """Can a file be created there? Tried, since permissions do not reveal read-only mounts and full disks."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root) as file:
@@ -149,7 +149,7 @@ def writable(root: Path) -> bool:
 def cache_path(*parts: str) -> Path:
     """A file of the cache: where it is, or where it can be put (the spare folder, if the cache cannot be written)."""
     kept = cache_root().joinpath(*parts)
-    if os.access(kept, os.R_OK) or writable(cache_root()):  # what another user keeps there may be nobody else's to read
+    if os.access(kept, os.R_OK) or writable(cache_root()):  # another user's cache may be unreadable
         return kept
     try:
         return spare_root().joinpath(*parts)
@@ -165,8 +165,8 @@ def compiler() -> str:
 
 
 def shared_object(isa: str | None = None) -> Path:
-    """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet. A
-    level that is asked for, here or by OUTRIDER_CPU_ISA, is given or refused."""
+    """The path of the built library: for this processor, or for a lower level if the compiler does not support it yet.
+    An explicit level, here or by OUTRIDER_CPU_ISA, is used or refused."""
     levels, isa = runnable(), isa or os.environ.get("OUTRIDER_CPU_ISA") or None
     if isa is not None:
         if isa not in ISAS:
@@ -184,7 +184,7 @@ def shared_object(isa: str | None = None) -> Path:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """A line on the terminal while something takes seconds; it is wiped afterwards."""
+    """Shows a line on the terminal during a slow operation, and erases it afterwards."""
     shown = sys.stderr is not None and sys.stderr.isatty()
     if shown:
         print(f"{what} …", end="", file=sys.stderr, flush=True)
@@ -203,7 +203,7 @@ def file_name(isa: str) -> str:
 
 
 def found(isa: str) -> Path | None:
-    """The library of a level where there is one: shipped, or built before."""
+    """The library of a level, if there is one: shipped, or built before."""
     name = file_name(isa)
     return next((path for path in (SHIPPED / name, cache_path("kernels", name)) if path.exists()), None)
 
@@ -250,15 +250,15 @@ class Level(NamedTuple):
 
 
 def levels() -> list[Level]:
-    """All levels of this architecture, best first; the first that is whole is used."""
+    """All levels of this architecture, best first; the first complete one is used."""
     flags = cpu_flags()
     names = WHEEL_LEVELS.get(platform.machine(), ("generic",))
     return [Level(name, tuple(sorted(NEEDS[name] - flags)), found(name), name == best_isa()) for name in names]
 
 
 def _run(commands: list[list[str]], folder: Path) -> None:
-    """Compilers side by side, each in a process group of its own; the first that fails is the error. Their limit is in
-    processor time: on a busy machine minutes may pass without it."""
+    """Runs compilers in parallel, each in its own process group; the first failure is the error. Their limit is CPU
+    time: on a busy machine wall time may be minutes longer."""
     env = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
     limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
     running: list[subprocess.Popen[str]] = []
@@ -294,7 +294,7 @@ def _run(commands: list[list[str]], folder: Path) -> None:
 
 
 def _refused(cc: str, said: str, folder: Path) -> BuildError:
-    """The telling line of a compiler's complaint."""
+    """The informative line of a compiler's error."""
     if os.strerror(errno.ENOSPC) in said:
         return BuildError(f"the disk of {folder} is full: free some space, or let OUTRIDER_CACHE name another place")
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no message"]

@@ -93,7 +93,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
             }
         }
         if (!whole) {
-            for (int i = 0; i < LANES; i++) { /* outside from..to stands a neighbour that is finite: its weight is 0 */
+            for (int i = 0; i < LANES; i++) { /* outside from..to is a neighbour that is finite: its weight is 0 */
                 const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
                 for (int d = 0; d < dim; d++) tile[d * LANES + i] = one_any(keys, row + d, dtype);
             }
@@ -130,7 +130,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
             score_some(count, xo, own, 0, whole ? dtype : DT_F32, dim, dtype == DT_I8 ? vf_mul(scale, tile_factors(own, 0, dim)) : scale, out);
         }
     }
-    /* maxima of all queries first, then all exponentials: each query's chain of dependent steps runs beside the next one's */
+    /* maxima of all queries first, then all exponentials: each query's chain of dependent steps overlaps the next one's */
     for (int i = 0; i < nq; i++) {
         float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
         p[0] = -INFINITY;

@@ -19,14 +19,14 @@ typedef struct {          /* one sequence */
     int32_t nodes;         /* most tokens of a tree; 0: a line */
     int32_t priced;        /* prices[b] says what its rows cost */
     int32_t adapter;       /* which of the call's it uses; -1: none */
-    int32_t likely;        /* logprobs of the chosen tokens are wanted and, of the cycle's `likely` best, so many; -1: none are */
+    int32_t likely;        /* logprobs: of the chosen tokens and of this many of the cycle's `likely` best; -1: none */
 } Asked;
 
 typedef struct {
     Call call;                     /* the target's stack; of its batch: page size, whole page tables by slot, the cache */
     Weight head;
     const Draft *draft;            /* the drafter's round (its batch: the cache alone), or NULL: guesses are given */
-    float *const *taps;            /* [streams] [rows, H] residual streams that the drafter wants beside the hidden state */
+    float *const *taps;            /* [streams] [rows, H] residual streams that the drafter reads as well as the hidden state */
     float *features;               /* [slots, (1 + streams)·H], by slot: in what drafts start from, out what the next will */
     float *z;                      /* [rows, V] */
     Asked *asked;                  /* [B] */
@@ -38,15 +38,15 @@ typedef struct {
     const float *temperature;      /* [B]; 1 where cold */
     const uint8_t *sampled;            /* [B] */
     const int64_t *seed;           /* [B] */
-    const int64_t *top_k;          /* [B] as filter_row; NULL: nobody's tokens are filtered */
+    const int64_t *top_k;          /* [B] as filter_row; NULL: no sequence is filtered */
     const double *top_p;           /* [B] */
     const float *min_logp;         /* [B] */
     const double *trust;           /* as in Draft */
     int64_t *chosen;               /* [rows] the target's own tokens */
-    float *logprobs;               /* [rows, 1 + 2·likely] out, of the rows of those who want them: as logprob_row */
+    float *logprobs;               /* [rows, 1 + 2·likely] out, for rows of sequences with logprobs: as logprob_row */
     int32_t seqs, most, streams, shift; /* shift: of the drafter's constant position */
     float cap;                     /* of the logits; 0: none */
-    int32_t likely;                /* the most that anybody wants; -1: nobody wants logprobs */
+    int32_t likely;                /* the maximum over the sequences; -1: no logprobs */
 } Cycle;
 
 typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V + FILTER_ROOM(V)] */
@@ -68,7 +68,7 @@ static void verdict_region(ThreadPool *team, int me, void *job) {
     }
 }
 
-/* Choosing needs no logits in memory where nobody wants logprobs or filters: every member keeps the best of its outputs, of z or of z with its noise,
+/* Choosing needs no logits in memory without logprobs and filters: every member keeps the best of its outputs, of z or of z with its noise,
  * while it waits for the next weights. */
 typedef struct { const Cycle *c; QActs a; int rows; const Draw *draw; Best *best; } BestJob; /* best: [members, rows] */
 static void best_region(ThreadPool *team, int me, void *job) {

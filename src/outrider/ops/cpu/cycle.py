@@ -28,8 +28,8 @@ STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # of it, what is brought 
 
 
 class CpuCycle:
-    """`cache`: tables with a row a slot. `features` [slots, H·(1 + taps)] float32: what a draft starts from, by slot;
-    kept up to date."""
+    """`cache`: tables with one row per slot. `features` [slots, H·(1 + taps)] float32: the drafter's inputs, by slot;
+    updated by every run."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class CpuCycle:
     def run(
         self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
     ) -> list[CycleResult]:
-        """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
+        """`trust`: acceptance by confidence, if drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
         used = [one.adapter for one in asked]
         if used != self.adapters.adapters:

@@ -64,7 +64,7 @@ typedef struct {
     const float *min_logp;      /* [B] */
 } Draft;
 
-enum { TRUST = 16, RIVALS = 2 }; /* bins of confidence; tokens beside the best that a tree may branch into */
+enum { TRUST = 16, RIVALS = 2 }; /* bins of confidence; runner-ups that a tree may branch into */
 
 /* With path = product of trust[confidence] so far: a token that brings it below `drop` is left out, one that brings it
  * below `stop` is the last. Returns whether the draft goes on. */
@@ -94,7 +94,7 @@ static void draft_lean(ThreadPool *team, const DraftRun *d, int k) {
         lean_phase(team, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->sampled, r->seed, r->position, k, d->lean);
 }
 
-/* The tokens behind the best one, which stands at column `at` and has the probability `sure`. z is spoilt. best: as in draft_region */
+/* The tokens behind the best one, which is at column `at` and has the probability `sure`. z is overwritten. best: as in draft_region */
 static void next_best(float *z, int n, int64_t at, float sure, const Draft *r, const int64_t *best, long to) {
     const float top = z[at];
     for (int t = 0; t < RIVALS; t++) {

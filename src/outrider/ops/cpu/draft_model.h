@@ -1,4 +1,4 @@
-/* A draft model's whole round in one call: what it has not read yet of each text, then a guess and a step, a guess and a step.
+/* A draft model's whole round in one call: the unread tokens of each text, then token by token.
  * The same sums as or_forward, or_logits and or_choose one after the other; nothing it computes can change an answer.
  */
 #pragma once
@@ -8,9 +8,9 @@ int or_forward(ThreadPool *team, const Call *call);
 
 typedef struct {
     Call call;                  /* the model's stack; its batch: the rows to be read first, at least one of each sequence */
-    Weight head, all;           /* the rows scored for everybody; the whole head */
+    Weight head, all;           /* the rows scored for all sequences; the whole head */
     const int64_t *listed;      /* [head.n] whose rows these are; NULL: row i is token i */
-    const int64_t *seen;        /* tokens beside these, by sequence: those of its text */
+    const int64_t *seen;        /* additional tokens, by sequence: those of its text */
     const int32_t *seen_start;  /* [B + 1] */
     float cap;
     int32_t steps;
@@ -29,7 +29,7 @@ typedef struct {
     int step, wide;             /* wide: most tokens scored of a sequence */
     QActs g;
     float *z;                   /* [B, wide] */
-    int64_t *tokens;            /* [B, wide] what is scored, where somebody is sampled */
+    int64_t *tokens;            /* [B, wide] scored tokens, if some sequence is sampled */
     double *path;               /* [B] */
     uint8_t *live;              /* [B] */
 } Scoring;

@@ -21,7 +21,8 @@ from .lib import CChain, CPages
 
 
 class CpuChain:
-    """`head`: rows of the model's head that are scored for everybody, of the tokens `listed` (None: the whole head)."""
+    """`head`: rows of the model's head that are scored for all sequences, of the tokens `listed` (None: the whole
+    head)."""
 
     def __init__(self, model: CompiledModel, head: DeviceWeight, listed: Tensor | None):
         self.ops, self.cap = model.ops, model.config.softcap or 0.0

@@ -9,7 +9,7 @@ typedef struct {
     Spec attn;
     int32_t rope, inter;
     Weight qkv, out, gate_up, down, ple_gate, ple_out;
-    Moe moe;                          /* beside the dense MLP */
+    Moe moe;                          /* next to the dense MLP */
     const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *post_attn_norm;
     const float *mlp_norm, *gate_up_bias, *down_bias, *post_mlp_norm, *scalar, *next_norm, *ple_post_norm;
 } Layer;
@@ -32,7 +32,7 @@ typedef struct {
     float *hidden;         /* [rows, H] after the last norm; of the wanted rows alone where not all are */
     float *fed_back;       /* [rows, post.n] where the stack has `post` */
     float *const *taps;    /* per layer: NULL or [rows, H] for the residual stream after it; likewise */
-    const int64_t *wanted; /* [few.rows] the rows whose output somebody reads, ascending; the others stop at the last layer that writes K/V */
+    const int64_t *wanted; /* [few.rows] the rows whose output is read, ascending; the others stop at the last layer that writes K/V */
     Batch few;             /* the batch as the wanted rows see it */
     int32_t narrow;        /* 0: all rows are wanted, and `wanted` and `few` say nothing */
     Adapters adapters;
@@ -126,7 +126,7 @@ static void keep_wanted(ThreadPool *team, int me, const Run *run, View *v, int q
     else team_share(team, me, v->rows, &v->lo, &v->hi);
 }
 
-/* What the first `layers` layers take of `rows` tokens beside the stream: a projection of the embedding, which `a` holds, and the token's
+/* What the first `layers` layers read of `rows` tokens in addition to the stream: a projection of the embedding, which `a` holds, and the token's
  * own part. which: the batch's rows they are; NULL: all. Ends without a barrier. */
 static void ple_phase(ThreadPool *team, int me, const Run *run, const QActs *a, int rows, const int64_t *which, int layers, float *out) {
     const Stack *s = run->call.stack;

@@ -26,7 +26,7 @@ from .packing import cluster_hashes
 
 
 class Stack:
-    """Decoder layers as the library sees them; keeps alive what its pointers show."""
+    """Decoder layers as C structs; keeps the memory behind its pointers alive."""
 
     def __init__(
         self, ops: CpuOps, blocks: Sequence[Any], inv_freqs: Sequence[Tensor], hidden: int, eps: float, act: str
@@ -67,7 +67,7 @@ class Stack:
         )
 
     def changes(self, adapter: Adapter) -> ctypes.Array[CLowRank] | None:
-        """What an adapter changes, weight by weight; None: something that the library does not know."""
+        """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
         if adapter not in self.changed:
             self.changed[adapter] = table(adapter, len(self.layers))
         return self.changed[adapter]

@@ -1,4 +1,4 @@
-/* One product, shared out among a team: which outputs a member computes, and where the answers go. */
+/* One product, divided among a thread pool: which outputs a member computes, and its epilogue. */
 #pragma once
 #include "lowrank.h"
 
@@ -103,7 +103,7 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
 
 #define PIECES 8 /* of a member's share */
 
-/* One product, handed out in pieces: all outputs of some rows, or some outputs of all rows. Who computes an output changes no bit of it.
+/* One product, handed out in pieces: all outputs of some rows, or some outputs of all rows. Which member computes an output changes no bit of it.
  * No barrier at the end. */
 static void product_phase(ThreadPool *team, int me, const Weight *w, const QActs *a, int rows, const Epilogue *to) {
     const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;

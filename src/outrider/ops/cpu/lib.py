@@ -183,7 +183,7 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
-    """The library, built if need be. ctypes lets other Python threads run during a call."""
+    """The library, built if necessary. ctypes releases the GIL during a call."""
     path = shared_object(isa)
     try:
         lib = ctypes.CDLL(str(path))
@@ -224,12 +224,12 @@ def c_spec(spec: AttnSpec) -> CSpec:
 
 
 def dense_weight(w: Tensor) -> CWeight:
-    """[..., K] of any float type, read where it lies."""
+    """[..., K] of any float type, read in place."""
     return CWeight(W_DENSE, w.numel() // w.shape[-1], w.shape[-1], DTYPES[w.dtype], w.data_ptr(), None)
 
 
 class CBatchBuffers:
-    """A KVView as the library sees it; keeps alive what its pointers show."""
+    """A KVView as a C struct; keeps the memory behind its pointers alive."""
 
     def __init__(self, kv: KVView, ids: Tensor | None = None):
         positions, row_seq, row_start = kv.positions.contiguous(), kv.row_seq.contiguous(), kv.row_start.contiguous()

@@ -63,7 +63,7 @@ def c_lowrank(part: LowRank) -> CLowRank:
 
 
 def table(adapter: Adapter, layers: int) -> ctypes.Array[CLowRank] | None:
-    """What an adapter changes, weight by weight; None: something that the library does not know."""
+    """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
     names = [f"layers.{i}.{name}" for i in range(layers) for name in NAMES] + ["ple_proj"]
     if not set(adapter.parts) <= set(names) or not all(packed(part) for part in adapter.parts.values()):
         return None

@@ -51,10 +51,9 @@ class Arena:
 
 
 class HugePageWarmer:
-    """Takes the memory of tensors that fill from the front before it is needed, in a thread of its own, and gives back
-    what is not needed any more. The system clears 2 MiB of each at the first touch, which for the 60 tensors of a small
-    model's K/V is a seventh of a second in the middle of a step. All calls come from the thread that uses the
-    tensors."""
+    """Allocates the memory of tensors that fill from the front before it is needed, in a thread, and frees it when it
+    is no longer needed. The system clears 2 MiB of each at the first touch, which for the 60 tensors of a small model's
+    K/V takes a seventh of a second in the middle of a step. All calls come from the thread that uses the tensors."""
 
     REST_S = 0.02  # between two pieces: it must not be felt
 
@@ -71,7 +70,7 @@ class HugePageWarmer:
         self._end = count if bytes_a_row * count > 2 * HUGE else 0  # what is small is not waited for
 
     def need(self, row: int) -> None:
-        """This row is in use now: those behind it shall be there soon."""
+        """This row is in use now: those after it shall be allocated soon."""
         if row + self._rows // 4 > self._taken and self._taken < self._end and sys.platform == "linux":
             first, self._taken = self._taken, min(self._end, max(self._taken, row) + self._rows)
             self._there[first : self._taken] = b"\1" * (self._taken - first)
@@ -93,9 +92,9 @@ class HugePageWarmer:
                 time.sleep(self.REST_S)
 
     def give_back(self, free: Sequence[int]) -> int:
-        """`free`: rows that nobody uses, ascending. Their memory goes back to the system, where it is worth a call;
-        they are zero when they are used again. The first of them stay, so that whoever comes next need not wait for
-        memory. Returns the bytes that came free."""
+        """`free`: unused rows, ascending. Their memory goes back to the system, where it is worth a call; they are zero
+        when they are used again. The first of them stay, so that the next sequences need not wait for memory. Returns
+        the bytes freed."""
         first = free[self._rows - 1] + 1 if len(free) > self._rows else self._end
         if (
             first >= self._end
@@ -115,7 +114,7 @@ class HugePageWarmer:
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as ranges: first, and one behind the last."""
+    """Ascending numbers as half-open ranges."""
     out: list[tuple[int, int]] = []
     for number in numbers:
         if out and out[-1][1] == number:
@@ -126,14 +125,13 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def drop(address: int, size: int) -> None:
-    """Give the memory of a range back; it reads as zero afterwards. Of pages that are only partly in it nothing is
-    lost."""
+    """Free the memory of a range; it reads as zero afterwards. Pages that are only partly in it are kept."""
     lo, hi = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if hi > lo:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), mmap.MADV_DONTNEED)
 
 
 def populate(address: int, size: int) -> int:
-    """The memory of a range as if it had been written to, its contents as they are; 0: done."""
+    """Allocate the memory of a range as if it had been written to, without changing its contents; 0: done."""
     # MADV_POPULATE_WRITE, Linux 5.14
     return int(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 23))

@@ -1,6 +1,6 @@
 /* Routed experts. The rows of a pass are grouped by the experts they chose, so that every chosen expert is read once, whatever the
  * number of rows; the others are not read at all. An answer row is the sum over its own experts in the order of their weight: it does
- * not depend on the rows beside it.
+ * not depend on the other rows.
  */
 #pragma once
 #include "gemm.h"
@@ -66,7 +66,7 @@ static void route_row(const float *z, const Moe *m, int64_t *chosen, float *weig
     for (int t = 0; t < m->top; t++) weight[t] = weight[t] / sum * m->expert_scale[chosen[t]];
 }
 
-/* router_in, in and their quantised forms are ready, and everybody knows; leaves the member's share of rows in `out`. */
+/* router_in, in and their quantised forms are ready in all members; writes the member's share of rows to `out`. */
 static void moe_phase(ThreadPool *team, int me, const Moe *m, MoeRun *r, int act) {
     const int top = m->top, H = r->hidden, pairs = r->rows * top, packed = m->gate_up.kind != W_DENSE, packed_mid = m->down.kind != W_DENSE;
     int lo, hi;

@@ -90,8 +90,8 @@ class CpuOps(ReferenceOps):
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies
-        pairs of them. int8: a quarter, and a factor for every row of a head."""
+        """Half the memory traffic: float16, which the processor widens while loading, or bfloat16 if it multiplies
+        pairs of them. int8: a quarter, and a scale for every row of a head."""
         if asked == "fp8":
             raise OutriderError("--kv-dtype fp8: the CPU's kernels keep K/V in int8, not fp8")
         if asked == "int8":
@@ -117,7 +117,7 @@ class CpuOps(ReferenceOps):
         return self.packer.pack(parts)
 
     def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
-        """Where it lies in the file: it takes no memory but the pages that were asked for."""
+        """A table in place in the file: it takes no memory except the pages that are read."""
         if halves(table):
             return packing.dense_rows(table.tensors["values"], 0)
         if len(table.shape) != 2 or not isinstance(table.format, GGUFBlockFormat):
@@ -133,7 +133,7 @@ class CpuOps(ReferenceOps):
         return self.prepare(dense) if packed is None else packed.view(*dense.shape)
 
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
-        """Rows in another order, kept as they are held: a head by clusters."""
+        """Rows in another order, in the same format: a head by clusters."""
         return (
             self.packer.take(weight, order.numpy())
             if isinstance(weight, PackedWeight)
@@ -141,7 +141,7 @@ class CpuOps(ReferenceOps):
         )
 
     def coarse(self, weight: DeviceWeight) -> DeviceWeight:
-        """About four bits a weight, for a model whose answers need not be exact."""
+        """About four bits per weight, for a draft model, whose outputs need not be exact."""
         if len(weight.shape) == 3 and weight.shape[1] % 32:
             return weight  # experts of such a height are multiplied as they are
         if isinstance(weight, PackedWeight):
@@ -257,20 +257,20 @@ class CpuOps(ReferenceOps):
 
     # ---- whole models ---------------------------------------------------------------------------------------------
     def compile(self, model: M) -> M:
-        """A stand-in for a target model whose forward is one call; the model itself where the library lacks a part."""
+        """A wrapper of a target model whose forward is one call; the model itself if the library lacks a part."""
         from .forward import compile_model
 
         return cast(M, compile_model(self, model) or model)
 
     def compile_drafter(self, drafter: M) -> M:
-        """A stand-in for an MTP drafter: `step` in one call, and `draft` for a whole round; the drafter itself where
-        the library lacks a part."""
+        """A wrapper of an MTP drafter: `step` in one call, and `draft` for a whole round; the drafter itself if the
+        library lacks a part."""
         from .forward import compile_drafter
 
         return cast(M, compile_drafter(self, drafter) or drafter)
 
     def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
-        """Of a compiled model."""
+        """For a compiled model."""
         from .forward import AdaptedPass, CompiledModel
 
         fits = isinstance(model, CompiledModel) and all(a is None or model.stack.changes(a) for a in adapters)
@@ -279,7 +279,7 @@ class CpuOps(ReferenceOps):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
-        """Of a compiled model; None where it was not compiled. `drafter`: an MTP drafter's model; one that was not
+        """For a compiled model; None if it was not compiled. `drafter`: an MTP drafter's model; one that was not
         compiled is left out."""
         from .cycle import CpuCycle
         from .forward import CompiledDrafter, CompiledModel
@@ -289,7 +289,7 @@ class CpuOps(ReferenceOps):
         return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
-        """Of a compiled model; None where it was not compiled."""
+        """For a compiled model; None if it was not compiled."""
         from .draft_model import CpuChain
         from .forward import CompiledModel
 
@@ -338,7 +338,7 @@ class CpuOps(ReferenceOps):
         return torch.cat(out)
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
-        """As the reference, one after another: nothing that is still to be read may be written before."""
+        """As the reference, one after another: a position must be read before it is overwritten."""
         batch, c, moves = self.batch(kv), self.c_spec(spec), [t.contiguous() for t in (seq, source, target)]
         self.lib.or_move_kv(ctypes.byref(c), batch.ref, *ptrs(*moves), seq.shape[0])
 
@@ -355,7 +355,7 @@ class CpuOps(ReferenceOps):
         return c
 
     def batch(self, kv: KVView) -> CBatchBuffers:
-        """The view's pointers; the same view is met once a layer."""
+        """The view's pointers, cached: every layer of a pass uses the same view."""
         if self._batch is not None and self._batch[0]() is kv:
             return self._batch[1]
         batch = CBatchBuffers(kv)

@@ -74,11 +74,11 @@ class PackedWeight:
 
 
 class Packer:
-    """Lays weights out with a team of the library; `arena` holds them."""
+    """Packs weights with the library's threads; `arena` holds them."""
 
     def __init__(self, lib: ctypes.CDLL, team: int, arena: Arena):
         self.lib, self.team, self.arena = lib, team, arena
-        self.rounded = Arena()  # copies of weights that then go: beside them they would keep their memory
+        self.rounded = Arena()  # copies of weights that are freed: in `arena` they would keep their memory
 
     def pack(self, parts: Sequence[QuantPart]) -> PackedWeight | None:
         """Rows of all parts in order; None where the width does not divide into blocks."""
@@ -124,7 +124,7 @@ class Packer:
         )
 
     def halves(self, parts: Sequence[Weight]) -> PackedWeight:
-        """Dense rows [N, K] of one 16-bit type, copied as they are while the file streams by."""
+        """Dense rows [N, K] of one 16-bit type, copied unchanged while the file is read."""
         n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
         out, at = self.arena.empty((n, k), parts[0].tensors["values"].dtype), 0
         for part in parts:
@@ -186,14 +186,14 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def in_file(part: QuantPart) -> PackedWeight:
-    """Rows where they lie, for a table that is only ever looked up: the system reads the pages that are asked for."""
+    """Rows in place in the file, for a table that is only looked up: the system reads the pages that are needed."""
     assert part.data.flags.c_contiguous
     n, k = part.shape
     return PackedWeight((n, k), CWeight(W_FILE, n, k, KINDS[part.kind], part.data.ctypes.data, None), 0, (part,))
 
 
 def dense_rows(rows: Tensor, nbytes: int) -> PackedWeight:
-    """Dense rows [N, K] where they lie; `nbytes`: what they take beside the file."""
+    """Dense rows [N, K] in place; `nbytes`: their memory in addition to the file."""
     return PackedWeight(tuple(rows.shape), dense_weight(rows), nbytes, (rows,))
 
 

@@ -1,8 +1,8 @@
 /* Products of a weight matrix with a few rows of activations.
  *
  * Activations are quantised per block of 32 to int8. A block's dot product with packed weights (formats.h) is exact integer
- * arithmetic; blocks are added in ascending order with one fused multiply-add for each scale: a row's answer does not depend on
- * the rows beside it.
+ * arithmetic; blocks are added in ascending order with one fused multiply-add for each scale: a row's result does not depend on
+ * the other rows.
  */
 #pragma once
 #include "formats.h"

@@ -146,7 +146,7 @@ static int64_t choose_row(const float *z, int n, int sampled, int64_t seed, int6
     for (int i = 0; i < whole; i += LANES) best = vf_max(vf_load(z + i), best);
     top = vf_hmax(best);
     for (int i = whole; i < n; i++) if (z[i] > top) top = z[i];
-    int first = 0; /* where the largest stands */
+    int first = 0; /* index of the largest */
     while (first < whole && !vf_any_ge(vf_load(z + first), vf_set(top))) first += LANES;
     while (first < n && z[first] != top) first++;
     if (first == n) return 0; /* no numbers */

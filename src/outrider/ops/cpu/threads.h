@@ -1,11 +1,11 @@
-/* A team of threads that enters a parallel region together: the caller is member 0.
+/* A thread pool that enters a parallel region together: the caller is member 0.
  *
  * Members wait for a region by spinning briefly, then asleep, so an idle engine burns nothing. Inside a region they
  * meet at `team_barrier`, which also resets the shared task counter of `team_next`. After a fork the child starts a
  * team of its own.
  *
- * Where there are fewer free cores than members, two of them may share one, for as long as others keep the rest busy. Who waits there for
- * the other stands in its way, so members note where they run: one that waits for a member on its own core gives way at once.
+ * With fewer free cores than members, two of them may share one while other processes keep the rest busy. A member that spins there delays
+ * the one it waits for, so members record their core: one that waits for a member on its own core yields at once.
  *
  * Even work is handed out by `team_claim`: every member has a share of its own, takes pieces of it in order and, when it is done, pieces
  * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core is helped out and does not set the pace.
@@ -95,12 +95,12 @@ static void barrier_sleep(ThreadPool *t, int phase) {
 }
 static void barrier_wake(ThreadPool *t) {
 #ifdef __linux__
-    atomic_thread_fence(memory_order_seq_cst); /* the new phase is seen by who is about to sleep, or that one is seen here */
+    atomic_thread_fence(memory_order_seq_cst); /* a member about to sleep sees the new phase, or is seen here */
     if (atomic_load(&t->asleep)) syscall(SYS_futex, &t->phase, FUTEX_WAKE_PRIVATE, t->size, NULL, NULL, 0);
 #endif
 }
 
-#define GLANCE 64     /* spins before somebody who waits looks whether the other is here */
+#define GLANCE 64     /* spins before a waiting member checks whether the other is on its core */
 #define PATIENT 20000 /* spins, a third of a millisecond, after which another member must have lost its core */
 #define WARY 256      /* waits */
 

@@ -100,7 +100,7 @@ template <class Values, bool Half, int Per, bool ZeroPoint, bool Factor> struct 
     }
 
     template <int I, int S> static __device__ __forceinline__ void instruction(float (&d)[4], const Chunk& c, u32 b0, u32 b1) {
-        constexpr int W = I < PLANES / 2 ? 0 : 1;  // words of the second half of the planes stand beside those of the first
+        constexpr int W = I < PLANES / 2 ? 0 : 1;  // words of the second half of the planes are next to those of the first
         multiply(d, value<I, S, 0, W>(c), value<I, S, 1, W>(c), value<I, S, 0, W + 2>(c), value<I, S, 1, W + 2>(c), b0, b1);
     }
 

@@ -134,7 +134,7 @@ __device__ __forceinline__ void pin(u32& a, u32& b) {  // no read through these 
     asm volatile("" : "+r"(a), "+r"(b)::"memory");
 }
 
-// Copies into shared memory that go on behind the thread's back until it waits for its own; others' are there after a barrier beside.
+// Asynchronous copies into shared memory: a thread waits for its own; those of other threads are visible after a further barrier.
 
 __device__ __forceinline__ void copy16(u32 to, const char* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -144,13 +144,13 @@ __device__ __forceinline__ void copy16_or_zeros(u32 to, const char* from, int by
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copy16_once(u32 to, const char* from) {  // of what nobody reads again: the first that L2 lets go
+__device__ __forceinline__ void copy16_once(u32 to, const char* from) {  // of data that is read once: L2 evicts it first
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
 }
 
-template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const char* from) {  // 4, 8 or 16, 16 of what nobody reads again
+template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const char* from) {  // 4, 8 or 16 bytes; 16 of data that is read once
     if constexpr (BYTES == 16) copy16_once(to, from);
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
@@ -165,7 +165,7 @@ template <int GROUPS> __device__ __forceinline__ void wait_copies_but() {  // bu
 
 // Between blocks and between kernels.
 
-__device__ __forceinline__ int count_one(int* at) {  // what stood there; what was written before is semaphores by whoever counts later
+__device__ __forceinline__ int count_one(int* at) {  // the old value; earlier writes are visible to every block that counts later
     int before;
     asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
     return before;

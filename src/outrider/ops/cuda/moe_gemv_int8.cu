@@ -1,4 +1,4 @@
-// The experts of up to 8 tokens in bytes, and the dense MLP beside them: the layout, the arithmetic and the order of sums of
+// The int8 experts of up to 8 tokens, and the shared dense MLP: the layout, the arithmetic and the order of sums of
 // ops/triton/quant_moe.py and ops/triton/quant.py, so their bits; and the choice of ops/triton/routing.py.
 //
 // A tile is 16 rows of a weight. `experts_gate_up`: groups of 128 columns have factors, so a chunk's products are a sum of their own, and
@@ -23,7 +23,7 @@
 
 struct Mixture {
     int rows, experts, top, hidden, inner;
-    int dense;                                // inner width of the dense MLP; 0: it is not beside them
+    int dense;                                // inner width of the shared dense MLP; 0: it is not included
     int dense_span, dense_splits;             // chunks of a span of its gate_up; spans
     int down_chunks, down_span, down_splits;  // of its down
 };
@@ -105,7 +105,7 @@ __device__ __forceinline__ Choice choose(const float* z, const Mixture& p, int l
     return own;
 }
 
-struct Chosen {  // an expert that somebody chose
+struct Chosen {  // an expert that some token chose
     int id;
     u32 tokens, slots;  // a bit for each token that did; for each token 4 bits: the slot it has there
     __device__ __forceinline__ int pair(int token, const Mixture& p) const { return token * p.top + (slots >> 4 * token & 15); }
@@ -213,10 +213,10 @@ experts_gate_up(const float* z, const float* expert_scale, const char* x, const 
         commit_copies();
     };
 
-    int ahead = 0;  // weights are nobody's output: those that depend on no choice come while the kernel ahead still runs
+    int ahead = 0;  // no kernel writes weights: those that depend on no choice are loaded while the previous kernel still runs
     for (; ahead < min(STAGES, dense_units); ahead++) fetch(ahead);
     pdl_wait();
-    pdl_trigger();  // only now: whoever comes next may read what the kernels before this one wrote
+    pdl_trigger();  // only now: the next kernel may read what the kernels before this one wrote
     uint4 b[4];  // token g's x of the chunk, a plane each: four columns of its first 16 and four of its last
     auto load = [&](const char* from) {
         const char* own = from + ((u64)min(g, p.rows - 1) * p.hidden + chunk * 128 + c * 4) * 2;
@@ -275,7 +275,7 @@ experts_gate_up(const float* z, const float* expert_scale, const char* x, const 
         }
         const u32 mine = to + 2 * c * TOKEN_SUMS + g * 4;
         put_float(mine, d[0]), put_float(mine + TOKEN_SUMS, d[1]), put_float(mine + 32, d[2]), put_float(mine + TOKEN_SUMS + 32, d[3]);
-        __syncthreads();  // whoever finishes the tile before is done with it at the next barrier, and its sums are overwritten after that
+        __syncthreads();  // the warp that finishes the previous tile is done at the next barrier, and its sums are overwritten after that
         const int turn = (chunk + 4 * i) % CHUNKS;
         if (turn < 4) finish(i, kept, 2 * turn);
     }
@@ -301,7 +301,7 @@ experts_down(const float* z, const char* x, const char* words, const float* fact
     const int index = threadIdx.x & 31, g = index >> 2, c = index & 3, warp = threadIdx.x >> 5;
     const u32 base = shared_room(), ring = base + warp * (DOWN * WORDS + MOST * X_ROW), xs = ring + DOWN * WORDS;
     const int tiles = p.hidden / 16;
-    Choices choices;  // the router's logits are older than the kernel ahead, which lets nobody in before they are there
+    Choices choices;  // the router's logits are older than the previous kernel, which triggers this one only after they are visible
     choices.make(z, p, warp, index, base + DOWN_WARPS * (DOWN * WORDS + MOST * X_ROW), nullptr, nullptr);
     const int routed_units = choices.count * tiles, units = routed_units + p.down_splits * tiles;
 

@@ -27,7 +27,7 @@ LAUNCH_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin w
 
 
 class CudaError(RuntimeError):
-    """A call of the compiler or the driver that failed."""
+    """A failed call of the compiler or the driver."""
 
 
 @lru_cache(maxsize=1)
@@ -100,8 +100,8 @@ def version(library: ctypes.CDLL) -> tuple[int, int]:
 
 
 def kept_image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
-    """`image`, out of the cache where it was made before. A file there is its code behind the code's digest: a damaged
-    one is made anew, and where nothing can be written nothing is kept."""
+    """`image`, from the cache if it was made before. A cached file is a digest followed by the code: a damaged one is
+    made again, and if nothing can be written nothing is cached."""
     library = compiler()
     told = (
         source,
@@ -123,7 +123,7 @@ def kept_image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
         with tempfile.TemporaryDirectory(dir=path.parent) as aside:
             made = Path(aside) / path.name
             made.write_bytes(hashlib.sha256(code).digest() + code)
-            os.replace(made, path)  # whole or not at all, whoever else writes it
+            os.replace(made, path)  # atomic, even if another process writes it too
     except OSError:
         pass
     return code
@@ -152,7 +152,7 @@ def _done(code: int, what: str) -> None:
 
 
 class TensorMap(ctypes.Structure):
-    """CUtensorMap: what TMA is told of a matrix."""
+    """CUtensorMap: TMA's description of a matrix."""
 
     _fields_ = [("opaque", ctypes.c_char * 128)]
 
@@ -203,7 +203,7 @@ class Kernel:
         shared: int,
         own: bool = False,
     ):
-        """shared: the most bytes of shared memory a launch may ask for; own: it has instructions of this architecture
+        """shared: the maximum bytes of shared memory of a launch; own: it uses instructions of this architecture
         alone."""
         cuda = driver()
         if cuda is None:
@@ -225,8 +225,8 @@ class Kernel:
     def __call__(
         self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool
     ) -> None:
-        """values: addresses, and structures by value. On the device's current stream. pdl: it may begin while the
-        kernel ahead drains."""
+        """values: addresses, and structures by value. On the device's current stream. pdl: it may start while the
+        previous kernel drains."""
         held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
         attribute = Attribute(LAUNCH_PDL, 0, 1)

@@ -14,7 +14,7 @@ __device__ __forceinline__ void barrier_init(u32 at, int arrivals) {
 
 __device__ __forceinline__ void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }  // to TMA and the cluster
 
-__device__ __forceinline__ void barrier_expect(u32 at, int bytes) {  // arrives; the phase also waits for so many bytes
+__device__ __forceinline__ void barrier_expect(u32 at, int bytes) {  // arrives; the phase also waits for this many bytes
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 

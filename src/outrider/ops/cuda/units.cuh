@@ -1,4 +1,4 @@
-// Units of work: a warp takes 16 rows of the weight over one span of its columns. Who takes which (`Deal`), chunks on their way (`Ring`), x in
+// Units of work: a warp takes 16 rows of the weight over one span of its columns. Which warp takes which (`Deal`), chunks in flight (`Ring`), x in
 // shared memory (`X`), and a warp's work on the units of one product (`multiply_units`). Code: one of codes.cuh.
 //
 // Given when compiled: TOKENS 4 or 8; WARPS of a block; ACT (activate.cuh).
@@ -212,7 +212,7 @@ __device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, 
 // A warp's units of one product: its chunks come out of the ring in the order in which the source gave them.
 template <class Code, bool Gated, class Source>
 __device__ __forceinline__ void multiply_units(Ring<Code, Source>& ring, const Shape& p, const Deal& deal, const X<Code>& x, const Result& to) {
-    // Tokens are columns of the matrix instruction: of 4 the even ones (the odd ones repeat them, and are nobody's), so that half of the sums
+    // Tokens are columns of the matrix instruction: of 4 the even ones (the odd ones repeat them, and are not stored), so that half of the sums
     // need no work. Columns of tokens that are not there repeat the last one.
     const Lane& lane = ring.lane;
     const int g = lane.g, c = lane.c, token = TOKENS == 8 ? 2 * c : c, units = deal.count();

@@ -1,8 +1,8 @@
-// Values of weights: what a code of so many bits stands for, as a pair of bfloat16 that the matrix instruction takes (the layout:
+// Values of weights: dequantised codes of n bits, as a pair of bfloat16 that the matrix instruction takes (the layout:
 // ops/triton/quant.py; the same numbers: ops/triton/unpack.py). A word holds, for half of a chunk's planes, two neighbouring columns of each.
 //
-// Each has: PLANE: columns of a plane; PLANES of a chunk; ABOVE: bits of a code beside its word; value<P, W>: plane P of the half that word W
-// of four holds; fourfold(P): that value is a quarter of what it stands for, and the x it meets is taken four times. Words of four: the
+// Each has: PLANE: columns of a plane; PLANES of a chunk; ABOVE: bits of a code outside its word; value<P, W>: plane P of the half that word W
+// of four holds; fourfold(P): that value is a quarter of the weight, and x is multiplied by four. Words of four: the
 // first half of the planes (0, 2), the second half (1, 3) of a lane's first two columns, then of its other two.
 #ifndef OUTRIDER_VALUES
 #define OUTRIDER_VALUES
@@ -10,13 +10,13 @@
 
 template <int W> __device__ __forceinline__ u32 word(const uint4& four) { return W == 0 ? four.x : W == 1 ? four.y : W == 2 ? four.z : four.w; }
 
-// Offset 8 or 0: what a nibble stands above.
+// Offset 8 or 0: subtracted from a nibble.
 template <int Offset> struct Nibbles {
     static constexpr int PLANE = 32, PLANES = 8, ABOVE = 0;
     static __device__ constexpr bool fourfold(int p) { return p % 2 == 1; }
 
     // Nibble P of both halves of a word; for nibbles 2 and 3 it is moved down by 8. An even one under the exponent of 128 is 128 + q. An odd
-    // one is, as it stands, the subnormal number q · 2^-129; times 2^127 it is q / 4: no shift.
+    // one is, unchanged, the subnormal number q · 2^-129; times 2^127 it is q / 4: no shift.
     template <int P, int W> static __device__ __forceinline__ u32 value(const uint4& four, u32) {
         const u32 w = word<W>(four) >> P / 2 * 8;
         if constexpr (P % 2 == 0) return fma2(and_or<0x000F000F>(w, 0x43004300), 0x3F803F80, Offset ? 0xC308C308 : 0xC300C300);  // -136, -128
@@ -24,7 +24,7 @@ template <int Offset> struct Nibbles {
     }
 };
 
-// A nibble and a bit above it, which stands apart: a byte of `above` for each word, four planes of a column, then of the next. Offset 16 or 0.
+// A nibble and a bit above it, which is stored separately: a byte of `above` for each word, four planes of a column, then of the next. Offset 16 or 0.
 template <int Offset> struct Fives {
     static constexpr int PLANE = 32, PLANES = 8, ABOVE = 1;
     static __device__ constexpr bool fourfold(int) { return false; }
@@ -37,7 +37,7 @@ template <int Offset> struct Fives {
 };
 
 // Two bits above: of both words of two columns 16 bits each, four planes of a column, then of the next. A plane's numbers of both halves are
-// put together, one a byte, and each half takes its bytes out of them; 32 is what the number stands above.
+// put together, one a byte, and each half takes its bytes out of them; 32 is subtracted from the number.
 struct Integer6 {
     static constexpr int PLANE = 16, PLANES = 8, ABOVE = 2;
     static __device__ constexpr bool fourfold(int) { return false; }

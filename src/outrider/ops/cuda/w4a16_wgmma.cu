@@ -1,7 +1,7 @@
 // y = x · wᵀ for 9 to 40 tokens and weights of four bits: the layout, the arithmetic and the order of sums of ops/triton/quant.py, so its bits.
 //
 // A block takes units of 16 rows over one span of columns, TILES of them a warp at a time, and walks through the span chunk by chunk: all its
-// warps multiply the same 256 columns of x, which lie in shared memory as Hopper's instruction of four warps wants them, while the next
+// warps multiply the same 256 columns of x, which lie in shared memory in the layout of wgmma, while the next
 // chunks of x and of the weights are on their way. Four units are the 64 rows of that instruction, so a weight is unpacked once for all tokens.
 // Its sums of a group are multiplied by the rows' factors and added up while the other tile's product is under way.
 //
@@ -9,7 +9,7 @@
 // done: powers of 2 change no digit.
 //
 // Given when compiled: NT, tokens by eights; WARPS of a block, a multiple of 4; TILES of a warp, 1 or 2; STAGES of shared memory; OFFSET 8 or 0:
-// what a nibble stands above; HALF: factors are float16, else bfloat16; PER: planes of 32 columns that share one; ZERO_POINT: they have an offset;
+// subtracted from a nibble; HALF: factors are float16, else bfloat16; PER: planes of 32 columns that share one; ZERO_POINT: they have an offset;
 // GATED: half of the rows are gates; ACT (units.cuh).
 #define TOKENS (8 * NT)
 #include "units.cuh"
@@ -25,7 +25,7 @@ struct Cut {
     int longs, per;  // whole spans, and blocks that each of them has; those that are left have the last span where it is shorter
 };
 
-// A block's work: `units` tiles of 16 rows from `first` on, over `count` chunks from `from` on; so many of them at a time, in so many passes.
+// A block's work: `units` tiles of 16 rows from `first` on, over `count` chunks from `from` on; a number of them at a time, in several passes.
 struct Work {
     int split, first, units, from, count, passes, at_once;
     __device__ __forceinline__ Work(const Cut& p) {
@@ -246,7 +246,7 @@ w4a16_wgmma(const char* x, const float* sums, u16* out, float* part, int* semaph
         if (++ahead == work.count) ahead = 0, ahead_pass++;
     };
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) copy_units(base + s * STAGE), advance();  // nobody's output: they come while the kernel ahead still runs
+    for (int s = 0; s < STAGES - 1; s++) copy_units(base + s * STAGE), advance();  // no kernel writes weights: they are loaded while the previous kernel still runs
     pdl_wait();
     pdl_trigger();  // all blocks have their place, so the next kernel takes none from them; what x is made of is complete
 #pragma unroll

@@ -1,4 +1,4 @@
-// Hopper's instruction of four warps, and what has to stand around it: the only `asm` beside device.cuh, for kernels compiled for sm_90a.
+// wgmma and its fences: with device.cuh the only `asm`, for kernels compiled for sm_90a.
 //
 // Given when compiled: NT, the tokens of a product by eights, 2 to 5, where `multiply_all` is used.
 #ifndef OUTRIDER_WARPGROUP

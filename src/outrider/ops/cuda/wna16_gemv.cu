@@ -23,7 +23,7 @@ wna16_gemv(const char* x, u16* out, float* part, int* semaphores, const __grid_c
     if (units == 0) return;
     OneProduct<GATED> source = {p, deal, weights, warp, units};
     Chunks ring(source, base + warp * Chunks::BYTES, lane);
-    ring.start();  // weights are nobody's output: the first ones come while the kernel ahead still runs
+    ring.start();  // no kernel writes weights: the first ones are loaded while the previous kernel still runs
     pdl_wait();
     pdl_trigger();  // all blocks have their place, so the next kernel takes none from them; what x is made of is complete
     const X<Code> columns(p, deal, base + WARPS * Chunks::BYTES);

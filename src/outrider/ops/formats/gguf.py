@@ -32,7 +32,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class GGUFBlockFormat(Format):
-    """One of the block formats; its tensor `blocks` is uint8 [N, bytes of a row], as it stands in the file."""
+    """One of the block formats; its tensor `blocks` is uint8 [N, bytes of a row], as stored in the file."""
 
     kind: str
 

@@ -38,7 +38,7 @@ class NvFp4Format(Format):
         return (groups * scale[..., None]).reshape(weight.shape)
 
     def quantise(self, values: Tensor) -> Weight:
-        """One factor a tensor, so that the largest group factor is 448; then the nearest of the eight magnitudes."""
+        """One scale per tensor, so that the largest group scale is 448; then the nearest of the eight magnitudes."""
         groups = values.float().reshape(*values.shape[:-1], -1, GROUP)
         top = groups.abs().amax(-1)
         factor = (top.amax() / (6.0 * 448.0)).clamp_min(1e-12)

@@ -89,8 +89,8 @@ def _opens(
 
 @triton.jit
 def power(n):
-    """2 to the whole number n <= 0, exactly; 0 below -126 and for -inf. Added to 1.5 · 2^23 the number stands in the
-    last bits."""
+    """2 to the integer n <= 0, exactly; 0 below -126 and for -inf. Adding 1.5 · 2^23 puts the number into the last
+    bits."""
     return ((tl.maximum(n, -127.0) + (127.0 + 12582912.0)).to(tl.int32, bitcast=True) << 23).to(
         tl.float32, bitcast=True
     )
@@ -190,12 +190,11 @@ def attend_kernel(
     SINGLE_BLOCK: tl.constexpr, TREE_DEPTH: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
     ASM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """SPAN: every row sees the keys up to span_end.
-    SPLIT: a program walks SPLITS_PER_PROGRAM splits from its slot on, and leaves each for itself (MULTI_SPLIT: there
-    may be several). SINGLE_BLOCK: a split is a single block. PARTS: programs that share a tile, each with its columns
-    of the values. PREFETCH: keys that are fetched into L2 early. TREE_DEPTH: entries of a row's path in a tree (0:
-    lines); then programs beyond the last slot walk the TAIL splits that hold positions of the tree, each for one row:
-    EACH of them beside every tile."""
+    """SPAN: every row sees the keys up to span_end. SPLIT: a program processes SPLITS_PER_PROGRAM splits from its slot
+    on, and stores each separately (MULTI_SPLIT: there may be several). SINGLE_BLOCK: a split is a single block. PARTS:
+    programs that share a tile, each with its columns of the values. PREFETCH: keys that are fetched into L2 early.
+    TREE_DEPTH: entries of a row's path in a tree (0: chains); then programs beyond the last slot process the TAIL
+    splits that hold positions of the tree, each for one row: EACH of them per tile."""
     slot, b, share = tl.program_id(0) * SPLITS_PER_PROGRAM, tl.program_id(2), tl.program_id(0) * 0
     if PARTS > 1:
         slot, share = 0, tl.program_id(0)
@@ -335,7 +334,7 @@ def attend_kernel(
 
 @triton.jit
 def _leave(partial_out, partial_lse, to, acc, total, top, d, ok, D: tl.constexpr):
-    """A split's sums, for the second kernel."""
+    """Store a split's sums for the second kernel."""
     tl.store(partial_out + to[:, None] * D + d[None, :], join_columns(acc), mask=ok[:, None] & (d < D)[None, :])
     tl.store(partial_lse + to * 2, top, mask=ok)
     tl.store(partial_lse + to * 2 + 1, tl.max(total, 1), mask=ok)  # all columns are equal
@@ -348,7 +347,7 @@ def combine_kernel(
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SB: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A piece of one head of one row a program: its splits added in order, SB of them (at most MOST) asked for at a
+    """One program per piece of one head of one row: its splits added in order, SB of them (at most MOST) loaded at a
     time."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(positions + row)
@@ -393,7 +392,7 @@ def attend(
     shape: AttentionConfig | None = None,
     span_end: int = 0,
 ) -> Tensor:
-    """cut, shape: others than the rules', for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
+    """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
     shared = max_smem(q.device)

@@ -22,7 +22,7 @@ MAX_PARTIAL_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """How keys are cut: what fixes the order of sums. A function of the layer, never of the rows, the batch or the
+    """How keys are split: fixes the order of sums. A function of the layer, never of the rows, the batch or the
     length."""
 
     bn: int  # keys a block; one block's weights are computed together
@@ -37,7 +37,7 @@ class ReductionSpec:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """What a program of one pass takes; changes no bit."""
+    """The tile of one program of a pass; changes no bit."""
 
     split: bool  # splits are apart: a second kernel adds them up
     bq: int  # queries: rows times the heads that share a K/V head

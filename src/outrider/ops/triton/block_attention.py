@@ -16,7 +16,7 @@ from ...types import BlockAttn, BlockRows, KVView
 from .common import pdl_start
 from .unpack import plain_value
 
-PROGRAMS = 264  # so many keep the SMs of a Hopper busy
+PROGRAMS = 264  # enough to keep the SMs of a Hopper busy
 MAX_SPLITS = 64
 
 
@@ -26,7 +26,7 @@ def block_rope_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MADE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, NORM_V: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One head of one row a program: the q heads, then k, then v. MADE: heads of the K/V product, KV_HEADS where v is
+    """One program per head of one row: the q heads, then k, then v. MADE: heads of the K/V product, KV_HEADS if v is
     the raw k."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -157,7 +157,7 @@ def block_attend_kernel(
 def block_combine_kernel(
     partial_out, partial_lse, out, splits, D: tl.constexpr, DP: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
 ):
-    """One head of one row a program."""
+    """One program per head of one row."""
     head = tl.program_id(0).to(tl.int64)
     i, d = tl.arange(0, MOST), tl.arange(0, DP)
     pdl_start(PDL)

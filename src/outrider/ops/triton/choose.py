@@ -110,8 +110,8 @@ def cluster_bonus_kernel(
     tokens, seed, position, temperature, sampled, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr
 ):
-    """SOME clusters of one row a program: temperature times their tokens' largest noise, which is that of the smallest
-    bits."""
+    """One program per SOME clusters of one row: temperature times their tokens' largest noise, which is that of the
+    smallest bits."""
     row = tl.program_id(0).to(tl.int64)
     c, i = tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, SPACE)
     ok = (c < clusters)[:, None] & (i < size)[None, :]
@@ -184,7 +184,7 @@ def ordered(x):
 def cluster_scores_kernel(
     g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
 ):
-    """BS tokens of one cluster of one row a program: their scores."""
+    """One program per BS tokens of one cluster of one row: their scores."""
     row, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, h = tl.program_id(2) * BS + tl.arange(0, BS), tl.arange(0, BH)
     pdl_start(PDL)

@@ -248,8 +248,8 @@ def attend_phase(
     EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):
-    """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come
-    before the wait, rows of which a warp keeps to itself until all are done."""
+    """One unit is the attention of one head over one split of the keys. K/V was written before the round: two blocks
+    are loaded before the wait, and a warp keeps its rows to itself until all are done."""
     pid = tl.program_id(0)
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS

@@ -290,7 +290,7 @@ def attend_kernel(
     S: tl.constexpr,
     BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The heads of one K/V head over one split of the keys a program; K/V stands since before the round."""
+    """One program per K/V head (all its query heads) and split of the keys; K/V was written before the round."""
     kv, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
@@ -346,7 +346,7 @@ def combine_kernel(
     S: tl.constexpr,
     BN: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A piece of one head a program."""
+    """One program per piece of one head."""
     head, piece = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions).to(tl.int32)
     lo, _, each = span(position, 0, S, WINDOW, BN)
@@ -369,7 +369,7 @@ def head_kernel(
     BN: tl.constexpr,
     PROGRAMS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Scores of every PROGRAMS-th tile of tokens a program, and the best of them."""
+    """Scores of every PROGRAMS-th tile of tokens per program, and the best of them."""
     pid = tl.program_id(0)
     n = tl.arange(0, BN)
     tile = tile_of(w, pid * BN + n, 0, H, H, Q8)

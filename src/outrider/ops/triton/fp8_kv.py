@@ -59,7 +59,7 @@ def sorted_columns(query, PLANES: tl.constexpr):
 
 @triton.jit
 def join_columns(acc):
-    """Sums of even and of odd columns as columns beside each other."""
+    """Interleaves the sums of even and of odd columns."""
     if len(acc) == 1:
         return acc[0]
     else:

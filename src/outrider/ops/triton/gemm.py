@@ -56,9 +56,9 @@ def linear_kernel(
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
     PARTS: tl.constexpr, RANK: tl.constexpr, LORA_SPANS: tl.constexpr, RANGES: tl.constexpr,
 ):
-    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
-    SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are
-    powers of two, batches not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none."""
+    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N]. SERIAL_SPLITK:
+    this program processes all SPLITS spans itself. BM2: rows in addition to BM (tiles are powers of two, batches are
+    not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
@@ -162,7 +162,7 @@ def _changed(acc, delta, bias, w_rows, KIND: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _leave(to, acc, row_ok, BM: tl.constexpr, WIDE: tl.constexpr):
-    """A span's partial sums. Most rows of a tile may be empty: they need no traffic."""
+    """Store a span's partial sums. Most rows of a tile may be empty: they need no traffic."""
     at = tl.arange(0, BM)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
     tl.store(to + at, acc, mask=row_ok[:, None] & (tl.arange(0, WIDE) >= 0)[None, :])
 
@@ -214,7 +214,7 @@ def _pair(
     x_row, row_ok, y_row, also_ok, w_row, k_from, k_to,
     BM: tl.constexpr, BM2: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):
-    """Two turned chains that share what is read of the weights: [BM, WN] and [BM2, WN]."""
+    """Two swapped chains that share the loaded weights: [BM, WN] and [BM2, WN]."""
     ks = tl.arange(0, BK)
     x_ptr, y_ptr, w_ptr = x_row[:, None] + ks[None, :], y_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
     acc = tl.zeros((WN, BM), dtype=tl.float32)
@@ -248,7 +248,7 @@ def _finish(
 
 @dataclass(frozen=True)
 class GemmKind:
-    """A dense_gemm but for its rows: what one compiled kernel serves."""
+    """A dense_gemm except for its rows: what one compiled kernel serves."""
 
     n: int
     k: int
@@ -262,14 +262,14 @@ class GemmKind:
 
 
 def variant(kind: GemmKind, rows: int, wgmma: bool = False) -> GemmConfig:
-    """What of the number of rows a compiled kernel depends on."""
+    """The part of the number of rows that a compiled kernel depends on."""
     tile = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
     return config_for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize, wgmma)
 
 
 @dataclass(frozen=True)
 class GemmDevice:
-    """What all products of one device share."""
+    """Shared by all products of one device."""
 
     semaphores: Tensor  # every kernel leaves its counters at 0
     pdl: bool = False
@@ -279,8 +279,8 @@ class GemmDevice:
 
 
 def compile_for(kind: GemmKind, rows: int, device: GemmDevice) -> None:
-    """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the
-    real ones."""
+    """Compile the kernel for this number of rows of this kind and launch nothing: meta tensors replace the real
+    ones."""
 
     def shell(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -304,8 +304,8 @@ def dense_gemm(
     x: Tensor, w: Tensor, device: GemmDevice, end: Epilogue = NO_EPILOGUE, tile: GemmReduction | None = None,
     shape: GemmConfig | None = None, lora: Shrunk | None = None,
 ) -> Tensor:
-    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's; lora: changes to be added, of at most
-    FUSED_ROWS rows."""
+    """x [R, K], w [N, K] -> [R, N]. tile, shape: override the table; lora: adapters to be added, of at most FUSED_ROWS
+    rows."""
     n = w.shape[0] // 2 if end.gated else w.shape[0]
     if device.ahead is not None and lora is None and tile is None:
         beside = None if end.mul is None else (end.mul.dtype, end.mul.stride(0))

@@ -38,7 +38,7 @@ class GemmReduction:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """What one program of a pass takes."""
+    """The tile of one program of a pass."""
 
     bm: int  # rows
     bn: int  # columns
@@ -147,7 +147,7 @@ def rule(n: int, k: int, gated: bool) -> GemmReduction:
 def config_for_rows(
     tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2, wgmma: bool = False
 ) -> GemmConfig:
-    """The shape for so many rows. wgmma: gemm_wgmma may be taken."""
+    """The configuration for this number of rows. wgmma: gemm_wgmma may be used."""
     sides = 2 if gated else 1
     if rows <= 16:
         return GemmConfig(16, tile.bn, tile.bk, tile.stages, 4, tile.swap_ab)
@@ -221,12 +221,12 @@ TMA_SPLIT_RATES = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # severa
 
 
 def _logits(n: int) -> int:
-    """Microseconds more that a tile of a vocabulary's takes: its results are float32."""
+    """Additional microseconds of a tile of logits: its results are float32."""
     return 6 if n > 100_000 else 0
 
 
 def _tma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """As `_many_row_configs`, for programs that TMA serves."""
+    """As `_many_row_configs`, for programs with TMA."""
     spans = tile.splits > 1
     if spans and sides == 2:
         return

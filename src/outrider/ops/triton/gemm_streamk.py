@@ -28,8 +28,8 @@ def streamk_kernel(
     SPLITS: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):
     """x [M, K] in tiles of BM rows, y the same in tiles of BM2, w [N, K] (GATED: [2N, K], gate rows first), as
-    descriptors -> out [M, N]. CUT: the rounds do not come out even; partial_out: room for the sums of a tile for each
-    program, semaphores: whether they are there."""
+    descriptors -> out [M, N]. CUT: the last round is not full; partial_out: one tile of sums per program, semaphores:
+    whether they are stored."""
     tl.static_assert(SPLITS == 1)
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)  # of a tile's sums
@@ -79,8 +79,8 @@ def splitk_kernel(
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The same for weights of several spans, each of which has a program of its own: all leave their sums, and the last
-    one adds them in order."""
+    """The same for weights of several spans, one program per span: all store their sums, and the last one adds them in
+    order."""
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)
     tiles_n = tl.cdiv(N, BN)
@@ -179,5 +179,5 @@ def _places(HIGH: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def tile_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A matrix whose tiles of this size TMA fetches."""
+    """A TMA descriptor of a matrix with tiles of this size."""
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns])

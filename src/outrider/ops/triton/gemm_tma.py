@@ -55,7 +55,7 @@ def tma_kernel(
 
 
 def matrix_descriptor(x: Tensor, rows: int, columns: int, gated: bool = False) -> TensorDescriptor:
-    """A matrix whose tiles of this size TMA fetches. gated: as many of its upper and of its lower half."""
+    """A TMA descriptor of a matrix with tiles of this size. gated: as many rows of its upper and of its lower half."""
     if gated:
         half = x.shape[0] // 2
         return TensorDescriptor(x, [2, half, x.shape[1]], [half * x.stride(0), x.stride(0), 1], [2, rows, columns])
@@ -63,5 +63,5 @@ def matrix_descriptor(x: Tensor, rows: int, columns: int, gated: bool = False) -
 
 
 def tma_aligned(x: Tensor) -> bool:
-    """Whether the engine can: rows must begin at whole 16 bytes."""
+    """Whether TMA can load it: rows must begin at whole 16 bytes."""
     return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

@@ -84,7 +84,7 @@ def map_of(x: Tensor, rows: int, paired: bool) -> TensorMap:
 
 
 def suits(x: Tensor, w: Tensor, end: Epilogue) -> bool:
-    """Whether the kernel knows this product; the device aside."""
+    """Whether the kernel supports this product, regardless of the device."""
     n = w.shape[0] // (2 if end.gated else 1)
     plain = end.mul is None and (end.out_dtype in (None, torch.bfloat16) or not end.gated)
     aligned = all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, w))
@@ -92,7 +92,7 @@ def suits(x: Tensor, w: Tensor, end: Epilogue) -> bool:
 
 
 def flags_of(end: Epilogue, tile: WgmmaTile, spans: bool) -> Flags:
-    """What the source is compiled with."""
+    """The compiler flags of the source."""
     flags: dict[str, int | str] = dict(
         BN=tile.bn, SWAP_AB=int(tile.swap_ab), STAGES=tile.stages, SPLITS=1 + spans, GATED=int(end.gated),
         ACT=ACTS[end.act],

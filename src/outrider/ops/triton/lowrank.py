@@ -35,7 +35,7 @@ def span_of(k: int) -> int:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A x of all rows that a slot changes, and what is left to do."""
+    """A x of all rows that a slot changes, and the inputs of the second product."""
 
     sums: Tensor  # float32 [spans that are still to be added, R, P · r]
     change: SlotWeight
@@ -149,9 +149,9 @@ def lowrank_delta(
     BM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr,
     SPANS: tl.constexpr, RANGES: tl.constexpr, SWAP_AB: tl.constexpr, PREC: tl.constexpr,
 ):
-    """float32 [BM, WIDE]: what is added to the product of the rows `rows` (live: those that are) with the weight's rows
-    `w_rows`. head: the first ranks of `side_by_side`, which came before the wait. A x of a row stands before the
-    columns of its own range, and nought before the others, which changes no sum. END_0, END_1: where the first two of
+    """float32 [BM, WIDE]: what is added to the product of the rows `rows` (live: valid ones) with the weight's rows
+    `w_rows`. head: the first ranks of `side_by_side`, loaded before the wait. A x of a row is multiplied with the
+    columns of its own range, and zeros with the others, which changes no sum. END_0, END_1: where the first two of
     PARTS matrices end."""
     r, j = tl.arange(0, RANGES), tl.arange(0, BR)
     first = tl.load(ranges + r * 3, mask=r < count, other=0)
@@ -194,8 +194,8 @@ def expand_kernel(
     RANK: tl.constexpr, BR: tl.constexpr, SPANS: tl.constexpr, RANGES: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [M, N], GATED: [M, 2N], gate before up -> out [M, N]. RANGES: all ranges of the pass, whose rows have programs
-    of BM; 0: each range has programs of its own."""
+    """y [M, N], GATED: [M, 2N], gate before up -> out [M, N]. RANGES: all ranges of the pass, with programs of BM rows;
+    0: separate programs per range."""
     SIDES: tl.constexpr = 2 if GATED else 1
     WIDE: tl.constexpr = BN * SIDES
     SIDE_BY_SIDE: tl.constexpr = RANGES if RANGES > 0 else 1

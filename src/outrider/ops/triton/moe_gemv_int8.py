@@ -40,14 +40,14 @@ MAX_MOE_GEMV_ROWS = 3  # rows up to which they were: five take 95 us a layer on 
 
 
 class MoeGemvProblem(ctypes.Structure):
-    """What the kernels are told: `MoeGemvProblem` of moe_gemv_int8.cu."""
+    """The kernels' parameters: `MoeGemvProblem` of moe_gemv_int8.cu."""
 
     _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
 
 
 @dataclass(frozen=True)
 class SharedMLP:
-    """An MLP whose tiles go beside those of the experts."""
+    """An MLP whose tiles run together with those of the experts."""
 
     gate_up: QuantWeight
     down: QuantWeight
@@ -178,7 +178,7 @@ def spans(w: QuantWeight) -> tuple[int, int]:
 class MoeGemvBuffers:
     pairs: Tensor  # [R · top, H]
     weight: Tensor  # float32 [R · top]
-    dense: Tensor  # float32 [spans, R, H]: the dense MLP's, still to be added up; none where it is not beside them
+    dense: Tensor  # float32 [spans, R, H]: the shared dense MLP's partial sums; empty if it is not included
 
 
 @dataclass(frozen=True)
@@ -204,13 +204,13 @@ class MoeGemvInt8(NvrtcKernels):
     source, what = SOURCE, "experts in int8 at up to 3 tokens go"
 
     def plan(self, x: Tensor, experts: ExpertWeights, shared: SharedMLP | None) -> MoeGemvPlan | None:
-        """None: not one of these."""
+        """None: not supported."""
         if not self.usable or x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
             return None
         return MoeGemvPlan.of(x.shape[0], experts, shared, self.sms, self.room)
 
     def layer(self, x: Tensor, experts: ExpertWeights, mlp: MlpWeights) -> MoeGemvLayer | None:
-        """None: not one of these, or its kernels cannot be compiled."""
+        """None: not supported, or its kernels cannot be compiled."""
         down = experts.down
         shared = SharedMLP.of(*mlp, x.shape[1], down.matrix.chunks) if isinstance(down, QuantExperts) else None
         plan = self.plan(x, experts, shared)
@@ -257,7 +257,7 @@ class MoeGemvInt8(NvrtcKernels):
 
 
 def flags_of(plan: MoeGemvPlan, act: str) -> Flags:
-    """What the source is compiled with."""
+    """The compiler flags of the source."""
     span, splits = plan.router
     flags: dict[str, int | str] = dict(
         MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,

@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
 def per_layer_kernel(
     ids, table, projected, w, out, layers, scale, factor, eps, n, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """One layer's part of one row a program."""
+    """One program per row: one layer's part of it."""
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     ok = i < n

@@ -19,7 +19,7 @@ log = logging.getLogger("outrider")
 
 
 class NvrtcKernels:
-    """The kernels of one source on one device. `of` gives None, and says why, where there are none."""
+    """The kernels of one source on one device. `of` returns None, and logs why, if there are none."""
 
     source: Path
     what: str  # goes through Triton where there are none
@@ -46,7 +46,7 @@ class NvrtcKernels:
         log.warning("%s through Triton, slower: %s", cls.what, reason)
 
     def kernel(self, name: str, flags: Flags) -> Kernel | None:
-        """A function of the source, compiled with these; None: it cannot be."""
+        """A function of the source, compiled with these flags; None: it cannot be compiled."""
         if (name, flags) not in self.made:
             try:
                 self.made[name, flags] = Kernel(

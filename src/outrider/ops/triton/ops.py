@@ -24,7 +24,7 @@ from .precompile import Precompiler
 from .quant_config import max_smem
 from .routing import Pairs, list_pairs
 
-SIDE_STREAM_ROWS = 8  # rows up to which experts and the dense MLP beside them run side by side
+SIDE_STREAM_ROWS = 8  # rows up to which experts and the shared dense MLP run concurrently
 
 
 class TritonOps(ReferenceOps):
@@ -212,8 +212,8 @@ class TritonOps(ReferenceOps):
         return moe.mix(pair_out, pairs.weight, dense, stream, end, self.pdl)
 
     def dense_mlp(self, h: Tensor, mlp: MlpWeights, act: str) -> tuple[Tensor, Callable[[], bool]]:
-        """The MLP beside experts. Of few rows it runs while they do, on a stream of its own: who reads it first calls
-        what comes with it, which says whether that reader may begin before the kernel ahead is done."""
+        """The MLP next to experts. With few rows it runs concurrently, on a side stream: the first reader calls the
+        returned function, which says whether that reader may start before the previous kernel is done."""
         if not self.semaphores.is_cuda or len(h) > SIDE_STREAM_ROWS:
             return self.linear(self.gated_linear(h, mlp[0], act), mlp[1]), lambda: self.pdl
         ops, side = self.side_stream
@@ -230,7 +230,7 @@ class TritonOps(ReferenceOps):
 
     @cached_property
     def side_stream(self) -> tuple[TritonOps, torch.cuda.Stream]:
-        """Ops with counters of their own, which wait for the kernel ahead, and their stream."""
+        """Ops with separate counters, which wait for the previous kernel, and their stream."""
         return type(self)(self.semaphores.device, pdl=False), torch.cuda.Stream(self.semaphores.device)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class TritonOps(ReferenceOps):
         return choose.cluster_bonus(tokens, seed, position, temperature, sampled, self.pdl)
 
     def compile_drafter(self, drafter: M) -> M:
-        """A stand-in with the drafter's own methods whose rounds take few launches, where there is one: Hopper on."""
+        """A wrapper with the drafter's own methods whose rounds take few launches, if supported: Hopper and later."""
         from . import draft, draft_steps  # here: they need the drafter's side of the package
 
         if not self.pdl:

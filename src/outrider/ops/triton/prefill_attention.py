@@ -27,7 +27,7 @@ MIN_QUERIES = 200  # queries of a sequence times the heads that share a K/V head
 
 @dataclass(frozen=True)
 class PrefillAttentionConfig:
-    """What a program takes; changes no bit."""
+    """The tile of a program; changes no bit."""
 
     bq: int  # queries: rows times the heads that share a K/V head
     warps: int
@@ -72,7 +72,7 @@ def attend(
     shape: PrefillAttentionConfig | None = None,
     span_end: int = 0,
 ) -> Tensor:
-    """cut, shape: others than the rules', for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
+    """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)
     cut = cut or choose_reduction(spec, q.dtype, max_smem(q.device))
     shape = shape or choose_prefill_config(spec, cut)
@@ -111,8 +111,8 @@ def prompt_kernel(
     BQ: tl.constexpr, BN: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles
-    first: they see most."""
+    """One program per tile of BQ queries (rows times the heads that share a K/V head) of one sequence, the last tiles
+    first: they see most keys."""
     tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty

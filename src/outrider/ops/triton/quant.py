@@ -47,8 +47,8 @@ def _half(pair, HIGH: tl.constexpr, FP16: tl.constexpr):
 
 @triton.jit
 def _pairs(ptr, PAIRS: tl.constexpr, PLAIN: tl.constexpr):
-    """The words of a chunk's factors, of a row one, two or four beside each other: one load in whichever layout its
-    user has. A plain one would be laid out for itself and moved through shared memory."""
+    """The words of a chunk's scales, one, two or four adjacent ones per row: one load in whichever layout its user has.
+    A plain one would be laid out separately and moved through shared memory."""
     if PLAIN:
         a = tl.load(ptr)
         b, c, d = a, a, a
@@ -96,7 +96,7 @@ def add_chunk(
     """acc [BN, BM] and the products of one chunk: words [BN, P] with what is above them, their factors and offsets; x
     at x_ptr [BM, P] and on, of which `left` columns are there; live [BM]: tokens that are; sums [BM]: where those of x
     over the chunk's first group lie, those of the next one sums_stride further (of tokens that are not: anything).
-    beside [BN, MORE], y_ptr, also: further tokens, of groups without an offset."""
+    beside [BN, MORE], y_ptr, also: additional tokens, of groups without an offset."""
     values = planes_of(words, above, CODES, P, BN, x_ptr.dtype.element_ty, PLAIN)
     d = tl.zeros((BN, BM), dtype=tl.float32)
     for i in tl.static_range(PLANES):
@@ -142,9 +142,9 @@ def quant_kernel(
     PREC: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, TRIGGER_LATE: tl.constexpr,
 ):
     """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, zero_point int32 [N / 64,
-    chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N]. PER: planes of a group; 0: no factors but those
-    of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]. MORE: tokens beside BM, so that a program may take
-    40: four drafted ones of eight sequences."""
+    chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N]. PER: planes per group; 0: no scales except those
+    of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]. MORE: tokens in addition to BM, so that a program
+    may take 40: four drafted ones of eight sequences."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     COLUMNS: tl.constexpr = PLANES * P
@@ -167,7 +167,7 @@ def quant_kernel(
     if PDL:
         if not TRIGGER_LATE:
             gdc_launch_dependents()
-        if PREFETCH > 0:  # weights are nobody's output: ask for the first chunks while the kernel ahead still runs
+        if PREFETCH > 0:  # no kernel writes weights: prefetch the first chunks while the previous kernel runs
             prefetch(w + w_row[:, None] + (tl.minimum(first + tl.arange(0, PREFETCH), last - 1) * (64 * P))[None, :])
         gdc_wait()
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
@@ -348,7 +348,7 @@ def quant_linear(
 
 
 def group_sums(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
-    """float32 [groups of the padded width, R filled up to whole tiles of so many tokens, with anything]."""
+    """float32 [groups of the padded width, R padded with anything to whole tiles of this many tokens]."""
     group = w.per * w.plane
     groups = w.chunks * (w.planes // w.per)
     out = torch.empty((groups, triton.cdiv(x.shape[0], tokens) * tokens), dtype=torch.float32, device=x.device)

@@ -20,7 +20,7 @@ SMEM_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 
 
 @lru_cache
 def max_smem(device: torch.device) -> int:
-    """Bytes that a program may take on this device; what Hopper gives where there is none to ask."""
+    """Shared memory of a program on this device in bytes; Hopper's if there is no device."""
     if device.type != "cuda":
         return 226 << 10
     major, minor = torch.cuda.get_device_capability(device)
@@ -29,7 +29,7 @@ def max_smem(device: torch.device) -> int:
 
 @lru_cache
 def sm_count(device: torch.device) -> int:
-    """Multiprocessors; Hopper's where there is no device to ask."""
+    """Number of SMs; Hopper's if there is no device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -40,7 +40,7 @@ class QuantTile:
     stages: int
     ahead: int = 2  # chunks asked for before the kernel ahead is done
     warps: int = 4
-    more: int = 0  # tokens beside those of a tile: 40 are 32 and 8
+    more: int = 0  # tokens in addition to those of a tile: 40 are 32 and 8
     registers: int | None = (
         None  # most a thread may take, so that more programs are at work on a SM; None: the compiler's choice
     )
@@ -60,7 +60,7 @@ def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, Q
     # Five bits take no tile of 8 tokens: the byte above a word makes the compiler pair four neighbouring columns there
     # instead of two (kWidth), and sums round differently than in tiles of 16 to 128, which had the same bits on an
     # H200.
-    # 4 bits: two warps with 32 rows each share what there is beside the weights
+    # 4 bits: two warps with 32 rows each share everything but the weights
     if rows <= 8 and plane == 32 and not above:
         return 8, replace(tile, warps=2, stages=3, registers=160) if bits == 4 else tile
     # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights a program 2,185

@@ -39,7 +39,7 @@ class QuantExperts:
 
 
 def hold_experts(weight: Weight) -> QuantExperts | None:
-    """None for a format that the kernels do not take, and where every expert has an order of columns of its own."""
+    """None for a format that the kernels do not support, and if every expert has its own order of columns."""
     count, n, k = weight.shape
     if any(unit.shared for unit in weight.format.units.values()):
         return None
@@ -50,8 +50,8 @@ def hold_experts(weight: Weight) -> QuantExperts | None:
 
 
 def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
-    """Dense experts in a format whose rows stand alone, some rows at a time: rounding takes several times what is
-    rounded."""
+    """Dense experts in a format with independent rows, some rows at a time: rounding takes several times their
+    memory."""
     count, n, k = dense.shape
     rows, tiles = dense.reshape(count * n, k), triton.cdiv(count * n, ROWS)
     step, whole, part = max(1, SLICE // (k * ROWS)), dict[str, Tensor](), None

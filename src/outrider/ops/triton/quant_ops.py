@@ -101,7 +101,7 @@ class QuantTritonOps(TritonOps):
 
     @cached_property
     def few(self) -> WNA16Gemv | None:
-        """Kernels for few tokens, asked for with the first quantised product."""
+        """Kernels for few tokens, created with the first quantised product."""
         return WNA16Gemv.of(self.semaphores.device, self.semaphores)
 
     @cached_property
@@ -111,7 +111,7 @@ class QuantTritonOps(TritonOps):
 
     @cached_property
     def moe_gemv_int8(self) -> MoeGemvInt8 | None:
-        """Kernels for the experts of few tokens, asked for with the first of them."""
+        """Kernels for the experts of few tokens, created at first use."""
         return MoeGemvInt8.of(self.semaphores.device)
 
     def moe_with_shared_mlp(

@@ -31,7 +31,7 @@ class Codes(Enum):
 
     @property
     def above(self) -> int:
-        """Bits of a code beside its word."""
+        """Bits of a code outside its word."""
         return {Codes.INT5: 1, Codes.UINT5: 1, Codes.INT6: 2}.get(self, 0)
 
 

@@ -13,7 +13,7 @@ from ...types import AttnSpec, KVView
 from .common import pdl_start
 
 PROMPT = 256  # rows from which a program takes several heads: there are enough programs
-# of so few heads it takes several of so many rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
+# up to FEW_HEADS heads a program takes several for FEW_ROWS rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
 FEW_HEADS, FEW_ROWS = 8, range(5, 17)
 
 
@@ -48,7 +48,7 @@ def rope_write_kernel(
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SOME heads of one row a program (all of one kind), a warp each: the q heads, then the k heads, then the v
+    """One program per SOME heads of one row (all of one kind), one warp each: the q heads, then the k heads, then the v
     heads."""
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1) - HEADS // SOME
     EACH: tl.constexpr = (KV_HEADS + SOME - 1) // SOME  # programs of k, and of v
@@ -129,7 +129,7 @@ def rope_write(
     pdl: bool,
     some: int | None = None,
 ) -> Tensor:
-    """some: other than the rule's heads of a program, for measuring."""
+    """some: overrides the number of heads per program, for measuring."""
     rows, half = qkv.shape[0], spec.head_dim // 2
     q = torch.empty((rows, spec.heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
@@ -154,7 +154,7 @@ def rotate_heads_kernel(
     qkv, cos, sin, q_norm, k_norm, out, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):
-    """All heads of q, of k or of v of one patch a program."""
+    """One program per patch and kind: all heads of q, of k or of v."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = D // 2
     head, i = tl.arange(0, BH), tl.arange(0, BD)

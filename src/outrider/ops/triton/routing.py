@@ -48,7 +48,7 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One expert a program: it puts its pairs, ascending, behind those of the experts before it."""
+    """One program per expert: it puts its pairs, ascending, after those of the experts before it."""
     e = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     pdl_start(PDL)
@@ -93,7 +93,7 @@ def pairs_of(members, first, count, BM: tl.constexpr, ALONE: tl.constexpr):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every row's chosen experts. alone: there is one row, whose pairs are one an expert already."""
+    """Every row's chosen experts. alone: there is one row, with at most one pair per expert."""
 
     experts: int
     top: int
@@ -111,7 +111,7 @@ class Pairs:
         return triton.next_power_of_2(self.experts)
 
     def tiles(self, size: int) -> int:
-        """No fewer than there can be, of so many pairs each."""
+        """An upper bound of the number of tiles with this many pairs each."""
         return min(self.count, min(self.experts, self.count) + self.count // size)
 
 

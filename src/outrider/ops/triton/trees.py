@@ -189,8 +189,8 @@ def plant_kernel(
     FOUND: tl.constexpr, SPACE: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The COUNT likeliest of FOUND nodes, EACH a level, in their order; and the path of each. The next kernels may not
-    pdl_start before this one ends: attention looks at paths before it waits."""
+    """The COUNT likeliest of FOUND nodes, EACH per level, in their order; and the path of each. The next kernels may
+    not start before this one ends: attention reads paths before it waits."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
     real = i < FOUND
@@ -298,8 +298,8 @@ def keep_path_kernel(
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TREE_DEPTH: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of the keys or values of one layer of one sequence a program: all that is moved is read before any of it
-    is written."""
+    """One program per head of the keys or values of one layer of one sequence: everything is read before anything is
+    written."""
     cache, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     depth, d = tl.arange(0, SPACE), tl.arange(0, DP)
     pdl_start(PDL)
@@ -325,8 +325,8 @@ def keep_path_kernel(
 
 
 class Pointers:
-    """Where the caches of some layers lie, on the device. Made once for each list of them: a graph cannot be captured
-    while one is."""
+    """Addresses of the caches of some layers, on the device. Made once per list of layers: it cannot be made during
+    capture."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, ...], Tensor] = {}

@@ -28,7 +28,7 @@ NUMBERS = ("m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "sums
 
 
 class WgmmaProblem(ctypes.Structure):
-    """What the kernel is told: `WgmmaProblem` of w4a16_wgmma.cu."""
+    """The kernel's parameters: `WgmmaProblem` of w4a16_wgmma.cu."""
 
     _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
 
@@ -101,13 +101,13 @@ class W4A16Wgmma(QuantGemmKernels):
 
 
 def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
-    """Whether the kernel knows this product; the device aside."""
+    """Whether the kernel supports this product, regardless of the device."""
     four = w.codes in (Codes.INT4, Codes.UINT4) and w.plane == 32 and w.per > 0 and w.factor is None
     return four and MAX_GEMV_TOKENS < x.shape[0] <= MAX_WGMMA_TOKENS and compared(x, w, extras)
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock) -> Flags:
-    """What the source is compiled with."""
+    """The compiler flags of the source."""
     flags: dict[str, int | str] = dict(
         NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated),
         ACT=ACTS[extras.act],

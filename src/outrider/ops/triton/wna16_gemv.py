@@ -42,13 +42,13 @@ VALUES = {  # of values.cuh, and the columns of a plane that they have there
 
 
 class GemvProblem(ctypes.Structure):
-    """What the kernel is told: `GemvProblem` of units.cuh."""
+    """The kernel's parameters: `GemvProblem` of units.cuh."""
 
     _fields_ = [(name, ctypes.c_uint if name == "magic" else ctypes.c_int) for name in NUMBERS]
 
 
 class WeightPointers(ctypes.Structure):
-    """Where a weight lies: `WeightPointers` of codes.cuh."""
+    """Addresses of a weight: `WeightPointers` of codes.cuh."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in POINTERS]
 
@@ -71,7 +71,7 @@ class WeightChunk:
         )
 
     def room_of_x(self, chunks: int, tokens: int) -> int:
-        """Bytes of so many chunks' columns, and of their sums by group where these are needed."""
+        """Bytes of the columns of this many chunks, and of their sums by group if these are needed."""
         return tokens * (chunks * self.columns * 2 + 64) + (
             chunks * self.groups * 4 * tokens_of(tokens) if self.has_zero_point else 0
         )
@@ -119,8 +119,7 @@ class WorkUnits:
 
 @lru_cache(maxsize=4096)
 def choose_block(units: WorkUnits, chunk: WeightChunk, tokens: int, sms: int, room: int) -> tuple[int, int] | None:
-    """Warps of the one block that a SM has, and bytes of its shared memory; None where x does not fit into the room
-    that a block may take."""
+    """Warps of the single block of an SM, and bytes of its shared memory; None if x does not fit."""
     x = chunk.room_of_x(units.widest(sms), tokens)
     for warps in (24, 16):
         shared = warps * 2 * chunk.stage + x
@@ -170,7 +169,7 @@ class WNA16Gemv(QuantGemmKernels):
 
 
 def supports(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
-    """Whether the kernel knows this product; the device aside."""
+    """Whether the kernel supports this product, regardless of the device."""
     return 0 < x.shape[0] <= MAX_GEMV_TOKENS and compared(x, w, extras)
 
 
@@ -222,7 +221,7 @@ def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, rows: int, warps: int) -> Flags:
-    """What the source is compiled with."""
+    """The compiler flags of the source."""
     flags: dict[str, int | str] = dict(
         TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0],
         HALF=int(w.half), PER=w.per,
