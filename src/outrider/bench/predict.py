@@ -50,7 +50,7 @@ class Hardware:
     kernel_us: float = 2.4  # in a CUDA graph, launched ahead of their inputs
     reach: float = 0.915  # of the bandwidth: 4.39 TB/s of an H200's 4.8
     rate_reach: float = 0.6
-    row_us: float = 1.0  # a layer and row beyond the first: wider tiles, more queries
+    row_us: float = 1.0  # per layer and row beyond the first: wider tiles, more queries
     overlaps: bool = True  # a GPU moves bytes while it multiplies; a CPU core does one after the other, nearly
 
 

@@ -111,7 +111,7 @@ class SplitLayout(TypedDict):
     memory_gb: float  # of each GPU
     plain_ms: float
     best_k: int
-    ms: float  # a token and user
+    ms: float  # per token and user
     tokens_per_second: float  # of all users
 
 

@@ -19,7 +19,7 @@ class PagePool:
     def __init__(self, count: int):
         self.count = count
         self.refs = [0] * count
-        # the next one to be handed out is the last; fresh ones come in ascending order
+        # the last one is allocated next; fresh ones are in ascending order
         self._free = list(range(count - 1, 0, -1))
 
     @property

@@ -39,7 +39,7 @@ class PrefixEntry:
     pages: dict[GroupName, int]  # 0: dropped
     children: int = 0
     used: int = 0
-    when: float = 0.0  # the same in seconds. Who uses a page uses those before it: none is older than what follows it
+    when: float = 0.0  # the same in seconds. A hit uses all pages before it too: none is older than its successors
 
 
 class PrefixCache:

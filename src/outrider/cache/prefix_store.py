@@ -192,7 +192,7 @@ class PrefixStore:
         keys = list(chain(root, tokens, (len(tokens) - 1) // size, size))
         self.touch(keys)
         bad = len(keys)
-        while bad:  # again with a shorter prefix where a page can't be had: it needs other pages of sliding windows
+        while bad:  # again with a shorter prefix if a page is missing: it needs other pages of sliding windows
             count = 0
             for number, key in enumerate(keys[:bad]):
                 known = kv.prefix.entries.get(key)

@@ -22,7 +22,7 @@ from .prefix import ROOT, PrefixCache
 from .prefix_store import PrefixStore
 from .swap import Swap, SwappedKV
 
-AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
+AT_ONCE = 32  # pages of shared prefixes that are evicted together: finding the oldest scans all
 
 
 def upload(
@@ -70,7 +70,7 @@ class CacheSpec:
     slots: int
     max_context: int
     page_size: int
-    chunk: int  # most positions written ahead of the committed length in one pass (prefill chunk or K + 1)
+    chunk: int  # maximum positions written ahead of the committed length in one pass (prefill chunk or K + 1)
     tokens: int
     # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
     window_tokens: int | None = None
@@ -84,7 +84,7 @@ class SeqCache:
     slot: int
     pages: dict[GroupName, SeqPages] = field(default_factory=dict)
     room: int = 0  # positions that are reserved
-    slid: int = -1  # the page of the committed length when sliding pages were last given back
+    slid: int = -1  # the page of the committed length when sliding pages were last freed
 
 
 class KVStore:
@@ -130,7 +130,7 @@ class KVStore:
         self._group_of: dict[int, GroupName] = {i: attn.group for i, attn in specs.items()}
         self._ahead: dict[GroupName, HugePageWarmer] = {}
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
-        # One row more than slots: it stays on the scratch page, for rows that fill up a batch.
+        # One row more than slots: it stays on the scratch page, for padding rows of a batch.
         self.tables: dict[GroupName, Tensor] = {
             name: torch.zeros((spec.slots + 1, width), dtype=torch.int32, device=self.device) for name in self.groups
         }
@@ -198,7 +198,7 @@ class KVStore:
 
     def _enter(self, seq: SeqCache) -> None:
         """Give the sequence its row of the page tables and add it to the running ones."""
-        self.flush()  # what was meant for the slot's last sequence must not come after this
+        self.flush()  # pending updates of the slot's last sequence must not be applied after this
         for name in self.groups:
             row = self.tables[name][seq.slot]
             row.zero_()

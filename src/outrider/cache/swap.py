@@ -48,7 +48,7 @@ class Swap:
         while len(self._free) < count:
             try:
                 self._free.append(torch.empty(self.block, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
-            except RuntimeError:  # the system gives no more: what there is must do
+            except RuntimeError:  # no more memory: use the existing blocks
                 self.most = self.made
                 return None
             self.made += 1

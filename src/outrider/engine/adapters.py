@@ -35,7 +35,7 @@ class AdapterPool:
         self.paths: dict[str, str] = {}
         self._loaded: dict[str, Adapter] = {}  # least recently used first
         self._names = weight_names(model)
-        self.slots: AdapterSlots | None = None  # those in use, where captured steps read them
+        self.slots: AdapterSlots | None = None  # adapters in use, at the addresses that captured steps read
         if model.ops.capabilities.adapter_slots:
             self.slots = AdapterSlots(max_adapters, model.dtype, model.device)
         self._lock = threading.Lock()

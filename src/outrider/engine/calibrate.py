@@ -48,6 +48,6 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
     finally:
         engine.runner.close_scratch()
     if path is not None:
-        with suppress(OSError):  # a cache that cannot be written is measured again next time
+        with suppress(OSError):  # without a writable cache the next start measures again
             table.save(path)
     return table

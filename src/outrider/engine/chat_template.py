@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-SECONDS, MEMORY, OUTPUT = 2.0, 512 << 20, 16 << 20  # of one rendering: processor time, bytes, characters
+SECONDS, MEMORY, OUTPUT = 2.0, 512 << 20, 16 << 20  # limits of one rendering: CPU time, bytes, characters
 LENGTH = struct.Struct("<I")  # bytes that follow
 # Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself
 # defines.
@@ -96,7 +96,7 @@ class TemplateProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # something else has ended it in the meantime
+            self._end()  # it has ended already
         if self._process is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self._process = subprocess.Popen([sys.executable, "-P", __file__], process_group=0, **pipes)  # type: ignore[call-overload]

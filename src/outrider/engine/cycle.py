@@ -87,10 +87,10 @@ class CycleInput:
 @dataclass
 class CycleOutput:
     verdict: Verdict
-    features: Tensor  # [B, H·(1 + taps)] at the last accepted position: what the next draft starts from
+    features: Tensor  # [B, H·(1 + taps)] at the last accepted position: the next draft's input
     logits: Tensor  # [R, V] as the model gave them, for logprobs
-    # What a drafter with K/V of its own is shown: the tapped layers' streams [R, H] of all rows, their view, and the
-    # token behind each; of a tree only the path, D + 1 rows a sequence, each at the position it has now.
+    # Inputs of a drafter with its own K/V: the tapped layers' streams [R, H] of all rows, their view, and the next
+    # token of each; for a tree only the path, D + 1 rows per sequence, each at its committed position.
     streams: tuple[Tensor, ...]
     kv: KVView
     following: Tensor

@@ -22,9 +22,9 @@ from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle, verify_coupled
 
-# guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
+# the host's tokens for one sequence: a draft, and before it as many tokens as the step in flight may add
 KNOWN = 2 * MAX_DRAFT + 1
-# how candidates are found: the cheapest that serves all rows
+# how candidates are found: the cheapest method for all rows
 Choosing = Literal["greedy", "sampled", "head 64", "head 1024", "sort"]
 FILTERS: dict[Choosing, Filters] = {
     "greedy": Filters(),
@@ -47,9 +47,9 @@ class Key:
     context: int  # no position of a replay may reach it
     choosing: Choosing
     source: DraftSource | None  # where drafts come from; None: K = 0
-    part: Literal["cycle", "draft"] = "cycle"  # draft: only the guess, which is left in Inputs.drafted
+    part: Literal["cycle", "draft"] = "cycle"  # draft: only the draft, which is written to Inputs.drafted
     asks: SamplingFeatures = NO_FEATURES
-    nodes: int = 0  # tokens of a tree of drafts, k deep; 0: a line of k
+    nodes: int = 0  # tokens of a draft tree, k deep; 0: a chain of k
     adapted: bool = False  # some sequences use adapters: their rows read Inputs.ranges
 
     @property
@@ -80,10 +80,10 @@ class Inputs:
 
     slots: Tensor  # int64 [N]
     limit: Tensor  # int64 [N] the K of the row
-    cap: Tensor  # int64 [N] where its length stops growing: 1 for rows that fill up
-    by_host: Tensor  # bool [N] the host guesses for this row
-    base: Tensor  # int64 [N] position of the newest token that the host knew when it guessed
-    guesses: Tensor  # int64 [N, KNOWN] what it expects behind that position
+    cap: Tensor  # int64 [N] where its length stops growing: 1 for padding rows
+    by_host: Tensor  # bool [N] the host drafts for this row
+    base: Tensor  # int64 [N] position of the newest token that the host knew when it drafted
+    guesses: Tensor  # int64 [N, KNOWN] the tokens it expects after that position
     drafted: Tensor  # int64 [N, MAX_DRAFT] left here by a graph of part "draft"
     ranges: Tensor  # int32 [2·N, 3] as ops.adapter_slots.row_ranges has them
 

@@ -29,7 +29,7 @@ class DraftPolicy:
     can: Capabilities
     max_context: int
     graphs: bool  # steps run as CUDA graphs
-    trees: bool  # the fastest executor runs trees at the price of their rows
+    trees: bool  # the fastest executor runs trees at the cost of their rows
 
     def plan(self, ready: list[Seq]) -> list[DraftPlan]:
         """Drafter and K of each decoding sequence: the requested K, else the controller's."""

@@ -77,7 +77,7 @@ class EagerExecutor(Executor):
         widths = tuple(item.plan.max_drafted for item in scheduled)
         if x.rows.k:
             draft = self.propose(scheduled, x, batch.trust)
-            # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than
+            # on a CPU reading the lengths is free, and the host builds trees anyway: verify no more rows than
             # were drafted
             if runner.device.type == "cpu" or draft.trees is not None or any(item.plan.nodes for item in scheduled):
                 ks = draft.lengths.tolist()
@@ -101,7 +101,7 @@ class EagerExecutor(Executor):
         if runner.drafter is not None and runner.drafter.kv_specs:
             runner.extend(scheduled, out.streams, out.kv, out.following)
         runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, out.verdict.counts)
-        tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
+        tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only host sync of a cycle
         emitted = [line[:n] for line, n in zip(tokens, counts)]
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
@@ -256,7 +256,7 @@ class EagerExecutor(Executor):
             return
         assert drafter is not None
         ids, unread = [f"scratch {i}" for i in range(batch)], READING if part.kind == "reading" else 0
-        for name in ids:  # time its round, not the reading of a text that it has read long before
+        for name in ids:  # time its round, not the reading of the text
             drafter.assume(name, [0] * max(0, context - unread))
         drafter.propose(self._draft_batch(ids, [[0] * (context + 1)] * batch, x), k).tokens.tolist()
         for name in ids:
@@ -272,7 +272,7 @@ def grammar_masks(matchers: Sequence[Matcher | None], trees: Sequence[DraftTree]
             paths = tree.ancestors
             for leaf in set(range(len(paths))) - set(tree.parents):
                 masks = unpacked(matcher.bits([tree.tokens[row - 1] for row in paths[leaf][1:]]), vocab)
-                # none for rows behind a draft that left the grammar: they are never reached
+                # none for rows after a draft that left the grammar: they are never reached
                 for row, allowed in zip(paths[leaf], torch.from_numpy(masks)):
                     mask[row] = allowed
         parts.append(mask)

@@ -37,7 +37,7 @@ from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
-USUAL = 4  # the K that a server is ready for where the controller chooses
+USUAL = 4  # the K that a server captures if the controller chooses
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Event:
     id: str
     tokens: list[int]
     kinds: list[str]  # accepted | corrected | bonus | plain
-    texts: list[str]  # what each token lets us show
+    texts: list[str]  # text emitted with each token
     logprobs: list[dict[int, float]] | None = None  # per token: {id: logprob}, the chosen one first
     finish_reason: str | None = None  # stop | length | abort | error
     stats: RequestStats | None = None  # with the last event
@@ -190,7 +190,7 @@ class Engine:
             raise OutriderError(f"there is no adapter {name[:60]!r}: this engine was loaded without adapters")
         adapter = pool.get(name)
         if pool.slots is not None:
-            pool.slots.reserve(adapter)  # here, so that only this request fails where memory is short
+            pool.slots.reserve(adapter)  # here, so that only this request fails if memory is short
         return adapter
 
     def abort(self, request_id: str) -> None:
@@ -233,7 +233,7 @@ class Engine:
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
         if self._pending is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
-            self._complete()  # a grammar's next masks hang on what was emitted
+            self._complete()  # a grammar's next masks depend on the emitted tokens
         if self.store.disk is not None:
             self.store.disk.drain()
         batch = self.scheduler.plan(self.policy.plan)
@@ -252,7 +252,7 @@ class Engine:
             if not executor.async_results:
                 self._complete()
         else:
-            self._complete()  # it was planned without knowing what the step in flight brings: plan anew
+            self._complete()  # it was planned before the step in flight was read: plan again
         while self.controller.warnings:
             log.warning(self.controller.warnings.pop(0))
         self._metrics.steps += 1

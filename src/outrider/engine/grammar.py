@@ -30,7 +30,7 @@ WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 # 0.02 to 0.5 ms; an ambiguous grammar takes longer with every token, 400 ms after forty of them, and all sequences of
 # the batch wait for it.
 MASK_SECONDS, MASK_BURST = 0.002, 0.25
-REHEARSED = 48  # tokens that a grammar is tried with before it is served
+REHEARSED = 48  # tokens that a grammar is tested with before it is served
 
 
 class GrammarMatcher:
@@ -41,7 +41,7 @@ class GrammarMatcher:
 
     def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._start, self._inner = start, start.deep_copy()
-        self._taken: list[int] = []  # what was committed, to come back here from a draft that broke the parser
+        self._taken: list[int] = []  # committed tokens, to restore the state after a draft broke the parser
         self._vocab = vocab_size
         self._eos = list(eos_ids)
         self._masks, self._spent = 0, 0.0  # computed so far, and their processor time
@@ -65,7 +65,7 @@ class GrammarMatcher:
                 break
             consumed += not ended
             self._fill(bits[valid + 1])
-            # too complex behind this token: plain decoding may never go there, so the draft ends before it
+            # too complex after this token: plain decoding may never reach it, so the draft ends before it
             if self.failed is not None:
                 bits[valid + 1] = -1
                 break

@@ -23,9 +23,9 @@ from .decode import Choosing, Key
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NEAR, FURTHER = 2048, 4  # positions of the nearest context, and how many times as far the next one reaches
-FAR_BATCH = 16  # sequences that a server has the second context for from the beginning
-OFTEN, FEW = 64, 8  # steps; sequences that cost about what one costs
-WAYS: tuple[Choosing, ...] = get_args(Choosing)  # the later ones do what the earlier ones do, and more
+FAR_BATCH = 16  # sequences for which a server captures the second context at start
+OFTEN, FEW = 64, 8  # steps; sequences that cost about as much as one
+WAYS: tuple[Choosing, ...] = get_args(Choosing)  # each includes the features of the earlier ones
 
 
 def covers(there: Key, wanted: Key) -> bool:

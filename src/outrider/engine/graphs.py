@@ -43,7 +43,7 @@ NODES = 7, TIMED
 # Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split
 # of the keys.
 TOGETHER, APART = 8, 1 << 18
-ALARM_EVERY = 64  # steps between two looks at a drafter's alarm, which costs a copy
+ALARM_EVERY = 64  # steps between two checks of a drafter's alarm, which costs a copy
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -71,7 +71,7 @@ class GraphPlan(Plan):
 
     graph: CapturedGraph | None = None
     context: int = 0  # positions that the step itself needs a graph for, as the cost table counts them
-    draft: CapturedGraph | None = None  # the drafts alone, which run first where a grammar's masks hang on them
+    draft: CapturedGraph | None = None  # the drafts alone, which run first if a grammar's masks depend on them
 
 
 def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
@@ -119,10 +119,10 @@ class GraphExecutor(Executor):
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         self.state = State.of(runner.features, runner.slot_sampling)
         self.inputs = Inputs.of(self.device, self.idle, capabilities.graph_batches[-1])
-        # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
+        # int32 [rows, V / 32]: masks of the rows of a step, allocated with the first grammar
         self.bits: Tensor | None = None
         pool = GraphPool(self.device)
-        # What is refused had something special in it and could not be captured: those steps are eager.
+        # Refused keys use a feature that could not be captured: those steps are eager.
         self.cache: GraphCache[Key, CapturedGraph] = GraphCache(self.device, pool)
         self.prefill_graphs = PrefillGraphs(runner, pass_rows, pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
@@ -134,10 +134,10 @@ class GraphExecutor(Executor):
         self.widths = tuple(sorted({*capabilities.graph_widths, longest}))  # K of the graphs
         drafted = (next(w for w in self.widths if w >= k) for k in widths)
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
-        self._preparing = False  # what is captured is not needed for this step: if it fails, it is done without
+        self._preparing = False  # this capture is optional: a failure is ignored
         self._slots_version = self._sampling_version = 0  # of adapters' and of sampling's tensors that graphs read
         self.fixed = False  # requests are being served: capture only if no graph fits
-        self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
+        self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and the number of such steps
 
     # ---- planning: which graph, captured if there is none
     def plan(self, batch: StepBatch) -> GraphPlan | None:
@@ -206,7 +206,7 @@ class GraphExecutor(Executor):
             source = self._source(scheduled)
         furthest = max(item.start + 1 + item.seq.num_inflight_tokens for item in scheduled)
         nodes = self._nodes(scheduled, k, furthest) if source == "drafter" and asks == NO_FEATURES else 0
-        # A server may run lines in a graph of more drafted tokens, which writes K/V of as many positions.
+        # A server may run chains in a graph of more drafted tokens, which writes K/V of as many positions.
         beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
         adapted, batch = any([item.seq.adapter is not None for item in scheduled]), self.can.bucket(len(scheduled))
         return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted)
@@ -265,7 +265,7 @@ class GraphExecutor(Executor):
         step = DecodeStep(model, runner.store, self.drafter, self.state, self.inputs, key, out, bits)
 
         def once() -> None:
-            step()  # its logits are not kept: they would hold the graph's memory
+            step()  # its logits are not kept: they would keep the graph's memory alive
 
         graph = self.cache.capture(key, once, self.runner.divided)
         if isinstance(graph, str):

@@ -33,12 +33,12 @@ class HostExecutor(Executor):
         self.runner, self.cycle, self.metrics = runner, cycle, metrics
         drafter = runner.drafter
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
-        # its drafts are made operation by operation, and it is shown every pass
+        # it drafts operation by operation, and reads every pass
         self.eager = EagerExecutor(runner, "coupled", metrics) if drafter is not None and drafter.kv_specs else None
         calls = cycle.drafts or self.ahead is not None or self.eager is not None
         own = (drafter.name,) if drafter is not None and calls else ()
         self.trees = cycle.drafts
-        self.drafters = (None, "ngram", *own)  # whose drafts the call can take
+        self.drafters = (None, "ngram", *own)  # drafters that the call supports
         self._probes: dict[int, SamplingBatch] = {}
 
     def plan(self, batch: StepBatch) -> Plan | None:
@@ -46,12 +46,12 @@ class HostExecutor(Executor):
             seq = item.seq
             if seq.altered or item.plan.drafter not in self.drafters:
                 return None
-            if item.plan.nodes and not seq.request.params.temperature_only:  # the library's trees know no filters
+            if item.plan.nodes and not seq.request.params.temperature_only:  # the library's trees have no filters
                 return None
             if seq.adapter is not None and not self.cycle.takes(seq.adapter):
                 return None
             if item.plan.nodes and self.eager is not None:
-                return None  # the call takes no trees from outside
+                return None  # the call does not accept given trees
         return Plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:
@@ -133,7 +133,7 @@ class HostExecutor(Executor):
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """A verify pass of given drafts; or a whole cycle, which includes the draft."""
-        sampling = self._probes.get(batch)  # built once for a batch, not once a cycle, as in earnest
+        sampling = self._probes.get(batch)  # built once per batch, not per cycle, as in real steps
         if sampling is None:
             params = [SamplingParams()] * batch
             sampling = sampling_batch(params, [[0]] * batch, [[]] * batch, self.runner.vocab, self.runner.device)

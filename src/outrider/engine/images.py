@@ -172,7 +172,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         content = message.get("content")
         if isinstance(content, list | tuple):
             content = [_part(part, images) for part in content]
-            if not any(part.get("type") == "image" for part in content):  # templates of text models know texts only
+            if not any(part.get("type") == "image" for part in content):  # templates of text models support text only
                 content = "".join(str(part.get("text", "")) for part in content)
         out.append({**message, "content": content})
     return out, images

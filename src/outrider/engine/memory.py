@@ -25,8 +25,8 @@ from .prefill_budget import max_prefill_rows
 
 UNKNOWN = 1 << 62  # bytes, if the system does not report how many are free
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
-SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
-USUAL = 4096  # tokens; no default is less, unless the model is
+SHARE = 8  # one sequence's K/V may take an eighth of the free memory by default
+USUAL = 4096  # tokens; the smallest default, unless the model's limit is lower
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
 # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
 SUMMED, PIECES = 65, 88
@@ -37,7 +37,7 @@ class KVBudget:
     max_context: int  # prompt and answer of one sequence
     tokens: int  # positions of K/V of full layers in all
     window_tokens: int | None = None  # of sliding layers; None: as many as all slots can ever hold
-    pass_rows: int = 0  # of the largest pass over prompts that is captured as a CUDA graph
+    pass_rows: int = 0  # rows of the largest prefill pass captured as a CUDA graph
 
     @classmethod
     def of(
@@ -159,11 +159,11 @@ def _divided(
     page = config.page_size
     held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
     chunk = config.prefill_chunk or 1024
-    # What prompts write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k. Fewer leave
-    # prompts more.
+    # Space for prompts to write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k.
+    # Fewer sequences leave more for prompts.
     spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
     served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
-    if full:  # one sequence must be able to have the whole context, however few others then fit
+    if full:  # one sequence must be able to use the whole context, even if few others then fit
         left = budget - spare * sliding - (asked + page) * full
         served = max(1, min(served, left // max(1, held * sliding))) if sliding else served
     window_tokens = served * held + spare

@@ -23,16 +23,16 @@ class Metrics(Counts):
     steps: int = 0
     drafter_failures: int = 0
     preemptions: int = 0
-    swapped_out: int = 0  # of them, whose K/V was kept on the host,
-    swapped_in: int = 0  # and brought back
-    swap_bytes: int = 0  # that they take there now
+    swapped_out: int = 0  # of them, those whose K/V was swapped to the host,
+    swapped_in: int = 0  # and swapped back
+    swap_bytes: int = 0  # host memory in use now
     prefix_pages_read: int = 0  # pages of K/V read back from the prefix store,
     prefix_pages_written: int = 0  # and written to it
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
     running: int = 0
     waiting: int = 0
-    kv_bytes: int = 0  # memory that K/V holds
+    kv_bytes: int = 0  # memory in use by K/V
     free_pages: dict[str, int] = field(default_factory=dict)
 
     def count(self, seq: Seq, emitted: int, brought: Emitted) -> None:

@@ -33,20 +33,18 @@ class ModelRunner:
     model: Target
     store: KVStore
     drafter: Drafter | None
-    features: (
-        Tensor  # [slots + 1, H·(1 + taps)]: what a draft starts from; the last row is for rows that fill up a batch
-    )
+    features: Tensor  # [slots + 1, H·(1 + taps)]: the drafter's inputs; the last row is for padding rows
     eos: tuple[int, ...]
     clock: Callable[[], float]
     prompt_seconds: float = 0.0  # spent on prompts so far
-    divided: bool = False  # other processes run the same steps: where one of them fails none may go its own way
+    divided: bool = False  # other processes run the same steps: if one of them fails, all must fail
     scratch: list[SeqCache] = field(default_factory=list)  # sequences without a request, for timing steps
-    adapters: AdapterPool | None = None  # None: this engine takes none
+    adapters: AdapterPool | None = None  # None: this engine has no adapters
     scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # called before a text is scored
     slot_sampling: SlotSampling = field(init=False)
     _joined: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `slot_sampling` holds, by slot
-    _sampled: list[Seq] = field(default_factory=list)  # the batch that was asked for last,
-    _sampling: SamplingBatch | None = None  # and its rows; None: they have moved on inside a graph
+    _sampled: list[Seq] = field(default_factory=list)  # the last batch,
+    _sampling: SamplingBatch | None = None  # and its rows; None: a graph has updated them
 
     def __post_init__(self) -> None:
         self.slot_sampling = SlotSampling(self.features.shape[0], self.vocab, self.eos, self.device)

@@ -17,7 +17,7 @@ from .text import Detokenizer, overlap
 class Accepted(NamedTuple):
     """The tokens of a cycle that belong to the output: the first len(`texts`) of them."""
 
-    # what each token lets us show; "" while it may be half a character or the beginning of a stop string
+    # text emitted with each token; "" while it may be half a character or the start of a stop string
     texts: list[str]
     finish: str | None = None  # stop | length | error
     error: str | None = None

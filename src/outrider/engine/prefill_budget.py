@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ..ops.backend import Capabilities
 
 LONGER = 2.3  # times a step without prompts; streams notice three
-FEW = 64  # rows: a pass of fewer takes what reading the weights takes, which says nothing of a row
-OLD = 0.85  # what the last measurement leaves of those before it
-WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: few numbers of rows to have kernels for
-PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
-FEWEST = 2048  # rows of such a pass, however long it takes: with fewer the matrix units would wait for memory
-# rows of captured passes over prompts: from 256 on a fifth at most fills up
+FEW = 64  # rows: a smaller pass is bound by reading the weights, so it does not show the cost of a row
+OLD = 0.85  # decay of earlier measurements
+WHOLE = 256  # budgets are multiples of this if many sequences wait: few numbers of rows to compile kernels for
+PASS = 1.25e14  # operations of a prefill pass, a quarter of a second on an H200: the longest delay of running streams
+FEWEST = 2048  # minimum rows of such a pass: with fewer the tensor cores would wait for memory
+# rows of captured prefill passes: from 256 on at most a fifth is padding
 ROWS = (16, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-LAUNCHING = 1.6e13  # operations of 30 ms on an H200, which the host takes at least to launch a pass kernel by kernel
-LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # of these, what a server captures before its first request
+LAUNCHING = 1.6e13  # operations in 30 ms on an H200, the host's minimum time to launch a pass kernel by kernel
+LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # those that a server captures before its first request
 
 
 @dataclass
@@ -36,10 +36,10 @@ class PrefillBudget:
     """Prompt tokens per step."""
 
     chunk: int  # of one sequence
-    batched: int = 0  # of all, where many wait for their prompt; 0: never more than a chunk and a quarter
-    idle: int = 0  # of all, where no sequence decodes, or at least a fifth of all sequences wait for their prompt
-    with_decodes: int = 0  # of all next to sequences that decode, until prompts may be packed; 0: a chunk
-    choices: Sequence[int] = ()  # what `with_decodes` may become
+    batched: int = 0  # of all, if many wait for prefill; 0: never more than a chunk and a quarter
+    idle: int = 0  # of all, if no sequence decodes, or at least a fifth of all sequences wait for prefill
+    with_decodes: int = 0  # of all in a step with decoding sequences, until prompts may be packed; 0: a chunk
+    choices: Sequence[int] = ()  # possible values of `with_decodes`
     _least: int = field(init=False)  # `with_decodes` never falls below a quarter of what it was, or, where that was few
     _few: int = field(init=False)  # to begin with (a CPU), below all of it; `_few`: fewer rows say nothing of a row
     _plain: float = 0.0  # seconds of a step without prompts

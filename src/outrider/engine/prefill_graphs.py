@@ -32,10 +32,10 @@ from .step import ScheduledSeq
 
 log = logging.getLogger("outrider")
 SEQUENCES = (8, 64)
-NEAR = 1024  # positions: a pass that stays below them is a graph of its own, since attention has faster kernels there
+NEAR = 1024  # positions: passes below have separate graphs, since attention has faster kernels there
 # A server captures LIKELY before the first request comes, for few sequences and any context; some of it also for the
-# near context, and for many sequences up to FAR positions, since attention keeps sums of every last row by pieces of
-# its context.
+# near context, and for many sequences up to FAR positions, since attention keeps partial sums of every last row by
+# splits of its context.
 NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
 
 
@@ -61,7 +61,7 @@ class PrefillGraphs:
         self.most, self.furthest = most, furthest(runner.store)
         self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
         self.fixed = False  # requests are being served: no further captures
-        self.ran = 0  # rows so far, with those that filled passes up
+        self.ran = 0  # rows so far, with padding
         self._numbers = torch.zeros(
             size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device
         )

@@ -105,7 +105,7 @@ class Scheduler:
             if beside:
                 count = min(count, half if len(waiting) > 1 and not batch.prompts else budget)
             planned, count = count, seq.chunk_end(start, start + count) - start
-            unbroken = count > planned  # an image that may not be cut: the budget gives way, or it would never run
+            unbroken = count > planned  # an image that may not be split: the budget is exceeded, or it would never run
             if count <= 0 or (count > budget and batch.prompts and not unbroken):
                 continue
             if self._reserve(seq, start + count):
@@ -148,7 +148,7 @@ class Scheduler:
             if not self.cache.fits(seq.cache, len(seq.tokens)):
                 self.cache.close(seq.cache)
                 seq.cache = None
-                return  # it waits until pages come free
+                return  # it waits until pages are free
             seq.computed, seq.has_features = hit, False
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, hit)
             self.waiting.popleft()

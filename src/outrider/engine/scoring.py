@@ -17,11 +17,11 @@ from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .engine import Engine
 
-ROWS = 64  # positions at once
+ROWS = 64  # positions per pass
 
 
 class ScoringJob(ABC):
-    logits = False  # it asks for the logits of each position, not for its hidden state
+    logits = False  # it needs the logits of each position, not its hidden state
     adapter: Adapter | None = None
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
@@ -68,7 +68,7 @@ class Scorer(ScoringJob):
     logits = True
 
     def __init__(self, tokens: Sequence[int], top: int) -> None:
-        super().__init__(tokens, len(tokens) - 1)  # after the last token nothing is asked
+        super().__init__(tokens, len(tokens) - 1)  # nothing is needed after the last token
         self._top = top
         # per token {id: logprob}, itself first; the first token has none
         self.entries: list[dict[int, float] | None] = [None]

@@ -24,10 +24,10 @@ class SharedEngine:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._turns = threading.Condition()
-        self._stepping = False  # one of the callers makes a step
+        self._stepping = False  # one of the callers runs a step
         self._joining = 0  # callers that wait to submit requests
         self._waiting = 0  # callers that wait for another caller's step
-        self._boxes: dict[str, Box] = {}  # by request: where its caller looks
+        self._boxes: dict[str, Box] = {}  # by request: the queue that its caller reads
         self._left: deque[str] = deque()  # requests whose callers are gone
 
     def run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:

@@ -108,7 +108,7 @@ class SpecialTokenGuard:
             raise OutriderError("a message holds every private-use character there is: leave some out") from None
 
     def _encode_apart(self, written: str, back: Mapping[str, str]) -> list[int]:
-        with self._lock:  # making the twin takes seconds and memory: once, however many ask
+        with self._lock:  # making the copy takes seconds and memory: once for all threads
             twin, names = self._twin
         pieces, at = [], 0
         for match in self._all.finditer(written):

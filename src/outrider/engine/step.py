@@ -29,10 +29,10 @@ class Request:
     id: str
     prompt: list[int]
     params: SamplingParams
-    draft_tokens: int | None = None  # None: as the engine is set
+    draft_tokens: int | None = None  # None: the engine's setting
     drafter: bool | str = True  # False: plain decoding; a name: only that drafter
-    hint: tuple[int, ...] = ()  # what the answer may look like: copied from for drafts, never for answers
-    tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are lines; None: as the engine is set
+    hint: tuple[int, ...] = ()  # predicted output: a source of draft tokens only
+    tree: int | None = None  # maximum tokens per draft tree; 0: chains; None: the engine's setting
     namespace: bytes = b""  # prefixes are shared within a namespace only
     adapter: str | None = None  # the name of a loaded adapter; None: the base model
     images: tuple[ImageSpan, ...] = ()  # in the order of their positions in the prompt
@@ -60,8 +60,8 @@ class Seq:
     tokens: list[int]
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
-    adapter: Adapter | None = None  # what its rows use next to the weights; held until it ends
-    swapped_kv: SwappedKV | None = None  # what the host keeps of its K/V, while it waits to run again
+    adapter: Adapter | None = None  # its LoRA adapter; held until it ends
+    swapped_kv: SwappedKV | None = None  # its K/V in host memory, while it is preempted
     # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
     has_features: bool = False
     # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
@@ -70,7 +70,7 @@ class Seq:
     first_token_at: float | None = None
     restoring: Iterator[None] | None = None  # reads its prefix back from disk, a part per step, before it is admitted
     paused: bool = False  # its output is not being read
-    num_inflight_tokens: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
+    num_inflight_tokens: int = 0  # maximum tokens that a step in flight may add (the host reads one step behind)
     answer: OutputProcessor = field(init=False)  # the engine's own data: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
     altered: bool = field(init=False)  # history or masks change its logits before a token is chosen
@@ -190,8 +190,8 @@ class PendingStep:
     batch: StepBatch
     holders: list[SeqCache]
     began: float  # when its decode rows were started: prompt chunks come before
-    rows: int = 0  # of prompts in this step, with those that only filled up a captured pass
-    width: float = 0.0  # drafted tokens a sequence, as the cost table counts them
+    rows: int = 0  # prompt rows of this step, with the padding of captured passes
+    width: float = 0.0  # drafted tokens per sequence, as the cost table counts them
     context: int = 0  # positions, likewise
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
     inflight_tokens: list[int] = field(default_factory=list)
@@ -201,7 +201,7 @@ class PendingStep:
 class Executor(Protocol):
     name: str
     async_results: bool = False  # its steps are read after the next one was launched; otherwise at once
-    trees: bool = False  # drafts that branch cost no more here than their rows: so the controller may ask for them
+    trees: bool = False  # trees cost no more here than their rows, so the controller may choose them
 
     def plan(self, batch: StepBatch) -> Plan | None:
         """How this step would run here, with everything prepared for it; None: it cannot."""

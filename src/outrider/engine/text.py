@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 Messages = Sequence[Mapping[str, Json]]
-LONG = 8 << 10  # characters of a text that is worth another process
+LONG = 8 << 10  # characters from which a text is encoded in another process
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -177,7 +177,7 @@ class Tokenizer:
             return self.with_image_text(self._template.render(given) if elsewhere is None else elsewhere(given))
         except OutriderError:
             raise
-        except Exception as error:  # a template is a foreign program: whatever it does is bad input
+        except Exception as error:  # a template is untrusted code: any failure is bad input
             raise OutriderError(
                 f"the chat template refused these messages: {' '.join(str(error).split())[:200]}"
             ) from None
@@ -202,7 +202,7 @@ class Detokenizer:
         self.tokenizer, self.keep_special = tokenizer, keep_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space and len(prompt) == 0
-        self._whole = True  # no half a character is kept
+        self._whole = True  # no partial character is kept
 
     def push(self, ids: Iterable[int]) -> str:
         tokenizer, text = self.tokenizer, ""

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ..types import MAX_DRAFT
 
-PLANNING = 2e-4  # seconds a step that planning a batch takes while it drafts
+PLANNING = 2e-4  # seconds per step for planning a batch that drafts
 Array = NDArray[np.float64]
 
 

@@ -32,7 +32,7 @@ SlotStep = Callable[[int, Tensor | slice, Tensor, Tensor | slice], tuple[Tensor 
 
 
 class BlockDrafter(Drafter):
-    # A confidence is taken at its word until it was observed; acceptance by position as the papers' chat tasks have it.
+    # A confidence counts as the acceptance until measured; acceptance by position is that of the papers' chat tasks.
     in_graph = True
     profile = AcceptanceProfile("", (0.72, 0.7, 0.7, 0.7), tuple((i + 0.5) / BINS for i in range(BINS)), 0)
 
@@ -60,7 +60,7 @@ class BlockDrafter(Drafter):
             tokens = made.tokens if not more else F.pad(made.tokens, (0, more))
             return Draft(tokens, made.lengths, q if q is None or not more else F.pad(q, (0, 0, 0, more)))
         size = len(batch.ids)
-        sure: list[Tensor] = []  # by step, where a head says it
+        sure: list[Tensor] = []  # by step, if there is a confidence head
         columns: Tensor | None = None  # ids of the columns of the last logits [B, N]
         confidence = torch.zeros((size, k), device=batch.last.device)
         lengths, path, live = [wide] * size, [1.0] * size, [True] * size

@@ -34,7 +34,7 @@ OFF = 1 << 40  # a top-k that keeps everything
 ANY = -2  # in a bad word's prefix: matches any token
 MASS = float(1 << 40)  # fixed point of top-p; 2^40 · V stays below 2^63
 HEAD = 256  # candidates tried before sorting the whole vocabulary (CPU, top-p without top-k)
-GUESS_HEAD = 512  # candidates a drafter's filter looks at: a guess need not be exact
+GUESS_HEAD = 512  # candidates of a drafter's filter: a draft need not be exact
 DRAFT_SALT, VERIFY_SALT = 0x6A09E667F3BCC909, 0x3C6EF372FE94F82B  # separate streams for rejection's randomness
 STREAM = 0x1E3779B97F4A7C15  # odd: one stream per start position
 
@@ -72,7 +72,7 @@ class Filters:
     any: bool = False  # some sequence filters: by top-k, top-p or min-p
     top_k: bool = False
     top_p: bool = False
-    # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
+    # how many candidates are sure to hold every sequence's top-k; None: some sequence has top-p without top-k
     head: int | None = 1
 
 
@@ -142,7 +142,7 @@ class SamplingBatch:
             kept = z.scatter_add(
                 1, self.stops.ids[row_seq], torch.where(early[:, None], self.stops.values[row_seq], 0.0)
             )
-            # where only a stop token is left (a finished grammar), min_tokens gives way
+            # if only a stop token is left (a finished grammar), min_tokens is ignored
             z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
         if self.any_sampled:
             z = z / self.temperature[row_seq][:, None]
@@ -271,7 +271,7 @@ class SamplingBatch:
         if head is None:
             head = GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab
         floor, enough = self._floor(z, row_seq, cut, min(head, vocab))
-        # on the CPU a look at the result is free: the whole vocabulary is sorted only when the head was too short
+        # on the CPU reading the result is free: the whole vocabulary is sorted only if the head was too short
         if exact and self.filters.head is None and head < vocab and not bool(enough.all()):
             floor, _ = self._floor(z, row_seq, cut, vocab)
         return z.masked_fill(z < floor[:, None], -math.inf)

@@ -55,7 +55,7 @@ class Controller:
         self._prior, self._trust, self._counts = dict(prior or {}), dict(trust or {}), dict(counts or {})
         self._shared: dict[Source, DrafterStats] = {}
         self._seqs: dict[str, SeqState] = {}
-        self.warnings: list[str] = []  # each said once, in the order they were noticed
+        self.warnings: list[str] = []  # each reported once, in the order of detection
         self._told: set[tuple[str, str]] = set()
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
@@ -97,7 +97,7 @@ class Controller:
                 if probe is not None:
                     plans[i] = self._maybe_probe(view, seq, probe, self.cost.curve(probe.drafter, size, context))
                 if plans[i].k:
-                    break  # one probe a cycle, since the neighbours of a probe pay for it too
+                    break  # one probe per cycle, since the whole batch pays for it
         self._note(seqs, states, plans, context)
         self._hold(seqs, states, plans)
         return plans
@@ -178,7 +178,7 @@ class Controller:
 
     def _yield(self, seq: SeqState, source: Source, shared: DrafterStats, times: Sequence[float]) -> float:
         """Tokens per second of drafts that end themselves in this request."""
-        # nothing was drafted yet: start from what the best fixed K would bring by the card
+        # nothing was drafted yet: start from the gain of the best fixed K by the profile
         if shared.worth is None:
             expected = self._expected(seq, source, shared)
             k = max(range(1, len(expected)), key=lambda j: expected[j] / times[j])
@@ -202,7 +202,7 @@ class Controller:
         if not choice.nodes:
             return choice._replace(stop=stop, drop=drop)
         prices = tuple(rate * (t - verify[0]) for t in verify)
-        return choice._replace(stop=stop, drop=drop / 2, prices=prices)  # prices do the dropping
+        return choice._replace(stop=stop, drop=drop / 2, prices=prices)  # costs decide the dropping
 
     def _offer(self, view: DraftContext, name: str) -> tuple[int, Source, DrafterStats] | None:
         """How many tokens this drafter may offer, its statistics' source, and its estimate; None: it has nothing to
@@ -240,7 +240,7 @@ class Controller:
 
     def _add_stats(self, source: Source) -> DrafterStats:
         name, tuning = source.drafter, self.tuning
-        if source.adapter:  # what the base model taught is where it starts, and is soon outweighed
+        if source.adapter:  # it starts from the base model's statistics, which are soon outweighed
             base = self._stats(source._replace(adapter=""))
             known = [other for other in self._shared if other.adapter and other[:2] == source[:2]]
             if len(known) >= tuning.adapters:
@@ -248,7 +248,7 @@ class Controller:
             free = self.cost.free(name)
             made = DrafterStats(tuning, base.a, None if free else base.trust, None if free else ())
         else:
-            unknown = name not in self._prior and not self.cost.free(name)  # neither a card nor copies of earlier text
+            unknown = name not in self._prior and not self.cost.free(name)  # neither a profile nor an n-gram drafter
             prior = tuning.ngram_prior[source.match] if name == "ngram" else tuning.default_prior
             counts = self._counts.get(name, () if unknown else None)
             made = DrafterStats(tuning, self._prior.get(name, prior), self._trust.get(name), counts)
@@ -333,7 +333,7 @@ class Controller:
                         cap = self._risk(seq, shared, times, cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else tuning.rival):
                             row, owner = expected[: cap + 1], name
-                # a K beyond the cap yields nothing, and so is never chosen
+                # a K beyond the cap yields nothing, so it is never chosen
                 rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))
                 owners.append(owner)
             if (runs is not None and runs not in owners) or not any(owners):
@@ -394,7 +394,7 @@ class Controller:
     def _apply_observations(self) -> None:
         """Learn from the observations since the last plan, several cycles at once: between two passes over the weights
         all code is out of the CPU caches, and the second call of a function costs a fraction of the first."""
-        told, self._untold = self._untold, []  # each once, whatever comes of it
+        told, self._untold = self._untold, []  # each once, even if one raises
         for learn in told:
             learn()
 
@@ -425,18 +425,18 @@ class Controller:
             if drafter in seq.yields:
                 seq.yields[drafter].add(accepted + 1, drafted, steps, tuning.request_keep)
         if tree is not None and confidence is not None:
-            # Its main chain teaches what a chain would have; the branches, what they are worth.
+            # Its main chain counts like a chain; its branches measure the value of branches.
             for j, right in tree.judged():
                 shared.judge(confidence[j], right)
             drafted, accepted, confidence = tree.chain, tree.chain_accepted, confidence[: tree.chain]
-        elif tree is not None:  # a main chain left out for other branches was not believed in: it counts as refused
+        elif tree is not None:  # a main chain left out for other branches had a low confidence: it counts as rejected
             shared.branched(accepted, tree.chain_accepted)
             drafted, accepted = max(tree.chain, seq.planned), tree.chain_accepted
-        # A plan that was made before the last may have been run again: it drafted, if not a token.
+        # An earlier plan may have been run again: it may have drafted, even if no token was verified.
         planned = max(1, seq.planned, drafted)
         shared.add(planned, drafted, accepted, confidence)
         arm = seq.arms.get(source) or seq.arms.setdefault(source, PositionStats())
-        # A draft that ended itself emits no more than one that was refused at that place, so it counts as refused
+        # A draft that ended itself emits no more than one that was rejected at that place, so it counts as rejected
         # there.
         arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, tuning.request_keep)
         seq.expected.pop(source, None)

@@ -29,9 +29,9 @@ from .plan import CostPart
 WIDTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, WIDTH entries
 FORMAT = 7  # of stored tables: raised when what is timed changes, or how
-DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
-CELL_GAIN = 0.15  # share that is put down to the cell, where the step before was of another kind
-CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
+DRIFT_GAIN = 0.1  # share of a deviation that is attributed to the machine
+CELL_GAIN = 0.15  # share that is attributed to the cell, if the step before was of another kind
+CLAMP = 0.25  # log of the largest deviation applied at once: one interrupted step must not move the table
 REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
 
@@ -164,7 +164,7 @@ class CostTable:
         if factor is not None:
             curve = [t * f for t, f in zip(curve, factor, strict=True)]
         if base is not None:
-            curve[0] = plain * base[0]  # a plain step takes as long, whichever drafter does not draft in it
+            curve[0] = plain * base[0]  # a plain step takes as long with any drafter
         return monotone(curve)
 
     def _contextual(self, batch: int, context: int) -> Curve:
@@ -211,10 +211,10 @@ class CostTable:
         part = self._part(drafter, tree)
         cell = min(MAX_DRAFT, max(0, round(k)))
         if part is not None and cell == 0:
-            return  # what was drafted was left out again: neither a plain step nor a draft of any width
+            return  # the draft was dropped before verification: neither a plain step nor a draft of any width
         predicted = mixed if mixed is not None else at_k(self.curve(drafter, batch, context, tree), k)
         surprise = math.log(seconds / predicted) - self.drift
-        if self.observed == 0:  # the table may come from another day: all of the first surprise is the machine's
+        if self.observed == 0:  # the table may be old: the first deviation is attributed to the machine altogether
             self.drift, self.observed, self._last = surprise, 1, (part, batch, cell)
             return
         surprise = min(CLAMP, max(-CLAMP, surprise))
@@ -239,7 +239,7 @@ class CostTable:
         expensive would never be tried again."""
         factor = self._factor.setdefault((part if cell else None, knot), [1.0] * WIDTH)
         gain = math.exp(log_gain)
-        for k in range(1, WIDTH) if cell else (0,):  # a plain step says nothing of drafted ones, nor they of it
+        for k in range(1, WIDTH) if cell else (0,):  # a plain step does not predict drafted ones, nor the reverse
             share = gain if k >= cell else math.exp(log_gain * 0.5 ** (cell - k))
             factor[k] = min(4.0, max(0.25, factor[k] * share))
 

@@ -27,7 +27,7 @@ from .drafter import DraftBatch, Drafter, HostDraftRequest, Score, draft_round
 from .protocols import Target
 
 PAGE = 32
-CHUNK = 512  # most tokens of one sequence in a pass while catching up
+CHUNK = 512  # maximum tokens of one sequence in a pass while catching up
 # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
 READ, READ_BESIDE = 256, 64
 NEAR = 16  # tokens that such a round reads itself
@@ -64,7 +64,7 @@ class Track:
         """The latest of its tokens that are not on the shortlist."""
         for token in tokens[self.looked :]:
             if not known[token]:
-                self.unlisted.pop(token, None)  # the latest stand last
+                self.unlisted.pop(token, None)  # the latest are last
                 self.unlisted[token] = None
         self.looked = len(tokens)
         while len(self.unlisted) > BESIDE:

@@ -41,7 +41,7 @@ class DraftBatch:
     last: Tensor  # int64 [B] the newest token
     position: Tensor  # int64 [B] its position: L - 1, which is also how many positions of K/V are committed
     features: Tensor  # [B, H·(1 + taps)] the target's hidden state at position L - 2, then the tapped streams
-    kv: KVView  # one row a sequence at position L - 2, the last one the target has seen
+    kv: KVView  # one row per sequence at position L - 2, the last one the target has seen
     sampling: SamplingBatch  # temperature and noise, to guess as the target will choose
     # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
     own_noise: bool

@@ -56,7 +56,7 @@ class NgramIndex:
         if not self.match():
             return [], 0
         known = self.tokens
-        period = len(known) - self._place  # a copy that reaches the end goes round: the text repeats itself
+        period = len(known) - self._place  # a copy that reaches the end wraps around: the text repeats itself
         return [known[self._place + i % period] for i in range(k)], self._length
 
     def _match(self) -> None:

@@ -20,16 +20,16 @@ class DraftContext(NamedTuple):
     """The controller's input for a sequence before its next cycle."""
 
     id: str
-    drafter_available: Mapping[str, int]  # most tokens each could offer now (an n-gram drafter: 0 without a match)
+    drafter_available: Mapping[str, int]  # maximum tokens each could draft now (an n-gram drafter: 0 without a match)
     match_len: int  # length of the suffix that the n-gram drafter found again
     remaining: int  # tokens that may still be emitted
     context: int
     # Its K is given by the request, so no drafter is offered for it here. Its rows still count in the batch's cost.
     # Nothing is learnt from it.
     fixed: bool = False
-    nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
+    nodes: int = 0  # maximum tokens of a draft tree; 0: only chains
     unread: int = 0  # tokens of its text that a draft model would have to read first
-    adapter: str = ""  # whose acceptance counts, where the target runs with one
+    adapter: str = ""  # the target's adapter; acceptance is learnt per adapter
 
 
 class CostPart(NamedTuple):
@@ -98,7 +98,7 @@ class SeqState:
         self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
         # tokens per cycle for K = 0..16, by source; forgotten when one is observed
         self.expected: dict[Source, list[float]] = {}
-        self.yields: dict[str, CycleStats] = {}  # by drafter: what drafts that end themselves brought in this request
+        self.yields: dict[str, CycleStats] = {}  # by drafter: statistics of drafts that end themselves in this request
         self.last = NO_DRAFT  # what was chosen last, probes aside
         self.loss_budget = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
         self.tokens = 0  # emitted so far
@@ -106,7 +106,7 @@ class SeqState:
         self.wait = wait  # cycles until the next probe
         self.probing = False  # the cycle under way is a probe
         # Of the cycle under way:
-        self.source = Source("")  # whose statistics it belongs to
+        self.source = Source("")  # the source whose statistics it updates
         self.curve: Sequence[float] = (1.0,)  # its seconds by K; in a batch one entry, whatever K
         self.step = 1.0  # seconds of a plain cycle in its place
         self.plain = 0.0  # this sequence's share of those

@@ -32,8 +32,8 @@ class SamplingFeatures:
 
     penalties: bool = False
     bias: int = 0  # most entries of a sequence
-    words: int = 0  # most forbidden words of a sequence,
-    reach: int = 0  # and how many tokens stand before the last one of the longest
+    words: int = 0  # maximum bad words of a sequence,
+    reach: int = 0  # and the number of tokens before the last one of the longest
     stops: int = 0  # most tokens that may not come before min_tokens
     logprobs: int = -1  # most likely tokens to report; -1: no logprobs at all
     grammar: bool = False
@@ -84,7 +84,7 @@ class SlotSampling:
         self.bias = self.stops = Sparse(torch.zeros((slots, 0), dtype=torch.int64), torch.zeros((slots, 0)))
         none = torch.zeros((slots, 0), dtype=torch.int64)
         self.words = BadWords(none[:, :, None], none, none.bool(), none)
-        self.version = 0  # counts how often tables have moved: no graph that reads them holds any more
+        self.version = 0  # incremented when tables move: graphs that read the old ones are invalid
 
     def grow(self, asks: SamplingFeatures) -> None:
         """Allocate tables for these features; existing rows are kept, since sequences may be in flight."""
@@ -108,7 +108,7 @@ class SlotSampling:
         if asks.words > most or asks.reach > reach:
             count, far = max(asks.words, most), max(asks.reach, reach)
             new = BadWords(ints(count, far) + ANY, ints(count), ints(count).bool(), ints(far) - 1)
-            if most:  # words end at the right: what a longer one would see further left is not theirs to know
+            if most:  # words are right-aligned: shorter ones ignore the columns further left
                 new.prefix[:, :most, far - reach :], new.tail[:, far - reach :] = old.prefix, old.tail
                 new.last[:, :most], new.real[:, :most] = old.last, old.real
             self.words, self.version = new, self.version + 1
@@ -120,7 +120,7 @@ class SlotSampling:
             table.index_copy_(0, where, upload(values, table.dtype, self.device))  # type: ignore[arg-type]
 
         sampled = [p.temperature >= GREEDY_EPS for p in params]
-        drawn = [p if hot else GREEDY for p, hot in zip(params, sampled)]  # filters are for those who draw
+        drawn = [p if hot else GREEDY for p, hot in zip(params, sampled)]  # filters apply to sampled sequences only
         put(self.temperature, [p.temperature if hot else 1.0 for p, hot in zip(params, sampled)])
         put(self.sampled, sampled)
         put(self.seed, [_int64(p.seed) for p in params])

@@ -28,7 +28,7 @@ from ..types import Draft, DraftTree, KVView
 from .acceptance import BINS
 from .drafter import DraftBatch
 
-BRANCH = 3  # tokens behind each node that `build_tree` scores: a fourth brings nothing on a CPU
+BRANCH = 3  # tokens after each node that `build_tree` scores: a fourth gains nothing on a CPU
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Node:
     parent: int  # among all nodes of the sequence; -1: the newest token
     token: int
     confidence: float
-    chance: float  # that all of its path is right
-    rank: int  # 0: the best guess behind its parent
+    chance: float  # probability that its whole path is right
+    rank: int  # 0: the best token after its parent
 
 
 # (level, which sequence each node belongs to [W], tokens [W], which row of the level before each follows [W]) -> ids

@@ -23,13 +23,13 @@ from .config import TrainConfig
 from .losses import CPU_LOSS_ROWS, LossMix, row_terms
 
 GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
-CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
+CPU_SCORED = 8192  # vocabulary tokens in a batch's loss on a CPU
 CPU_STEP_SECONDS = 2.0  # that a batch shall take on a CPU
 USUAL_LENGTH = 512  # tokens of a sequence, where memory depends on it
 SHARE = 0.4  # of the free memory that a batch may take; the same again is left to others
 KEEP_SHARE = 0.25  # of the free memory that captured states may take
 EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step's products reach
-BUSY = 1.3  # times as long as the quickest: what a product takes on average where others use the machine too
+BUSY = 1.3  # a product's mean time on a busy machine, relative to the fastest
 
 
 def free_bytes(device: str) -> int:
@@ -42,9 +42,9 @@ def free_bytes(device: str) -> int:
 class Sizes:
     """The sizes of a run's batches and chunks."""
 
-    anchors: int  # query rows a batch
+    anchors: int  # query rows per batch
     scored: int  # tokens of the vocabulary in the loss; 0: all of it
-    keep: bool  # captured states are kept: the target runs once a sequence, not once an epoch
+    keep: bool  # captured states are kept: the target runs once per sequence, not per epoch
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def seconds_of(work: Callable[[], object]) -> float:
 class Work:
     """What training costs, in floating-point operations and bytes."""
 
-    body: float  # operations an anchor: forward and backward of all unrolled steps without the head
-    head: float  # operations an anchor and scored token
+    body: float  # operations per anchor: forward and backward of all unrolled steps without the head
+    head: float  # operations per anchor and scored token
     rows: float  # of an anchor in the loss
-    target: float  # operations a token of the target's forward
+    target: float  # operations per token of the target's forward
     row_bytes: float  # an anchor's activations
     token_bytes: float  # of a captured token that is kept
 

@@ -334,7 +334,7 @@ class TrainRun:
         if group.first:
             trim_log(log_path, trainer.progress.step if resumed else -1)
         if job.init is not None and not resumed:
-            trainer.judge(job.out)  # what it must become better than
+            trainer.judge(job.out)  # the score to beat
         if job.minutes is not None:
             trainer.minutes = max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
         trainer.run(job.out)

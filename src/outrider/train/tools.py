@@ -126,7 +126,7 @@ def evaluate_drafter(
 @dataclass(frozen=True)
 class ClusterSettings:
     clusters: int | None = None  # None: by the vocabulary
-    top: int | None = None  # scored a step; None: by recall where there is a target, else 1/64 of them
+    top: int | None = None  # scored per step; None: by recall if there is a target, else 1/64 of them
     recall: float = 0.99  # the full head's token is found this often
     seed: int = 0
 

@@ -236,7 +236,7 @@ class Trainer:
         """results: of every batch in these seconds, as `loss` gives them."""
         loss = reduce(torch.add, [loss for loss, _ in results]) / len(results)
         stats = reduce(torch.add, [stats for _, stats in results])
-        self.group.mean_((loss, stats))  # so that all stop when one sees a loss that is not a number
+        self.group.mean_((loss, stats))  # so that all ranks stop if one has a NaN loss
         hits, alpha, rows = stats.cpu() * self.group.world
         value, p = float(loss), self.progress
         if not math.isfinite(value):

@@ -7,7 +7,7 @@
  * Where pages hold whole tiles of 16 slots (`tiled`), the keys of a tile lie transposed, [dim][16], in the tile's place:
  * sixteen scores then advance together without shuffling. Values keep their rows. Where the processor multiplies pairs of
  * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. In 8 bits (DT_I8, tiles only) sixteen factors
- * in float32 follow the bytes of a tile, one a slot: a key's is multiplied into its score, a value's into its weight. Only this file and
+ * in float32 follow the bytes of a tile, one per slot: a key's is multiplied into its score, a value's into its weight. Only this file and
  * chunks.c know.
  *
  * Rows of a tree (Batch.paths) are written one behind the other, in the order of rows, and read in the order of positions: where a row's

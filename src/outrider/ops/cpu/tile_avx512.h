@@ -61,7 +61,7 @@ INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0,
             }
             const int count = kind == W_Q6K ? 4 : 8; /* steps under one scale */
             UNROLL for (int from = 0; from < 8; from += count) {
-                __m512i dot[TILE_ROWS]; /* steps outside, rows inside: chains of dependent sums, one a row, run side by side */
+                __m512i dot[TILE_ROWS]; /* steps outside, rows inside: chains of dependent sums, one per row, run side by side */
                 UNROLL for (int m = 0; m < MT; m++) dot[m] = k_min(kind) ? _mm512_setzero_si512()
                                           : _mm512_srai_epi32(_mm512_set1_epi32(zero_sum(s + (size_t)m * kb, from, count)), zero_shift(kind));
                 UNROLL for (int j = from; j < from + count; j++)

@@ -145,7 +145,7 @@ def top_clusters_kernel(
     z, cluster_bonus, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr,
     PDL: tl.constexpr
 ):
-    """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id: one row a program. No sort: the
+    """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id; one program per row. No sort: the
     score that TOP of them reach is found bit by bit, and only those are put in order, by how many beat each."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, SPACE)
     pdl_start(PDL)

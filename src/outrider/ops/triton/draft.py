@@ -271,7 +271,7 @@ class FusedDrafter:
         splits: tuple[int, int] = (32, 32),
         pdl: bool = False,
     ):
-        """most: sequences that share a launch (two take longer than step by step); programs: None takes one a SM;
+        """most: sequences that share a launch (two take longer than step by step); programs: None: one per SM;
         splits: of the keys of a windowed and of a full layer; pdl: programmatic dependent launch."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target

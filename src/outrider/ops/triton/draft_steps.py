@@ -32,7 +32,7 @@ class StepTiles:
     out: tuple[int, int, int] = (16384, 1, 4)  # elements, parts of the sum (more where a row has more), warps
     down: tuple[int, int, int] = (16384, 1, 4)
     pre: tuple[int, int] = (16, 4)
-    head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs a SM
+    head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs per SM
     # Of attention: programs (K/V heads times splits; half where heads are wider than 256), warps, keys a block.
     attend: tuple[int, int, int] = (256, 8, 32)
     ready_q: bool = False  # the norm ahead of the product in a launch of its own
