@@ -68,7 +68,7 @@ def place(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         device = torch.device("meta")
-    # torch knows more of them (mps, xpu, ...), for which there are no kernels here
+    # torch supports more of them (mps, xpu, ...), for which there are no kernels here
     if device.type not in ("cpu", "cuda"):
         raise OutriderError(f"unknown device {name!r}; known: cpu, cuda, cuda:N")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
@@ -77,5 +77,5 @@ def place(name: str | None) -> torch.device:
             f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use "
             f"the CPU"
         )
-    # setting a device wants its number
+    # setting a device requires its index
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 MlpWeights = tuple[DeviceWeight, DeviceWeight]  # gate_up [2·I, H], down [H, I]
 Norms = tuple[Tensor, Tensor, Tensor]  # weights of three norms of the same rows
-EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
+EVERY_ROW = 1 << 30  # "unlimited" as a number of rows
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,11 @@ class Capabilities:
     # of sequences (padded with idle ones) and at most `graph_rows` rows.
     graphs: bool = False
     graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-    # the K of its sequences; one that drafts less has a limit
+    # the K of a graph's sequences; a limit masks the tokens of a shorter draft
     graph_widths: tuple[int, ...] = 0, 1, 2, 3, 4, 6, 8, 12, 16
     graph_rows: int = 2048
-    sequences: int = 8  # at once, where the configuration leaves it open
-    # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while
-    # most wait for theirs.
+    sequences: int = 8  # default maximum batch
+    # Default prompt tokens of one sequence in one pass; and of all in one step, while most wait for prefill.
     prompt_chunk: int = 512
     packed_rows: int = 0
     # Prompt tokens in a step with decoding sequences, while few sequences wait for prefill. 0: a chunk and a quarter.
@@ -118,13 +117,12 @@ class Capabilities:
     # Prompt tokens of one sequence in a step of a server without decoding sequences: a new request would wait for them.
     # 0: a chunk.
     prefill_idle: int = 0
-    quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights
+    quantizes: tuple[str, ...] = ()  # formats that `quantize` supports
     # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in
     # float32 would give.
     holds_halves: bool = False
     quantizes_tables: bool = False  # embeddings and head too; otherwise these stay dense, as GPU checkpoints keep them
-    # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are
-    # stored.
+    # The format of an MTP drafter's matrices: a draft need not be exact, only fast. None: as stored.
     draft_format: str | None = None
     # Adapters are kept in slots (ops.adapter_slots), so that captured steps can use them.
     adapter_slots: bool = False
@@ -152,7 +150,7 @@ class CycleRequest(NamedTuple):
     last: int  # the newest token
     position: int  # its position
     plan: DraftPlan
-    guess: Sequence[int] | None = None  # plan.k tokens that were drafted elsewhere; None: the drafter's
+    guess: Sequence[int] | None = None  # plan.k given draft tokens; None: the drafter's
     likely: int | None = None  # logprobs of the chosen tokens and of this many likeliest ones; None: none
     adapter: Adapter | None = None
 
@@ -191,7 +189,7 @@ class HostCycle(Protocol):
     """Draft, verify, choose and accept in one call, for requests that are greedy or use temperature and filters
     alone."""
 
-    drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
+    drafts: bool  # whether the drafter's rounds are part of the call; otherwise it takes only given drafts
 
     def takes(self, adapter: Adapter) -> bool:
         """May sequences use this adapter?"""
@@ -214,16 +212,16 @@ class DraftRequest(NamedTuple):
 
     tokens: Sequence[int]
     start: int  # the position of the first of them
-    pages: Sequence[int]  # of the draft model's own cache, for the whole text and the guesses
-    seen: Sequence[int]  # tokens of the text that are not listed, and so are scored for this sequence alone
+    pages: Sequence[int]  # pages of the draft model's own cache, for the whole text and the draft
+    seen: Sequence[int]  # tokens of the text that are not on the shortlist, scored for this sequence alone
     stop: float = 0.0  # as in spec.plan.DraftPlan
     drop: float = 0.0
 
 
 class DraftResult(NamedTuple):
-    tokens: list[int]  # every guess that was made,
-    confidence: list[float]  # its probability,
-    length: int  # and how many of them count: fewer where the draft has ended itself
+    tokens: list[int]  # all draft tokens,
+    confidence: list[float]  # their probabilities,
+    length: int  # and how many of them count: fewer if the draft has ended itself
 
 
 class DraftChain(Protocol):
@@ -247,19 +245,19 @@ class Backend(Protocol):
     each op is its body in `ReferenceOps`."""
 
     name: str
-    version: str  # of the kernels: times measured with others do not hold
+    version: str  # of the kernels: times measured with others are invalid
     capabilities: Capabilities
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype: ...  # asked: EngineConfig.kv_dtype
 
     # ---- weights
     def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None: ...
-    # a table of which only rows are ever read
+    # a table that is only looked up by rows
     def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None: ...
     def prepare(self, dense: Tensor) -> DeviceWeight: ...
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight: ...
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight: ...
-    # about four bits, for a draft model; the weight itself where that is no quicker
+    # about four bits, for a draft model; the weight itself if that is no faster
     def coarse(self, weight: DeviceWeight) -> DeviceWeight: ...
 
     # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself

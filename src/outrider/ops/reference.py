@@ -102,7 +102,7 @@ def as_tensor(weight: DeviceWeight) -> Tensor:
 class ReferenceOps(TreeOps):
     name = "reference"
     version = ""
-    # torch's products may round differently for another number of rows, in trees as in lines
+    # torch's products may round differently for another number of rows, in trees as in chains
     capabilities = Capabilities(trees=True)
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:

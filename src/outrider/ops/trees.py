@@ -18,8 +18,8 @@ from torch import Tensor
 from ..types import AttnSpec, DraftTree, KVView
 from .noise import gumbel
 
-WIDTH = 4  # nodes of a level that are scored further
-BRANCH = 4  # tokens behind each
+WIDTH = 4  # nodes per level that are expanded
+BRANCH = 4  # tokens after each
 
 
 def max_nodes(depth: int) -> int:
@@ -49,8 +49,8 @@ class Nodes:
 
     tokens: Tensor  # int64 [B, M]
     parents: Tensor  # int64 [B, M] the node each follows; -1: the newest token
-    chance: Tensor  # float32 [B, M] that all of its path is right; 0: it is not there
-    chain: Tensor  # int32 [B, M] 1: the best guess behind the best guess ... behind the newest token
+    chance: Tensor  # float32 [B, M] probability that its whole path is right; 0: padding
+    chain: Tensor  # int32 [B, M] 1: on the main chain, the best token after the best token ... after the newest
 
     @staticmethod
     def of(batch: int, depth: int, device: torch.device, width: int = WIDTH) -> Nodes:
@@ -223,7 +223,7 @@ class TreeOps:
         on_path = depth <= accepted[:, None]  # [B, D + 1]
         seq = torch.arange(length.shape[0], device=length.device)[:, None].expand_as(on_path).reshape(-1)
         target = length[:, None] + torch.where(on_path, depth, 0)
-        # where there is nothing to move, the newest token onto itself
+        # if there is nothing to move, the newest token onto itself
         source = length[:, None] + torch.where(on_path, rows, 0)
         for spec in specs:
             self.move_kv(seq, source.reshape(-1), target.reshape(-1), spec, kv)

@@ -102,18 +102,17 @@ class DrafterStats:
         if counts is not None:
             by_position = [counts[min(j, len(counts) - 1)] for j in range(MAX_DRAFT)] if counts else [0.0] * MAX_DRAFT
             self.weights = [min(tuning.prior_weight, 1.0 + c / tuning.prior_tokens) for c in by_position]
-        self.carded = trust is not None and self.proven  # a card says how confidences are to be taken
-        self.calibrated = self.carded  # it is known how confidences are to be taken, so drafts may end by them
+        self.carded = trust is not None and self.proven  # the profile calibrates confidences
+        self.calibrated = self.carded  # confidences are calibrated, so drafts may end by them
         self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
         if trust is not None:
             weight = tuning.trust_weight if counts is None else min(tuning.trust_weight, sum(counts) / BINS)
             self.bins = [[weight * t, weight] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
-        self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
-        # Drafted tokens that trees of a fixed size brought, and that their main chains alone would have: at first a
-        # guess.
+        self.fill = 1.0  # share of the planned tokens that are verified: less if drafts end themselves
+        # Drafted tokens gained by trees of a fixed size, and by their main chains alone: at first a guess.
         self.in_trees, self.in_chains = tuning.tree_lift * tuning.tree_lift_weight, tuning.tree_lift_weight
-        self.worth: CycleStats | None = None  # what drafts that end themselves bring; None until one is considered
+        self.worth: CycleStats | None = None  # statistics of drafts that end themselves; None until one is considered
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
         self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, self.tuning.keep)

@@ -43,8 +43,8 @@ class Target(Protocol):
 class DraftNet(Protocol):
     config: DrafterConfig
     cluster_ids: Tensor | None  # int64 [C, S]: the token ids of a clustered head
-    most: int  # sequences that `draft` takes at once; 0: it has none, and every round goes step by step
-    has_runner_ups: bool  # its rounds leave the rivals of their guesses
+    most: int  # maximum batch of `draft`; 0: not supported, every round runs step by step
+    has_runner_ups: bool  # its rounds return the runner-ups of their tokens
     alarm: Tensor | None  # int32 [1] on the device, not 0 once a round of `draft` has failed; None: none can fail
 
     def start(self, kv: KVView, features: Tensor) -> DraftRound: ...

@@ -26,7 +26,7 @@ class TimedDrafter:
     """A drafter whose drafting takes time (an n-gram match does not), and its timed parts."""
 
     name: str
-    one_pass: bool = False  # all tokens of a draft come of one pass: its time does not grow with K
+    one_pass: bool = False  # one pass drafts all tokens: its time does not grow with K
     trees: bool = False  # also cycles with trees of a fixed size, of a single sequence
     reads: bool = False  # also its reading of a text
 
@@ -76,7 +76,7 @@ def measure(
     shares: dict[Cell, list[float]] = {}  # the same, in plain steps of the same round
     # A single user's choices rest on these, so they are timed most often.
     near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0].kind != "reading"]
-    # Round by round, so that a slow moment spoils one sample of each cell and not all samples of one.
+    # Round by round, so that a slow moment affects one sample of each cell and not all samples of one.
     for rounds in range(ROUNDS):
         for cell in order if rounds < 2 else near:
             left = budget_s - (clock() - start)
@@ -117,7 +117,7 @@ def _order(drafters: Sequence[TimedDrafter], grid: ProbeGrid) -> list[Cell]:
     order = [(VERIFY, one, k, first) for k in ks]
     order += [(part, one, k, first) for d in drafters for part in d.parts for k in d.ks]
     order += [(VERIFY, one, k, c) for c in further for k in (0, 8)]
-    # the largest batches early: those between are read off
+    # the largest batches early: those between are interpolated
     more = list(dict.fromkeys([*grid.batches[:0:-2], *grid.batches[1::2]])) if len(rest) > 4 else rest
     order += [(VERIFY, b, k, first) for b in more for k in (0, 1, 4)]
     order += [(d.draft, b, 4, first) for d in drafters for b in more]
@@ -188,12 +188,12 @@ def _assemble(
     base_batch = min(b for p, b, _ in groups if p == VERIFY)
     base_context = min(c for p, b, c in groups if p == VERIFY and b == base_batch)
     base = _spread(groups[VERIFY, base_batch, base_context])
-    # the base curve, read at the same number of rows, stands in for batches there was no time for ...
+    # the base curve, read at the same number of rows, replaces batches that were not timed ...
     same_rows = {
         b: [at_k(base, b * (k + 1) / base_batch - 1) for k in range(WIDTH)]
         for b in {*batches, *(b for _, b, _ in groups)}
     }
-    timed = {b for p, b, _ in groups if p == VERIFY}  # batches between two of these are read off them
+    timed = {b for p, b, _ in groups if p == VERIFY}  # batches between two of these are interpolated
     verify: dict[tuple[int, int], Curve] = {
         (b, base_context): monotone(same_rows[b]) for b in batches if b > max(timed) or b in timed
     }

@@ -10,7 +10,7 @@ from ..types import MAX_DRAFT
 @dataclass(frozen=True)
 class Tuning:
     # ---- acceptance, before and while it is observed
-    default_prior: tuple[float, ...] = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no drafter's card says better
+    default_prior: tuple[float, ...] = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j without a drafter's profile
     # The same for copies of earlier text, by the length of the match (`match_range`), a little below what answers of a
     # 135M model show: the longer a copy has lasted, the surer it goes on.
     ngram_prior: tuple[tuple[float, ...], ...] = (
@@ -20,28 +20,28 @@ class Tuning:
         (0.86, 0.88, 0.9),
         (0.95, 0.97),
     )
-    prior_weight: float = 4.0  # how many observations the card's prior is worth at most
-    prior_tokens: float = 8.0  # tokens of the card, judged at a position, for each such observation
-    proven_card: int = 512  # judged tokens of a card before its drafter may be trusted from the start
-    proven_accepted: int = 4  # accepted tokens after which a drafter without a card counts as proven
-    keep: float = 0.995  # what an observation over all requests still weighs when the next one is made
+    prior_weight: float = 4.0  # maximum weight of the profile's prior, in observations
+    prior_tokens: float = 8.0  # the profile's measured tokens at a position per such observation
+    proven_card: int = 512  # measured tokens of a profile from which its drafter is trusted at once
+    proven_accepted: int = 4  # accepted tokens after which a drafter without a profile counts as proven
+    keep: float = 0.995  # decay per observation over all requests
     # how many observations of a request the estimate over all requests is worth, and what one of them keeps
     request_weights: tuple[float, ...] = (8.0,) * MAX_DRAFT
     request_keep: float = 0.97
-    calibrated_after: int = 16  # judged confidences before a draft may end by them, where no card says how to take them
-    trust_weight: float = 24.0  # judged tokens that a bin of the card's trust is worth
+    calibrated_after: int = 16  # judged confidences before a draft may end by them, without a profile
+    trust_weight: float = 24.0  # weight of a bin of the profile's trust, in judged tokens
     # what trees of a fixed size bring before any was seen, and how many tokens of a chain that guess is worth
     tree_lift: float = 1.2
     tree_lift_weight: float = 16.0
-    yield_weight: float = 10.0  # how many cycles of a request the yield over all requests is worth
+    yield_weight: float = 10.0  # weight of the yield over all requests, in cycles of a request
     broken_after: int = 12  # first positions judged,
     broken_below: float = 0.02  # and the acceptance under which a drafter is called broken
-    adapters: int = 64  # whose acceptance is remembered
+    adapters: int = 64  # maximum number of adapters with statistics
 
     # ---- safety
     # plain steps that a request may lose to drafting: from the start, and for each token it has emitted
     risk: tuple[float, float] = (1.0, 0.04)
-    # the same while nothing says that the drafter is any good: 3 % of an answer of 32 tokens
+    # the same while the drafter is unproven: 3 % of an output of 32 tokens
     unproven_risk: tuple[float, float] = (0.25, 0.02)
     margin: float = 0.01  # predicted gain below which a single sequence keeps decoding plainly
     # The same for a batch: so much, more for each sequence (all pay for a wrong guess), and no more than this.
@@ -56,7 +56,7 @@ class Tuning:
     hold: int = 2  # while it drafts,
     hold_many: int = 16  # (one step longer per this many sequences: planning time grows with their number)
     hold_one: int = 3  # and while a single sequence's drafts end themselves
-    untold: int = 16  # observations that may pile up before they are learnt from
+    untold: int = 16  # maximum observations before they are applied
     horizon: int = 128  # tokens of an answer, where it may be longer, that a drafter's reading of its text must pay in
     batch_catch_up: float = 0.15  # plain time that reading may take of a sequence in a batch
     next_token: float = 0.7  # chance of a token that is not drafted yet, given that all before it are right
@@ -65,7 +65,7 @@ class Tuning:
     # A token that the drafter is nearly sure of is drafted and verified whatever the rate.
     most_stop: float = 0.95
     most_drop: float = 0.8
-    rival: float = 1.02  # how much more another drafter must bring to a sequence of a batch
+    rival: float = 1.02  # minimum advantage of another drafter for a sequence of a batch
 
 
 def match_range(length: int) -> int:

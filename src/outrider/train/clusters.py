@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..types import OutriderError
 
-TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # clusters scored a step that a drafter may have
+TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # possible numbers of clusters scored per step
 # likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
 BANDS = (16, 8, 4)
 CPU_WIDTH, CPU_ITERATIONS = 128, 5  # k-means of 151,936 rows of 896 numbers took minutes on two cores
@@ -99,7 +99,7 @@ def likely_together(
         q = (part @ head.T).float().softmax(-1)  # [chunk, V]
         mean += q.sum(0)
         where += q.sqrt_().T @ torch.randn(part.shape[0], width, generator=generator).to(g.device)
-    # a token that is likely nowhere has a profile of noise: what it means decides there
+    # a token that is likely nowhere has a profile of noise: its head row decides there
     meaning = F.normalize(head.float(), dim=-1)
     features = torch.cat((F.normalize(where, dim=-1), MEANING * meaning), -1)
     rank = mean.argsort(descending=True)

@@ -22,7 +22,7 @@ class TrainConfig:
     target: str
     data: Path
     out: Path
-    # what is trained on
+    # the data
     texts: bool = False  # plain texts instead of prompts to answer
     eval_data: Path | None = None  # prompts to evaluate on instead of held-out ones
     limit: int | None = None  # prompts
@@ -50,7 +50,7 @@ class TrainConfig:
     intermediate_size: int | None = None
     position_offset: int = 2  # plain style: the constant position is L - offset
     clusters: int | None = None  # of the head; None: by the vocabulary; 0: none
-    recluster: bool = False  # with init: cluster the vocabulary anew, by which tokens are likely together
+    recluster: bool = False  # with init: cluster the vocabulary again, by which tokens are likely together
     cluster_recall: float = 0.99  # cluster_top is the cheapest that finds the full head's token this often
     cluster_top: int | None = None  # clusters scored per step instead, whatever they find
     # the loss
@@ -146,7 +146,7 @@ OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
 }
 OPTIONS = "target adapter data out kind recipe init eval_data limit steps minutes lr max_new device".split()
 COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
-# What may change freely where a run goes on. Of the rest, CHANGEABLE is reported; all others make another run.
+# Settings that may change freely in a resumed run. A change of CHANGEABLE is reported; all others are refused.
 FREE = COMMAND_ONLY | set(
     "minutes answer_minutes slots answer_processes dtype shard_target save_minutes save_every log_every".split()
 )

@@ -114,7 +114,7 @@ def config_dict(config: DrafterConfig) -> Json:
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
     }
-    if config.model_type in ASSISTANT_TYPES:  # what transformers does not know stays out of its config
+    if config.model_type in ASSISTANT_TYPES:  # keys unknown to transformers stay out of its config
         raw |= {k: own[k] for k in ("target_hash",) if own[k] is not None}
         return raw
     return {**raw, "style": "gemma", **own}

@@ -57,7 +57,7 @@ def describe(name: str, adapter: str | None = None) -> Described:
 def open_target(name: str | Described, device: str, dtype: torch.dtype, group: TrainGroup | None = None) -> TrainTarget:
     """group: the processes over which it is divided."""
     known = describe(name) if isinstance(name, str) else name
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every shape, and every batch has a different one
     keep = partial(divide, group) if group is not None else None
     config, weights, _ = load_target(known.files, device, dtype, keep=keep)
     if known.adapter is not None:

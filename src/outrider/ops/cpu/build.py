@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "prebuilt"  # libraries inside a wheel (setup.py)
-UNITS = ("chunks.c", "tiles.c", "kernels.c")  # compiled side by side
-SOURCES = tuple(sorted(path.name for path in HERE.glob("*.[ch]")))  # all of them: a change to any makes another library
+UNITS = ("chunks.c", "tiles.c", "kernels.c")  # compiled in parallel
+SOURCES = tuple(sorted(path.name for path in HERE.glob("*.[ch]")))  # all of them: a change to any gives another library
 # best first; the processor decides which it can run
 ISAS = "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "generic"
 AVX512 = (
@@ -77,7 +77,7 @@ COMMON = (
 )
 
 
-CPU_SECONDS = 300  # of processor time, for each compiler
+CPU_SECONDS = 300  # CPU seconds, for each compiler
 
 
 class BuildError(Exception):
@@ -282,7 +282,7 @@ def _run(commands: list[list[str]], folder: Path) -> None:
         said = [process.communicate()[1] for process in running]
     finally:
         for process in running:
-            if process.poll() != 0:  # what it started, too: a driver's compiler outlives it
+            if process.poll() != 0:  # its children, too: a driver's compiler outlives it
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()

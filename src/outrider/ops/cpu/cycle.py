@@ -24,7 +24,7 @@ from .lib import CCall, CCycle, CDraft
 from .lowrank import PassAdapters
 
 ASKED = Struct("=qqdddiiiiiiii")  # Asked in cycle.h
-STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # of it, what is brought back: steps; k and accepted
+STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: steps; k and accepted
 
 
 class CpuCycle:
@@ -44,7 +44,7 @@ class CpuCycle:
         self.drafts = drafter is not None
         self.layers, self.taps = len(config.layers), tuple(taps)
         pages = ops.pages(cache)
-        self.keep = (model, drafter, cache, features, pages)  # what the pointers show
+        self.keep = (model, drafter, cache, features, pages)  # keeps the memory behind the pointers alive
         c = self.c = CCycle(head=ops.c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
         c.features = features.data_ptr()
         c.call.stack = ctypes.pointer(model.stack.c)
@@ -123,7 +123,7 @@ class CpuCycle:
             )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
-            if prices is not None and prices is not self.priced[i]:  # a plan holds for several cycles
+            if prices is not None and prices is not self.priced[i]:  # a plan is valid for several cycles
                 self.priced[i] = prices
                 self.prices[i * (MAX_DRAFT + 1) : (i + 1) * (MAX_DRAFT + 1)] = list(prices)
             rows += k if k > nodes else nodes

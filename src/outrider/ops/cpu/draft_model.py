@@ -26,12 +26,12 @@ class CpuChain:
 
     def __init__(self, model: CompiledModel, head: DeviceWeight, listed: Tensor | None):
         self.ops, self.cap = model.ops, model.config.softcap or 0.0
-        self.keep = (model, head, listed)  # what the pointers show
+        self.keep = (model, head, listed)  # keeps the memory behind the pointers alive
         self.c = CChain(head=self.ops.c_weight(head), all=self.ops.c_weight(model.head), cap=self.cap)
         self.c.call.stack = ctypes.pointer(model.stack.c)
         self.c.listed = listed.data_ptr() if listed is not None else None
         self.layer = model.config.kv_layers[0]
-        self.first: Tensor | None = None  # by which the cache is known whose pointers `pages` has
+        self.first: Tensor | None = None  # identifies the cache of the pointers in `pages`
         self.pages: CPages | None = None
 
     def run(

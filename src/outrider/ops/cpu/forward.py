@@ -138,7 +138,7 @@ class CompiledModel:
         self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
         self.embed, self.rows, self.logits, self.scores = model.embed, model.rows, model.logits, model.scores
         self.forward_soft = model.forward_soft  # operation by operation: the same kernels, and the same bits
-        # of one process: whole passes know nothing of others
+        # one process only: whole passes have no collectives
         self.together, self.all_reduce = model.together, model.all_reduce
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 

@@ -192,7 +192,7 @@ def load(isa: str | None = None) -> ctypes.CDLL:
             words in str(error)
             for words in ("file too short", "invalid ELF header", "file data overread", "cannot read file data")
         )
-        # not there to be run from (noexec), say: building it again would not help
+        # e.g. mounted noexec: building it again would not help
         if path.is_relative_to(SHIPPED) or not damaged:
             raise
         path.unlink()

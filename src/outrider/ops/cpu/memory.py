@@ -16,7 +16,7 @@ from torch import Tensor
 
 HUGE = 2 << 20
 ALIGN = 64
-BLOCK = 64 << 20  # address space asked for at once; only what is touched takes memory
+BLOCK = 64 << 20  # address space reserved at once; only touched pages take memory
 
 
 def advise(address: int, size: int) -> None:
@@ -55,19 +55,19 @@ class HugePageWarmer:
     is no longer needed. The system clears 2 MiB of each at the first touch, which for the 60 tensors of a small model's
     K/V takes a seventh of a second in the middle of a step. All calls come from the thread that uses the tensors."""
 
-    REST_S = 0.02  # between two pieces: it must not be felt
+    REST_S = 0.02  # pause between two pieces, so that it delays no step
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """All have as many rows; the same rows of all are needed at once."""
         self._tensors = list(tensors)
         bytes_a_row = max(1, min(t.stride(0) * t.element_size() for t in self._tensors))
         self._rows = -(-HUGE // bytes_a_row)  # at least a huge page of each
-        self._taken = 0  # rows before this one are there, or on their way
+        self._taken = 0  # rows before this one are allocated, or queued
         count = self._tensors[0].shape[0]
-        self._there = bytearray(count)  # of each row: is its memory there, or on its way?
+        self._there = bytearray(count)  # of each row: is its memory allocated, or queued?
         self._row_bytes = sum(t.stride(0) * t.element_size() for t in self._tensors)
         self.bytes = 0  # that the tensors hold; small ones are not counted
-        self._end = count if bytes_a_row * count > 2 * HUGE else 0  # what is small is not waited for
+        self._end = count if bytes_a_row * count > 2 * HUGE else 0  # small tensors are not waited for
 
     def need(self, row: int) -> None:
         """This row is in use now: those after it shall be allocated soon."""
@@ -75,7 +75,7 @@ class HugePageWarmer:
             first, self._taken = self._taken, min(self._end, max(self._taken, row) + self._rows)
             self._there[first : self._taken] = b"\1" * (self._taken - first)
             self.bytes = self._row_bytes * sum(self._there)
-            with contextlib.suppress(RuntimeError):  # no thread to be had: memory comes when it is needed
+            with contextlib.suppress(RuntimeError):  # no thread available: memory is allocated when needed
                 threading.Thread(
                     target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True
                 ).start()
@@ -87,7 +87,7 @@ class HugePageWarmer:
             lo -= lo % mmap.PAGESIZE
             while lo < hi:
                 if populate(lo, min(HUGE, hi - lo)):
-                    return  # an older kernel: memory comes when it is needed
+                    return  # an older kernel: memory is allocated when needed
                 lo += HUGE
                 time.sleep(self.REST_S)
 

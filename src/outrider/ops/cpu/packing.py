@@ -39,7 +39,7 @@ from .memory import Arena
 
 LANES, BLOCK = 16, 32
 COARSE_BITS = 4.75  # a weight; what is no wider is left as it is where others are rounded to four
-SLICE = 16 << 20  # bytes of the file that are packed before their pages are given back
+SLICE = 16 << 20  # bytes of the file that are packed before their pages are dropped
 KINDS = {
     "Q4_0": W_Q4,
     "Q4_1": W_Q4M,
@@ -59,7 +59,7 @@ class PackedWeight:
     shape: tuple[int, ...]
     c: CWeight
     nbytes: int
-    keep: tuple[object, ...]  # what the pointers show
+    keep: tuple[object, ...]  # keeps the memory behind the pointers alive
 
     @property
     def ref(self) -> int:

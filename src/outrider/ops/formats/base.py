@@ -47,7 +47,7 @@ def stays_dense(shape: Sequence[int]) -> bool:
     return len(shape) == 2 and prod(shape) <= SMALL
 
 
-DeviceWeight = Tensor | Packed  # what models keep and hand back to their ops: a dense tensor, or the backend's own form
+DeviceWeight = Tensor | Packed  # a model's weight as its ops take it: a dense tensor, or the backend's own form
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Weight:
     format: Format
     shape: tuple[int, ...]
     tensors: Mapping[str, Tensor]
-    # rows [lo, hi) were read: forget their pages
+    # rows [lo, hi) were read: drop their pages
     release: Callable[[int, int], None] | None = field(default=None, compare=False)
 
     @property

@@ -206,7 +206,7 @@ def attend_kernel(
     WORDS: tl.constexpr = D // PLANES
     if PDL:
         gdc_launch_dependents()
-    # Positions and tables stand since before the pass: where the keys are is known before the kernel ahead is done.
+    # Positions and tables were written before the pass: the keys' addresses are known before the previous kernel ends.
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
     count, begin = (end - first) * GROUP, tile * BQ
     base = first * 0
@@ -247,8 +247,8 @@ def attend_kernel(
     key_to = tl.where(alive, key_to, 0)
     COLS: tl.constexpr = DP // PARTS
     if PDL and PREFETCH > 0:  # noqa: SIM102
-        # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than
-        # it sees.
+        # The previous kernel may still be writing these lines; prefetching is safe because its writes land in L2 too.
+        # The first tile prefetches for all, a bit further than it sees.
         if (tile == 0) & (key_from < key_to):
             fetched, places = _seek(table, key_from, key_to, paths, 0, 0, 0, PAGE, PREFETCH)
             line = fetched.to(tl.int64) * page_stride + (kv_head * PAGE + places) * WORDS
@@ -289,9 +289,9 @@ def attend_kernel(
             none_acc, none_total, none_top = acc, total, top
             for k in range(key_from, key_to, BN):
                 live = k + tl.arange(0, BN) < key_to
-                here, places = page, within  # those of the next block are asked for ahead of time
+                here, places = page, within  # those of the next block are loaded ahead of time
                 page, within = _seek(table, k + BN, key_to, paths, mine, base, TREE_DEPTH, PAGE, BN)
-                if TREE_DEPTH == 0:  # found again: carried along they would take registers
+                if TREE_DEPTH == 0:  # computed again: kept alive they would take registers
                     places = (k + tl.arange(0, BN)) % PAGE
                 kt = _fetch(keys, here, places, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
                 vt = _fetch(values, here, places, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
@@ -398,7 +398,7 @@ def attend(
     shared = max_smem(q.device)
     cut = cut or choose_reduction(spec, q.dtype, shared)
     shape = shape or fit_smem(choose_config(spec, cut, kv, batch, q.dtype), spec, shared)
-    if span_end:  # splits that lie behind a row are its own too: one program walks them all
+    if span_end:  # splits after a row are its own too: one program processes them all
         shape = replace(shape, split=False, run=1)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]

@@ -15,8 +15,8 @@ from ...types import AttnSpec, KVView
 from .fp8_kv import is_fp8
 from .gemm_config import MAX_SMEM
 
-WIDE_HEAD_SMEM = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
-# bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
+WIDE_HEAD_SMEM = 200 << 10  # bytes of shared memory for the tiles of heads of 512
+# bytes of partial sums: beyond them one program adds up its own splits, though fewer programs share the work
 MAX_PARTIAL_BYTES = 1 << 30
 
 
@@ -25,8 +25,8 @@ class ReductionSpec:
     """How keys are split: fixes the order of sums. A function of the layer, never of the rows, the batch or the
     length."""
 
-    bn: int  # keys a block; one block's weights are computed together
-    fine: int = 64  # keys a split
+    bn: int  # keys per block; one block's weights are computed together
+    fine: int = 64  # keys per split
     # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
     # programs; long ones have them anyway, and the partial results must stay bounded.
     near: int = 1024
@@ -39,12 +39,12 @@ class ReductionSpec:
 class AttentionConfig:
     """The tile of one program of a pass; changes no bit."""
 
-    split: bool  # splits are apart: a second kernel adds them up
+    split: bool  # splits are stored separately: a second kernel adds them up
     bq: int  # queries: rows times the heads that share a K/V head
     warps: int
     stages: int = 2
-    run: int = 1  # splits that a program walks, if they are apart
-    parts: int = 1  # programs that share the columns of the values, if splits are not apart
+    run: int = 1  # splits per program, if they are stored separately
+    parts: int = 1  # programs that share the columns of the values, if they are not
 
 
 def choose_reduction(spec: AttnSpec, dtype: torch.dtype, shared: int = MAX_SMEM) -> ReductionSpec:
@@ -82,7 +82,7 @@ def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int,
         if pairs * triton.cdiv(packed, 16) <= 132:
             return AttentionConfig(False, 16, 8, 3)
         return AttentionConfig(False, 32, 8) if eight else AttentionConfig(False, 64, 8, 3, parts=2)
-    if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair where each finds a SM
+    if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair if each gets an SM
         return (
             AttentionConfig(False, 16, 4, 3 if eight else 4, parts=2)
             if pairs <= 66
@@ -140,7 +140,7 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
         few = AttentionConfig(True, 32, 8, 1) if large else AttentionConfig(True, 32, 4)
     elif (
         eight and kv.ancestors is None and (cut.bn == 64 or (large and packed > 16))
-    ):  # half the bytes: two programs find room on a SM
+    ):  # half the bytes: two programs fit an SM
         few = AttentionConfig(True, 16, 8 if large and batch == 1 and packed <= 16 else 4)
     elif packed <= 16 or sliding or batch == 1 or kv.ancestors is not None:
         few = AttentionConfig(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)

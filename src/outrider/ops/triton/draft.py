@@ -34,8 +34,8 @@ from .draft_kernel import (
 )
 
 LOG2E = 1.4426950408889634
-SPINS = 1 << 22  # a second or two: a program that never comes must not hang the device
-WORK_UNITS = 128  # units of work a phase: what divides every shape, and nearly all sms of an H100 or H200
+SPINS = 1 << 22  # a second or two: a program that never arrives must not hang the device
+WORK_UNITS = 128  # units of work per phase: divides every shape, and is nearly the number of SMs of an H100 or H200
 BLOCK_ELEMENTS = 4096  # elements of a block of keys: two blocks of keys and of values lie in registers
 
 
@@ -143,18 +143,18 @@ def round_kernel(
     pid = tl.program_id(0)
     LAYERS: tl.constexpr = COUNT_A + COUNT_B
     HEAD: tl.constexpr = 1 + 5 * LAYERS
-    END: tl.constexpr = HEAD + 3  # phases a step; also the number of the one that hands out the last token
+    END: tl.constexpr = HEAD + 3  # phases per step; also the number of the one that returns the last token
     MIX: tl.constexpr = 2 * H * HB
     RUN_A: tl.constexpr = MIX + H * H + CLUSTERS * H  # where the first run's matrices begin
     RUN_B: tl.constexpr = RUN_A + COUNT_A * (2 * HEADS_A * D_A * H + 3 * INTER * H)
-    for i in tl.static_range(4):  # all weights on their way into L2: the target's have driven them out
+    for i in tl.static_range(4):  # prefetch all weights into L2: the target's have evicted them
         fetch(w + (pid * 4 + i) * SLAB, SLAB, SYNC)
     if PDL:
         gdc_wait()
     base = tl.load(epochs + pid)
     spins = tl.full((), SPINS, tl.int32)
     if (from_step == 0) & (first == 0):
-        b = G - 1 - pid  # the last programs have least to do
+        b = G - 1 - pid  # the last programs have the least work
         if b < batch:
             at = tl.load(positions + b) + turn
             angles(scratch + b * STRIDE + A, at, freqs_a, D_A // 2)
@@ -288,7 +288,7 @@ class FusedDrafter:
                 else WORK_UNITS + 4
             )
         self.programs = programs
-        # no phase may have more units a sequence than there are programs
+        # no phase may have more units per sequence than there are programs
         cuts = min(WORK_UNITS, 1 << (programs.bit_length() - 1))
         self._pack()
         h, inter, size = config.hidden, drafter.blocks[0].down.shape[1], config.vocab_size // config.clusters
@@ -312,7 +312,7 @@ class FusedDrafter:
         self.scores = torch.full((most, MAX_DRAFT, 2 * 256), float("-inf"), device=device)
         self.tokens = torch.zeros((most, MAX_DRAFT, 2 * 256), dtype=torch.int32, device=device)
         self.counter = torch.zeros(128, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when one was missed
-        self.alarm = self.counter[64:65]  # a barrier timed out: the guesses of that round are worthless
+        self.alarm = self.counter[64:65]  # a barrier timed out: the draft of that round is invalid
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self.size = 1  # sequences of the last round
         self.lengths = torch.arange(MAX_DRAFT + 1, device=device)[:, None].repeat(1, most)  # [steps, B], all `steps`

@@ -33,11 +33,11 @@ class StepTiles:
     down: tuple[int, int, int] = (16384, 1, 4)
     pre: tuple[int, int] = (16, 4)
     head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs per SM
-    # Of attention: programs (K/V heads times splits; half where heads are wider than 256), warps, keys a block.
+    # Of attention: programs (K/V heads times splits; half where heads are wider than 256), warps, keys per block.
     attend: tuple[int, int, int] = (256, 8, 32)
-    ready_q: bool = False  # the norm ahead of the product in a launch of its own
+    ready_q: bool = False  # the norm before the product as a separate launch
     ready_gate: bool = True
-    chunk: int = 1024  # columns of the input a program
+    chunk: int = 1024  # columns of the input per program
 
 
 # bfloat16: twice the bytes
@@ -96,7 +96,7 @@ class SteppedDrafter:
 
     has_runner_ups = True
     alarm: Tensor | None = None
-    most = 1  # sequences in a round: more of them are sooner step by step, where products share the weights among rows
+    most = 1  # sequences in a round: more are faster step by step, where products share the weights among rows
 
     def __init__(
         self, drafter: Any, narrow: bool = True, cuts: StepTiles | None = None, pdl: bool = False,
@@ -111,7 +111,7 @@ class SteppedDrafter:
         if sms is None:
             sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
         self.sms = sms
-        asm = device.type != "cpu"  # the interpreter knows no instructions
+        asm = device.type != "cpu"  # the interpreter has no inline instructions
         self.how: dict[str, bool] = dict(Q8=narrow, ASM=asm)
         self.table_scale = float(torch.tensor(self.target.config.embed_scale, dtype=drafter.dtype))
         cuts = cuts or (INT8_TILES if narrow else BF16_TILES)

@@ -380,7 +380,7 @@ def head_kernel(
     tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
     tokens = tl.zeros((BN,), dtype=tl.int32)
     for t in range(pid, V // BN, PROGRAMS):
-        # The tile after this one is under way; past the end it is one row that is at hand.
+        # The next tile is in flight; past the end it is one row that is cached.
         row = (t + PROGRAMS) * BN + n
         row = tl.where(row < V, row, t * BN)
         ahead = tile_of(w, row, 0, H, H, Q8)

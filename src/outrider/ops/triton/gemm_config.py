@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import triton
 
-MAX_SMEM = 226 << 10  # bytes of shared memory a program may take on the card that tiles were measured on
-NUM_SEMAPHORES = 1 << 16  # tiles of a product whose spans have programs of their own
+MAX_SMEM = 226 << 10  # bytes of shared memory per program on the card that tiles were measured on
+NUM_SEMAPHORES = 1 << 16  # tiles of a product with one program per span
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class GemmConfig:
     warps: int = 4
     swap_ab: bool = True
     bm2: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
-    serial_splitk: bool = False  # a program walks all spans of its tile; otherwise each has a program of its own
+    serial_splitk: bool = False  # a program processes all spans of its tile; otherwise one program per span
     tma: bool = (
-        False  # gemm_tma (rows are on the long side, a program walks all spans), or with more rows gemm_streamk
+        False  # gemm_tma (rows are on the long side, a program processes all spans), or with more rows gemm_streamk
     )
     wgmma: bool = False  # gemm_wgmma: bn rows of the weights, or swap_ab: of x, meet 256 of the other
     cut: bool = False  # of those, tiles that do not come out even are cut (stream-K)
@@ -165,10 +165,10 @@ def config_for_rows(
         ]
         return min(options, key=lambda option: option[0])[1]
     tiles = triton.cdiv(n * sides, 128)
-    # few weights: more programs are worth more than what they share
+    # few weights: more programs are worth more than sharing
     if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:
         return GemmConfig(32, 64 // sides, 128, 3)
-    wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights a program
+    wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights per program
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
     # two programs for the rows would read each weight twice in 64s
     if rows > 64 and wide == 64 and tile.splits * tiles >= 36:
@@ -195,7 +195,7 @@ def fit_smem(shape: GemmConfig, sides: int, bytes_per: int, shared: int) -> Gemm
     tiles. Neither changes a bit."""
     if shared >= MAX_SMEM:
         return shape
-    if shape.tma:  # a card before Hopper, or one with less room: the same tile by plain loads
+    if shape.tma:  # a card before Hopper, or with less shared memory: the same tile by plain loads
         shape = replace(shape, tma=False, swap_ab=True)
     each = (shape.bm + shape.bm2 + shape.bn * sides) * shape.bk * bytes_per
     if 2 * each > shared or (shape.bm + shape.bm2) * shape.bn * sides * 4 > shared:
@@ -212,12 +212,12 @@ POINTER_RATES = {
 }
 
 
-TMA_RATES = {  # the same of programs whose tiles TMA fetches: (rows, rows of weights): share of the rate, stages, warps
+TMA_RATES = {  # the same for programs with TMA: (rows, rows of weights): share of the rate, stages, warps
     (128, 256): (0.95, 3, 8),
     (256, 128): (0.93, 3, 8),
     (128, 128): (0.87, 4, 4),
 }
-TMA_SPLIT_RATES = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator needs room
+TMA_SPLIT_RATES = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator
 
 
 def _logits(n: int) -> int:
@@ -234,11 +234,11 @@ def _tma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> 
         tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
         each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0) + _logits(n)
         shape = GemmConfig(bm, wide // sides, 64, stages, warps, False, serial_splitk=spans, tma=True)
-        yield triton.cdiv(tiles, 132) * each + 8, shape  # the first fetches are late
+        yield triton.cdiv(tiles, 132) * each + 8, shape  # the first loads are late
 
 
 # Stream-K programs: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may
-# be. A few that leave sms idle have a higher clock.
+# be. With a few SMs idle the others have a higher clock.
 STREAMK_RATES = {
     (128, 32, 64): (0.85, 7, 4, 96),
     (128, 32, 128): (0.79, 6, 8, 132),
@@ -280,7 +280,7 @@ def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int)
 WGMMA_RATES = {(256, False): 0.97, (192, False): 0.96, (160, True): 0.92}
 SWAP_MAX_ROWS = 320  # up to which x was on the short side
 CUT_MAX_WAVES = 11  # up to which cut tiles were measured
-CUT_MAX_ROWS = 2048  # beyond them idle sms leave their power to the others, and cut tiles gain nothing
+CUT_MAX_ROWS = 2048  # beyond them idle SMs leave their power to the others, and cut tiles gain nothing
 
 
 def _wgmma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:

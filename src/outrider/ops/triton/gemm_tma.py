@@ -41,7 +41,7 @@ def tma_kernel(
                 else:
                     b = w.load([col, k])
                 acc = tl.dot(a, b.T, acc)
-        else:  # spans in order, each a chain of its own
+        else:  # spans in order, each a separate chain
             for s in range(SPLITS):
                 sums = tl.zeros((BM, BN), dtype=tl.float32)
                 for k in range(s * k_span, tl.minimum(s * k_span + k_span, K), BK):

@@ -22,7 +22,7 @@ from ..adapter_slots import RANGE_ROWS, RANK_STEP, SlotWeight
 from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, pdl_start, prefetch, weight_rows
 
 BK = 128  # columns fetched at a time
-SPAN_STEPS, MAX_SPANS = 3, 24  # of BK columns a span at least; spans at most
+SPAN_STEPS, MAX_SPANS = 3, 24  # minimum blocks of BK columns per span; maximum spans
 REDUCE_ROWS = 16  # rows up to which each program of a product adds the spans itself
 FUSED_RANKS = 128  # ranges times rank up to which the product's own kernel adds the changes
 
@@ -37,7 +37,7 @@ def span_of(k: int) -> int:
 class Shrunk:
     """A x of all rows that a slot changes, and the inputs of the second product."""
 
-    sums: Tensor  # float32 [spans that are still to be added, R, P · r]
+    sums: Tensor  # float32 [spans to be added, R, P · r]
     change: SlotWeight
     ranges: Tensor  # int32 [n, 3]
 

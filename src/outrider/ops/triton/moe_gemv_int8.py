@@ -36,7 +36,7 @@ NUMBERS = (
     "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span",
     "down_splits",
 )
-MAX_MOE_GEMV_ROWS = 3  # rows up to which they were: five take 95 us a layer on an H200, in Triton's tiles 89
+MAX_MOE_GEMV_ROWS = 3  # rows up to which they were faster: five take 95 us per layer on an H200, in Triton's tiles 89
 
 
 class MoeGemvProblem(ctypes.Structure):

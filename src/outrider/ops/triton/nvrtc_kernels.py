@@ -22,8 +22,8 @@ class NvrtcKernels:
     """The kernels of one source on one device. `of` returns None, and logs why, if there are none."""
 
     source: Path
-    what: str  # goes through Triton where there are none
-    own = False  # they have instructions of this architecture alone
+    what: str  # runs in Triton if there are none
+    own = False  # they use instructions of this architecture alone
 
     def __init__(self, device: torch.device, *counters: Tensor):
         self.device, self.counters = device, counters
@@ -52,7 +52,7 @@ class NvrtcKernels:
                 self.made[name, flags] = Kernel(
                     self.source.read_text(), name, dict(flags), self.device, self.room, self.own
                 )
-            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
+            except CudaError as error:  # a toolchain may be broken in many ways; Triton's kernels are the fallback
                 self.say(error)
                 self.usable = False
                 return None

@@ -45,7 +45,7 @@ class TritonOps(ReferenceOps):
         self.pointers = trees.Pointers()
         on_gpu = torch.device(device).type == "cuda"
         self.shared = max_smem(torch.device(device))
-        # what tiles of prompts were made for and seen on
+        # the device that prefill tiles were tuned on
         self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
         wgmma = GemmWgmma.of(torch.device(device), self.semaphores)
         alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma)
@@ -185,7 +185,7 @@ class TritonOps(ReferenceOps):
         return moe.experts(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
 
     def route(self, router_in: Tensor, experts: ExpertWeights) -> Pairs:
-        # float32: a choice between experts should not hang on bf16 rounding
+        # float32: a choice between experts should not depend on bf16 rounding
         z = self.logits(router_in, experts.router, None)
         return list_pairs(z, experts.expert_scale, experts.top_k, self.pdl)
 
@@ -224,7 +224,7 @@ class TritonOps(ReferenceOps):
 
         def join() -> bool:
             main.wait_stream(side)
-            return False  # it has two kernels ahead
+            return False  # it follows two kernels
 
         return made, join
 

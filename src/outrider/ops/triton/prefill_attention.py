@@ -148,7 +148,7 @@ def prompt_kernel(
                 each = (tl.arange(0, WORDS // 64) * 64)[None, :]
                 prefetch(keys + line[:, None] + each)
                 prefetch(values + line[:, None] + each)
-        if PDL:  # positions and tables stand since before the pass
+        if PDL:  # positions and tables were written before the pass
             gdc_wait()
         of_row = row * (HEADS * D) + head * D
         query = sorted_columns(tl.load(q + of_row[:, None] + tl.arange(0, D)[None, :]), PLANES)

@@ -14,7 +14,7 @@ import triton
 
 from .repack import QuantWeight
 
-# of shared memory a program may take, by architecture
+# bytes of shared memory per program, by architecture
 SMEM_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
 
@@ -35,14 +35,14 @@ def sm_count(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class QuantTile:
-    bn: int  # rows of the weight a program takes: 16 a warp, or 32 where there are few tokens
+    bn: int  # rows of the weight per program: 16 per warp, or 32 with few tokens
     splits: int  # spans of the columns; part of the order of sums
     stages: int
-    ahead: int = 2  # chunks asked for before the kernel ahead is done
+    ahead: int = 2  # chunks prefetched before the previous kernel is done
     warps: int = 4
     more: int = 0  # tokens in addition to those of a tile: 40 are 32 and 8
     registers: int | None = (
-        None  # most a thread may take, so that more programs are at work on a SM; None: the compiler's choice
+        None  # maximum registers per thread, so that more programs fit an SM; None: the compiler's choice
     )
 
 
@@ -63,9 +63,9 @@ def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, Q
     # 4 bits: two warps with 32 rows each share everything but the weights
     if rows <= 8 and plane == 32 and not above:
         return 8, replace(tile, warps=2, stages=3, registers=160) if bits == 4 else tile
-    # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights a program 2,185
+    # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights per program 2,185
     if rows > 64 and shared >= 226 << 10:
-        # offsets and bits above take room too
+        # zero-points and high bits take space too
         return 128, replace(tile, bn=128, warps=8, stages=2 if has_zero_point or above else 3)
     # four drafted tokens of eight sequences
     if 32 < rows <= 40 and bits == 4 and w.per == 1 and not has_zero_point and not above and shared >= 226 << 10:
@@ -75,6 +75,6 @@ def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, Q
     each = tile.bn * plane * 4 + bm * columns * 2
     if shared < 100 << 10 and bm == 64:
         bm, each = 32, tile.bn * plane * 4 + 32 * columns * 2
-    # Three programs on a SM are worth more than their stages: 31B gate_up in int4 at 40 rows takes 121 us with two, 152
+    # Three programs per SM are worth more than their stages: 31B gate_up in int4 at 40 rows takes 121 us with two, 152
     # with four.
     return bm, replace(tile, stages=max(2, min(4, shared // each + 1, (80 << 10) // each)))

@@ -123,7 +123,7 @@ def quant_experts_kernel(
             if CODES == "int5" or CODES == "uint5" or CODES == "int6":
                 above = tl.load(h_ptr + chunk * (64 * P)).to(tl.int32)
             scales = (words, words, words, words)  # not read where there are none
-            if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
+            if PER > 0:  # this chunk's scales were loaded with the one before; the next one's are loaded now
                 scales = (s_a, s_b, s_c, s_d)
                 s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, PLAIN)
             lifts = scales
@@ -168,7 +168,7 @@ class ExpertTile:
     bn: int
     stages: int
     warps: int
-    registers: int | None = None  # most a thread may take; None: the compiler's choice
+    registers: int | None = None  # maximum registers per thread; None: the compiler's choice
 
 
 def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> ExpertTile:

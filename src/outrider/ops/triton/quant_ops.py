@@ -56,7 +56,7 @@ class QuantTritonOps(TritonOps):
         """Dense, in bfloat16: the weight times the columns of the identity."""
         if isinstance(weight, Tensor):
             return weight
-        kind = torch.bfloat16 if self.semaphores.is_cuda else torch.float32  # the interpreter knows no bfloat16
+        kind = torch.bfloat16 if self.semaphores.is_cuda else torch.float32  # the interpreter has no bfloat16
         one = torch.eye(weight.shape[1], dtype=kind, device=self.semaphores.device)
         return self.linear(one, weight).t().to(torch.bfloat16).contiguous()
 

@@ -57,10 +57,10 @@ def rope_write_kernel(
         last = HEADS + (number // EACH + 1) * KV_HEADS
         first = last - KV_HEADS + number % EACH * SOME
     head = first + tl.arange(0, SOME)[:, None]
-    # [SOME, BLOCK]: what all heads share is fetched for each, so that no warp waits for another.
+    # [SOME, BLOCK]: data that all heads share is loaded for each, so that no warp waits for another.
     i = tl.arange(0, BLOCK)[None, :] + (head - head)
     ok = (i < HALF) & (head < last)
-    # Norm weights, places and tables stand since before the pass: fetched while the kernel ahead still runs.
+    # Norm weights, positions and tables were written before the pass: loaded while the previous kernel still runs.
     to = row * 0
     if first >= HEADS:
         to = _slot(table, places, row_seq, row, (first - HEADS) % KV_HEADS, table_stride, page_stride, HALF, PAGE)

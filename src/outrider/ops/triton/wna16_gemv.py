@@ -58,7 +58,7 @@ class WeightChunk:
     """What a block keeps of a chunk: as `Coded` of codes.cuh has it."""
 
     columns: int
-    groups: int  # 0: no factors but those of whole rows
+    groups: int  # 0: no scales except those of whole rows
     stage: int  # bytes of 16 rows
     has_zero_point: bool
 
@@ -193,7 +193,7 @@ def aligned(x: Tensor, w: QuantWeight) -> Tensor:
     if w.order is not None:
         x = x[:, w.order]
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)  # also where it is contiguous, but begins between 16 bytes
+        x = x.clone(memory_format=torch.contiguous_format)  # also if it is contiguous, but not aligned to 16 bytes
     return x
 
 
