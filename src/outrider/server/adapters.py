@@ -1,5 +1,5 @@
-"""Adapters over HTTP: which one a request's model name asks for, their cards in /v1/models, and loading and unloading
-at run time by vLLM's routes, where the server was started with --runtime-adapters."""
+"""Adapters over HTTP: which one a request's model name selects, their cards in /v1/models, and loading and unloading at
+run time by vLLM's routes, if the server was started with --runtime-adapters."""
 
 from __future__ import annotations
 

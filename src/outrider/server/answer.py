@@ -1,5 +1,5 @@
-"""An answer on its way, in no protocol's shape: a `Job` says what was asked, an `Answer` has a choice for each of its
-sequences, and a choice turns the engine's events into what is new (`Delta`). Renderers (`Wire`) write all of it."""
+"""An answer in progress, independent of the protocol: a `Job` is the request, an `Answer` has a choice for each of its
+sequences, and a choice turns the engine's events into increments (`Delta`). A `Wire` renders them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .output import OutputPart, Parser, join
 from .schema import ChatRequest, CompletionRequest, OutriderOptions
 from .wire import Json
 
-Table = dict[int, float] | None  # {token id: logprob}; None for a token that nothing stands before
+Table = dict[int, float] | None  # {token id: logprob}; None for the first token, which has no context
 LEAST = -9999.0  # JSON has no -inf
 
 
@@ -32,12 +32,12 @@ class Job:
     seed: int
     options: OutriderOptions
     candidates: int = 1  # answers that are computed for each prompt; the likeliest `n` are kept
-    echoes: tuple[str, ...] = ()  # text of the prompt that is told with the answer, per request
+    echoes: tuple[str, ...] = ()  # text of the prompt that is part of the answer, per request
     grammar: GrammarSource | None = None  # what the answers must match, to be compiled before the job can run
 
     @property
     def max_zero(self) -> bool:
-        """max_tokens: 0 of /v1/completions: nothing is wanted but the prompt."""
+        """max_tokens: 0 of /v1/completions: only the prompt is scored."""
         return isinstance(self.body, CompletionRequest) and self.body.limit == 0
 
     @property
@@ -47,13 +47,13 @@ class Job:
 
     @property
     def echo_logprobs(self) -> bool:
-        """The prompt's own tokens are told with the answer's."""
+        """Whether the answer includes the prompt's tokens with their log-probabilities."""
         body = self.body
         return isinstance(body, CompletionRequest) and bool(body.echo) and body.logprobs is not None
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Score the prompt, with so many alternatives."""
+        """Number of alternatives for a scored prompt."""
         echoed = self.body.alternatives if self.echo_logprobs else None
         return echoed if self.body.prompt_logprobs is None else self.body.prompt_logprobs
 
@@ -101,7 +101,7 @@ class Delta:
 
 
 class AnswerChoice:
-    """Takes events, remembers the whole, gives out what is new."""
+    """Takes events, keeps the whole text, returns what is new."""
 
     def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
         request = job.requests[index]
@@ -120,7 +120,7 @@ class AnswerChoice:
         self.stats: RequestStats | None = None
 
     def take(self, event: Event) -> Delta:
-        """Where only one call is wanted the answer ends at the token that begins the second one."""
+        """If only one call is allowed, the answer ends at the token that begins the second one."""
         delta = Delta()
         for part in single_tokens(event) if self._one_call else [event]:
             if self.finish is None:
@@ -181,10 +181,10 @@ class Answer:
         self.id, self.created = secrets.token_hex(12), int(time.time())
         self.choices = [AnswerChoice(i, job, tokenizer) for i in range(len(job.requests))]
         self._by_id = {r.id: c for r, c in zip(job.requests, self.choices)}
-        self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: what the model thought of its tokens
+        self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: log-probabilities of its tokens
 
     def take(self, event: Event) -> tuple[AnswerChoice, Delta] | None:
-        """The choice that an event is of, and what is new of it; None: it had ended."""
+        """The choice of an event, and its increment; None: the choice had ended."""
         choice = self._by_id[event.id]
         return (choice, choice.take(event)) if choice.finish is None else None
 
@@ -215,7 +215,7 @@ class Answer:
 
     @property
     def scored_tokens(self) -> int:
-        """Tokens that are told with their log-probabilities."""
+        """Number of tokens with log-probabilities."""
         return sum(len(c.logprobs) for c in self.choices) + sum(map(len, self.scores.values()))
 
     # ---- log-probabilities as OpenAI's, Ollama's and the Responses API have them in common

@@ -1,7 +1,7 @@
-"""The app: a body is read, admitted, prepared, given its turn and answered. Thin: each of these is a module of its own.
+"""The app: reads, admits, prepares, schedules and answers a request. Each of these stages is a module.
 
-Nothing is done for a request before it is known to be allowed: sizes are checked before texts are read, admission comes
-before tokenising, and clients take turns at every stage (fair.py), so that what one sends is paid for by that one.
+No work is done for a request before it is allowed: sizes are checked before texts are read, admission comes before
+tokenising, and clients take turns at every stage (fair.py), so that a client's requests delay only that client.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
-BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many so large are read at once, one of each client
+BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many of that size are read at once, one per client
 T = TypeVar("T")
 CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 
@@ -75,7 +75,7 @@ class ReceivedBody:
 
 
 class Server:
-    """The models of a shelf behind the routes of one app."""
+    """The models of a `ModelPool` behind the routes of one app."""
 
     def __init__(self, shelf: ModelPool, settings: ServerSettings) -> None:
         self.pool, self.settings = shelf, settings

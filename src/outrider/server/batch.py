@@ -1,12 +1,12 @@
-"""A file of requests, answered without a server: OpenAI's batch format in, one result a line out.
+"""Answers a file of requests without a server: OpenAI's batch format in, one result per line out.
 
 Contract: every line of the input has exactly one line in the output, whatever ends the run and however often it is
-started again. A result's `id` names the input line's number and content (and the model and seed it was asked of),
-results are appended and synced before their requests are forgotten, and what a kill tore is cut off on the next start.
-Results stand in the order in which they were finished; `custom_id` joins them to their requests.
+restarted. A result's `id` identifies the input line's number and content (and the run's model and seed), results are
+appended and synced before their requests are dropped, and a torn last line is cut off at the next start. Results are in
+the order in which they finished; `custom_id` joins them to their requests.
 
-A request without a seed gets one made from its `custom_id` and the run's seed, so a resumed run says what an
-undisturbed one would have said.
+A request without a seed gets one made from its `custom_id` and the run's seed, so a resumed run gives the same texts as
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Results:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # what a full disk could not take was told when it was written
+        with suppress(OSError):  # a full disk was reported when it was written
             self._file.close()
 
     def finished(self) -> set[str]:
@@ -153,7 +153,7 @@ class Results:
 
 
 def salt_of(model: str, seed: int) -> str:
-    """What a run's answers depend on besides its lines."""
+    """The inputs of a run's answers besides its lines."""
     return f"{model} {seed}"
 
 
@@ -164,7 +164,7 @@ def keep_books(
     rows: Callable[[Iterator[BatchLine], set[str]], Iterator[list[Json]]],
     tell: Callable[[BatchProgress], None],
 ) -> BatchProgress:
-    """A run, whoever answers: `rows` gives the results of those lines that are not among the finished."""
+    """A run with any engine: `rows` yields the results of the lines that are not finished yet."""
     known = [line.id for line in read_lines(source, salt)]
     if not known:
         raise OutriderError(f"{source} holds no request")

@@ -1,5 +1,4 @@
-"""/v1/batches: the lines of an uploaded file, each answered as if its client had sent it, behind that client's other
-requests.
+"""/v1/batches: answers the lines of an uploaded file as if its client had sent each, after the client's own requests.
 
 Lines are read, named, seeded and written as `outrider batch` does (batch.py); answers come from the server's own
 pipeline, so limits, grammars and errors are the same. Results of lines with a 200 go into the output file, the others
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("outrider.server")
 DAY_S = 24 * 3600
-LAST = 1 << 20  # the priority of a line that names none: behind whatever else its client asks
+LAST = 1 << 20  # the priority of a line that names none: after all other requests of its client
 MOST_RUNNING = 16  # batches that have not ended, of all clients
 MOST_OF_CLIENT = 4
 MOST_KEPT = 256
@@ -194,7 +193,7 @@ class Batches:
             response = await self._server.answer(self._as_request(batch, line, raw), OpenAIWire(shape))
             if response.status_code not in (429, 503):
                 return result_row(line, custom_id, response.status_code, json.loads(bytes(response.body)))
-            await asyncio.sleep(RETRY_S)  # others fill the server, or it ends, and this task with it
+            await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
 
     def _as_request(self, batch: Batch, line: BatchLine, raw: bytes) -> Request:
         """What the server would have read, had the client sent the line itself."""
@@ -203,7 +202,7 @@ class Batches:
         async def receive() -> Message:
             nonlocal sent
             if sent:
-                await asyncio.get_running_loop().create_future()  # nobody leaves
+                await asyncio.get_running_loop().create_future()  # there is no client that could disconnect
             sent = True
             return {"type": "http.request", "body": raw, "more_body": False}
 

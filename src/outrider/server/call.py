@@ -1,8 +1,8 @@
-"""A submitted job: reads its events until the end, the deadline, or the client's departure, and writes them as they
+"""A submitted job: reads its events until the end, the deadline, or the client's disconnect, and writes them as they
 come.
 
-A client that goes away, one that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts what
-still runs and frees its places.
+A disconnect, a client that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts what still
+runs and frees its places.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("outrider.server")
 KEEP_ALIVE_S = 15.0
-TELL_S = 5.0  # between two signs of life while a prompt is read: they say how far it is
-FEW_SCORED = 64  # tokens with their log-probabilities: so many are written on the event loop
+TELL_S = 5.0  # between two heartbeats during prefill, which report its progress
+FEW_SCORED = 64  # up to this many tokens with log-probabilities are written on the event loop
 T = TypeVar("T")
 
 
@@ -143,7 +143,7 @@ class Call:
             except ApiError as e:
                 self._server.metrics.requests.labels(self._route, str(e.status)).inc()
                 end = wire.error(e)
-            self.close()  # before its end is written: who has read it may ask again at once, and finds a place
+            self.close()  # before its end is written: a client that has read it may send its next request at once
             yield end
         finally:
             self.close()
@@ -164,7 +164,7 @@ class Call:
                 if event is not None and event.finish_reason is not None:
                     self._release(event.id)
                 yield event
-        except OutriderError as e:  # the engine found out on the way that this request can't be done
+        except OutriderError as e:  # the engine found out while running that it cannot serve this request
             raise ApiError(400, str(e), code="request_failed") from e
         except EngineError as e:
             if self._server.admission.closing:
@@ -189,7 +189,7 @@ class Call:
         return left
 
     def close(self) -> None:
-        """However the call ended; only the first time counts. Must not await: the task may be cancelled."""
+        """Ends the call, for any reason; only the first time counts. Must not await: the task may be cancelled."""
         if self._closed:
             return
         self._closed = True
@@ -243,9 +243,9 @@ class EventStream(StreamingResponse):
 
 
 class SlowJson(Response):
-    """An unstreamed answer that is not there after a while: the status and spaces before the JSON keep the connection
-    alive, since clients and proxies give up on one that says nothing for minutes. What fails now can't be a status any
-    more: the connection is cut, which clients take for what it is, and try again."""
+    """An unstreamed answer that takes long: the status and spaces before the JSON keep the connection alive, since
+    clients and proxies give up on one that is silent for minutes. A later failure can't be a status any more: the
+    connection is cut, and clients try again."""
 
     def __init__(self, call: Call, work: asyncio.Future[bytes]) -> None:
         super().__init__(media_type="application/json")
@@ -274,7 +274,7 @@ class SlowJson(Response):
 
 
 async def whole(request: Request, call: Call) -> Response:
-    """The answer in one piece; where it takes long, with signs of life before it."""
+    """The answer in one piece; if it takes long, with heartbeats before it."""
     work = asyncio.ensure_future(unless_gone(request, call.whole()))
     try:
         if (await asyncio.wait([work], timeout=KEEP_ALIVE_S))[0]:

@@ -1,5 +1,5 @@
-"""The models a server is given on its command line: `MODEL` or `name=MODEL`, each with the name clients use and the
-room it will need."""
+"""The models of a server's command line: `MODEL` or `name=MODEL`, each with its name in the API and the memory that it
+needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .model_pool import ModelPool, PoolSlot
 from .settings import ServerSettings, public_name
 
 ALIAS = re.compile(r"([A-Za-z0-9][\w.:-]*)=(.+)")
-SHARE = 0.8  # of the memory that is free at the start, where nobody says
+SHARE = 0.8  # of the memory that is free at the start, by default
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""How answers are sampled where a request says nothing and the model's generation_config.json says nothing either.
+"""The sampling defaults, if neither the request nor the model's generation_config.json sets a value.
 
-Small models talk nonsense at temperature 1 over the whole vocabulary, which is OpenAI's and Anthropic's default. A
-temperature alone keeps requests on the fastest path of a CPU (engine/host.py); a cut by top-p would not. Ollama's
-clients get Ollama's own defaults.
+Small models produce nonsense at temperature 1 over the whole vocabulary, which is OpenAI's and Anthropic's default. A
+temperature alone keeps requests on the fastest path of a CPU (engine/host.py); top-p would not. Ollama's clients get
+Ollama's own defaults.
 """
 
 from __future__ import annotations

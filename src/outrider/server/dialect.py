@@ -1,5 +1,4 @@
-"""How a model writes thoughts and tool calls, and how tools are told to one whose chat template knows nothing of
-them."""
+"""A model's syntax of thoughts and tool calls, and the prompt text of tools for chat templates without tool support."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ ENDS = (
 
 @dataclass(frozen=True)
 class Dialect:
-    """How this model writes thoughts and tool calls, found out from its vocabulary and template."""
+    """This model's syntax of thoughts and tool calls, derived from its vocabulary and template."""
 
     tools: Literal["gemma4", "json"]
     thoughts: ThoughtFormat

@@ -1,8 +1,8 @@
-"""/v1/embeddings (OpenAI's), /api/embed and /api/embeddings (Ollama's): hidden states of a generative model, one vector
-a text.
+"""/v1/embeddings (OpenAI's), /api/embed and /api/embeddings (Ollama's): one vector per text, from hidden states of a
+generative model.
 
-The mean of the hidden states after the final norm, of length one. Such a vector says which texts are alike to this
-model; models trained for retrieval do better at retrieval.
+A vector is the mean of the hidden states after the final norm, normalised to length one. It shows which texts are
+similar for this model; models trained for retrieval do better at retrieval.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """For logs: says what was wrong and nothing of what was sent."""
+        """For logs: the kind of error, without any text of the request."""
         return self.code or TYPES.get(self.status, "invalid_request" if self.status < 500 else "server_error")
 
     def body(self) -> dict[str, object]:
@@ -71,7 +71,7 @@ class ApiError(Exception):
 
 
 class ContextOverflow(ApiError):
-    """A prompt that does not fit the context, told in the sentences by which clients and agents know it and shorten the
+    """A prompt that does not fit the context, in the wording by which clients and agents recognise it and shorten the
     conversation."""
 
     def __init__(self, tokens: int, most: int, context: int, field: str, at_least: bool = False) -> None:

@@ -26,9 +26,9 @@ MAX_RETRY_S = 600  # the longest Retry-After; clients that are told more give up
 
 
 class WaitEstimate:
-    """How long it takes until places are free, from how long they were held lately: the seconds from one release to the
-    next are the seconds that a place is held, divided by how many are held at once. Long ones count for more: they are
-    the ones that are waited for."""
+    """Estimates when places become free, from how long they were held lately: the time between two releases is the time
+    that a place is held, divided by the number held at once. Long ones count for more, since waiting is mostly for
+    them."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
@@ -44,7 +44,7 @@ class WaitEstimate:
 
 
 class FairQueue(Generic[T]):
-    """What clients wait for, in the order of turns."""
+    """A queue in which clients take turns."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[tuple[int, int, T]]] = {}  # by client: (priority, number, item)
@@ -65,7 +65,7 @@ class FairQueue(Generic[T]):
         bisect.insort(self._of.setdefault(client, []), (priority, next(self._numbers), item))
 
     def take(self, may: Callable[[str], bool]) -> tuple[str, T] | None:
-        """The next of the first client in the round who may come; the client goes to the end of the round."""
+        """The next item of the first eligible client in the round; the client goes to the end of the round."""
         client = next((c for c in self._of if may(c)), None)
         if client is None:
             return None
@@ -164,13 +164,13 @@ class FairGate(Places):
 
 
 SPARE = 2  # the engine has as many sequences more than `--max-concurrent`
-RECENT_S = 10.0  # a client is about while it has something here, and so long after
+RECENT_S = 10.0  # a client is active while it has a request here, and for this long after
 
 
 class TurnQueue(Places):
-    """Places in the engine, sequence by sequence: `places` sequences run at once. While several clients are about, each
-    may hold its share of them; a client that holds none finds one of the `spare` places. So a client alone has the
-    whole engine, and whoever asks for one answer begins at once."""
+    """Places in the engine, one per sequence: `places` sequences run at once. While several clients are active, each
+    may hold its share of them; a client that holds none can use one of the `spare` places. So a single client has the
+    whole engine, and a client's first request starts at once."""
 
     def __init__(self, places: int, spare: int = SPARE, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class TurnQueue(Places):
         return all_held < self._places and mine < max(1, self._places // about)
 
 
-Piece = tuple[Callable[[], object], asyncio.Future[object]]  # work for a thread, and who waits for what comes of it
+Piece = tuple[Callable[[], object], asyncio.Future[object]]  # work for a thread, and the future of its result
 
 
 class _FairThreads:
@@ -263,7 +263,7 @@ class _FairThreads:
                     loop.call_soon_threadsafe(self._tell)
 
     def _take(self) -> tuple[str, Piece] | None:
-        """The next piece of a client whom no other thread works for."""
+        """The next piece of a client for which no other thread works."""
         with self._lock:
             taken = self._waiting.take(lambda client: client not in self._busy)
             if taken is None:
@@ -289,8 +289,8 @@ class _FairThreads:
 
 
 class FairExecutor:
-    """A few threads that clients take in turn, for work that would hold up the event loop: reading bodies, tokenising.
-    What is long has a thread of its own, so that what is short never waits behind it."""
+    """A few threads that clients use in turn, for work that would block the event loop: reading bodies, tokenising.
+    Long work has its own thread, so that short work never waits behind it."""
 
     def __init__(self, threads: int, most_waiting: int) -> None:
         self._lanes = {
@@ -299,7 +299,7 @@ class FairExecutor:
         }
 
     async def run(self, client: str, work: Callable[[], T], long: bool = False) -> T:
-        """One who is cancelled keeps the thread until the work is done: a thread can't be stopped."""
+        """A cancelled caller's work keeps its thread until it is done: a thread can't be stopped."""
         return await self._lanes[long].run(client, work)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""/v1/files: what batches read and write. Kept on disk in a temporary folder of this server, bounded by number and by
-bytes, and gone when the server ends. A client sees only its own files."""
+"""/v1/files: the input and output files of batches, in a temporary folder of this server, limited in number and bytes,
+and deleted when the server ends. A client sees only its own files."""
 
 from __future__ import annotations
 

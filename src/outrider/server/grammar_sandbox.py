@@ -1,13 +1,11 @@
-"""A process of its own in which grammars are tried before the server compiles them: `python -m
-outrider.server.grammar_sandbox`.
+"""A sandbox process that tries grammars before the server compiles them: `python -m outrider.server.grammar_sandbox`.
 
-A few bytes of schema can take a compiler any time and any memory, or overflow its stack, and nothing inside a
+A few bytes of schema can cost a compiler any amount of time and memory, or overflow its stack, and nothing inside a
 process can stop that. So this process holds a tokenizer and forks a child for each grammar under limits of
-processor time, address space and stack; the answer is whether the child compiled it, or which limit it ran into.
-Lines of JSON come on stdin (the set-up, then grammars and cancellations) and go out on stdout. It ends with its
-stdin. Its children leave most of the processor to those who decode: an ordinary grammar is done in milliseconds,
-and one that is not gets only what nobody else wants. Of a schema that is refused a second child looks for the part
-at fault.
+processor time, address space and stack; the answer is whether the child compiled it, or which limit it exceeded.
+It reads lines of JSON from stdin (the set-up, then grammars and cancellations) and writes to stdout. It ends when
+stdin closes. Its children leave most of the processor to decoding: an ordinary grammar takes milliseconds, and a
+longer one gets only idle processor time. For a refused schema a second child looks for the part at fault.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from ..types import OutriderError
 from .grammar_source import MAX_CHARS, GrammarSource, build, parts
 
 STACK = 1 << 20  # bytes; any thread of the server has more
-# seconds of processor time after which a trial has to stand back; seconds between two looks at it
+# seconds of processor time after which a trial gets the lowest priority; seconds between two checks
 QUICK, LOOK = 0.1, 0.05
 
 
@@ -38,7 +36,7 @@ class SandboxChild:
     pid: int
     source: GrammarSource
     deadline: float
-    look_at: float  # when to look whether it has to stand back
+    look_at: float  # when to check whether to lower its priority
     said: bytes = b""
     late: bool = False
     cancelled: bool = False
@@ -207,7 +205,7 @@ def _first_line() -> tuple[bytes, bytes]:
 
 
 def _look(child: SandboxChild) -> None:
-    """One that is no ordinary grammar gets from now on what nobody else wants."""
+    """Gives the trial of an expensive grammar only idle processor time from now on."""
     child.look_at = math.inf
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError):  # it has just ended

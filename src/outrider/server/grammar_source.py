@@ -1,8 +1,8 @@
-"""What a grammar is made of, before it is compiled: a schema, a pattern, a grammar's text, or the functions of forced
+"""The source of a grammar, before it is compiled: a schema, a pattern, a grammar's text, or the functions of forced
 calls.
 
-Everything here may be as large and as twisted as a client likes, so `build` runs where its time and memory are bounded
-(see grammar_sandbox.py), never on a thread that serves others.
+A client's source may be arbitrarily large and complex, so `build` runs where its time and memory are limited (see
+grammar_sandbox.py), never on a thread that serves other requests.
 """
 
 from __future__ import annotations

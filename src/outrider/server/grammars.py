@@ -1,9 +1,9 @@
-"""Compiled grammars for requests, within bounds: tried in a sandbox process first (grammar_sandbox.py), kept for
-repeated requests.
+"""Compiles grammars for requests, within limits: each is tried in a sandbox process first (grammar_sandbox.py) and
+cached for repeated requests.
 
-A trial that is over its bounds is a 400 that names the field; a client that goes away takes its trial with it. Clients
-take turns. What was compiled is kept while all of it together takes less than `KEEP` bytes, and whoever brought most of
-it loses first; what was refused is remembered too.
+A trial over its limits is a 400 that names the field; when a client disconnects, its trial is cancelled. Clients take
+turns. The cache holds at most `KEEP` bytes of compiled grammars; it evicts those of the client with the most first.
+Refusals are cached too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
 class _Kept:
     grammar: CompiledGrammar
     bytes: int
-    client: str  # who brought it
+    client: str  # the client that sent it
 
 
 def stand_back() -> None:
@@ -55,7 +55,7 @@ class Grammars:
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # why
         self._nursery: _SandboxProcess | None = None
-        # The compiler lets go of the interpreter while it works, and leaves most of the processor to those who decode.
+        # The compiler releases the GIL while it works, and leaves most of the processor to decoding.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=stand_back)
         self._starting = asyncio.Lock()
 
@@ -71,7 +71,7 @@ class Grammars:
         if known is not None:
             return known
         async with self._gate.enter(client):
-            known = self._known(source)  # somebody else may have asked for the same in the meantime
+            known = self._known(source)  # another request may have compiled the same in the meantime
             if known is not None:
                 return known
             said = await (await self._start()).trial(source)
@@ -123,7 +123,7 @@ class Grammars:
         return grammar
 
     def _make_room(self) -> None:
-        """One who brings a thousand grammars must not cost another the one it uses."""
+        """A client with a thousand grammars must not evict another client's grammar."""
         while sum(k.bytes for k in self._kept.values()) > KEEP:
             of: Counter[str] = Counter()
             for kept in self._kept.values():
@@ -142,7 +142,7 @@ class Grammars:
 
 
 class _SandboxProcess:
-    """The other process, as seen from here."""
+    """The server's handle of the sandbox process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -191,7 +191,7 @@ class _SandboxProcess:
         self._reader.cancel()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                # its trials too: they hold its pipes, and nobody else would end them
+                # its trials too: they hold its pipes, and nothing else would end them
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()  # where it has no group of its own yet

@@ -1,5 +1,4 @@
-"""The API keys in force: those of the command line, and those of a file, which is read again when the operator says so
-(SIGHUP)."""
+"""The valid API keys: those of the command line, and those of a file, which is read again on SIGHUP."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ class Keys:
         return bool(self._keys)
 
     def find(self, given: bytes) -> str | None:
-        """Who it is. Compared with every key, in constant time each, so that timing tells nothing."""
+        """The client of a key. Compares with every key, in constant time each, so that timing reveals nothing."""
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return f"key {matches.index(True)}" if any(matches) else None
 
     def namespace(self, who: str) -> bytes:
-        """What keeps this key's prefixes apart from those of other keys: the same after a restart, and not the key."""
+        """A salt that separates this key's prefixes from other keys': stable over restarts, and not the key itself."""
         number = who.removeprefix("key ")
         if not self._keys or who == number or int(number) >= len(self._keys):
             return b""

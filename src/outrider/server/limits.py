@@ -1,4 +1,4 @@
-"""What stands before the routes: keys, body size, host names; and the count of what is in flight.
+"""Checks before the routes: keys, body size, host names; and the number of sequences in flight.
 
 Plain ASGI, so that streaming and disconnects pass through untouched. The page, health and version are open; everything
 else needs a key when keys are set.
@@ -31,7 +31,7 @@ LOCAL_SCHEMES = ("vscode-webview", "app", "tauri")  # pages of programs on this 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 SLASHES = re.compile("/{2,}")
-# what of a path may stand in the log: never a text that somebody put there
+# characters of a path that may be logged: never a client's text
 ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -155,7 +155,7 @@ class RequestGuard:
                 await answer(message)
 
         try:
-            # two lengths: whoever is in between may believe the other
+            # two lengths: a proxy in between may believe the other
             if b"content-length" in headers and b"transfer-encoding" in headers:
                 raise bad("Content-Length and Transfer-Encoding exclude each other.", code="two_lengths")
             self._host(headers)
@@ -167,7 +167,7 @@ class RequestGuard:
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self._settings.max_body:
                 raise self._too_large()
-            # who left in the middle of a body hears no answer, and is not worth a traceback
+            # a client that left in the middle of a body gets no answer, and needs no traceback
             with suppress(ClientDisconnect):
                 await self.app(scope, counted, secured)
             if refused:
@@ -224,8 +224,8 @@ class RequestGuard:
         return self._settings.loopback and local_origin(origin)
 
     def _cross(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """What a browser wants to hear before it shows our answer, which may be a refusal, to a page of another origin.
-        Such a page may send the headers it likes: those of OpenAI's and Anthropic's clients for browsers are many."""
+        """The CORS headers without which a browser hides our answer, or refusal, from a page of another origin. Such a
+        page may send any headers: those of OpenAI's and Anthropic's browser clients are many."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin:
             return []
@@ -243,7 +243,7 @@ class RequestGuard:
         ]
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
-        """Who it is, by key; None where there are no keys or none is needed."""
+        """The client, by its key; None if there are no keys or none is needed."""
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
             return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")

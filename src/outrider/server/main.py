@@ -30,8 +30,7 @@ TIDY_S = 10.0
 
 
 class HttpServer(uvicorn.Server):
-    """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they are aborted and told
-    so."""
+    """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they end with an error."""
 
     def __init__(self, models: ServedModel | ModelPool, settings: ServerSettings) -> None:
         self.app = create_app(models, settings)
@@ -81,7 +80,7 @@ class HttpServer(uvicorn.Server):
                 await asyncio.to_thread(trim)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """We go on listening while running requests finish, so that newcomers hear why they are refused."""
+        """Keeps listening while running requests finish, so that new requests get a 503."""
         self._tidying.cancel()
         state = self.app.state.server
         state.admission.closing = True
@@ -128,7 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(settings: ServerSettings, listener: socket.socket) -> str:
-    """What clients are to be given."""
+    """The URL for clients."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{scheme}://{host}:{listener.getsockname()[1]}"

@@ -1,7 +1,6 @@
-"""/metrics: what the server saw (requests, latencies) and what the engine counted (tokens, drafts, pages), as
-Prometheus text.
+"""/metrics: the server's counters (requests, latencies) and the engine's (tokens, drafts, pages), as Prometheus text.
 
-One registry a server, so that two servers in one process (tests) don't share counters.
+There is one registry per server, so that two servers in one process (tests) don't share counters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What clients are told of a model: its card in /v1/models (OpenAI's, vLLM's, llama.cpp's and Anthropic's fields in
+"""A model's description for clients: its card in /v1/models (OpenAI's, vLLM's, llama.cpp's and Anthropic's fields in
 one), Ollama's /api/tags, /api/ps and /api/show, and llama.cpp's /props."""
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ class ServedModel:
     vocab_size: int
     max_context: int
     note: str = ""  # one line about the drafter
-    nbytes: int = 0  # weights and K/V; 0: nobody counted
+    nbytes: int = 0  # weights and K/V; 0: not known
     info: ModelInfo = UNKNOWN
     places: int = 0  # sequences at once; 0: as many as the settings say
     adapters: AdapterPool | None = None  # None: it takes none
-    vision: ImageEncoder | str = "this model takes no images"  # what reads images, or why none does
+    vision: ImageEncoder | str = "this model takes no images"  # the image encoder, or the reason why there is none
 
     @classmethod
     def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:

@@ -1,10 +1,10 @@
-"""The models of one server: loaded when they are asked for, put back when another needs the room.
+"""The models of one server, an LRU pool: loaded on request, unloaded when another model needs the memory.
 
-A call borrows its model and gives it back at its end. A model that nobody has borrowed may be put back; of those the
-one goes first that was used least recently. Who asks for a model that is not loaded waits in a line; while the head of
-the line has waited longer than `PATIENCE_S`, newcomers stay behind it if their model stands in its way, so that no
-model is kept loaded for ever by its own callers. One model is loaded or put back at a time, off the event loop;
-everything else here lives on it.
+A call acquires its model and releases it at its end. A model without a call may be unloaded, the least recently used
+first. A request for a model that is not loaded waits in a queue. While the head of the queue has waited longer than
+`PATIENCE_S`, new requests queue behind it if their model occupies its memory, so that no model stays loaded for ever
+because of its own callers. One model is loaded or unloaded at a time, off the event loop; everything else here runs on
+it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ModelPool:
         slot.take(LoadedModel(slot.name, backend, settings))
         return cls([slot], None, settings)
 
-    # ---- who is here
+    # ---- lookup
 
     @property
     def first(self) -> PoolSlot:
@@ -276,8 +276,8 @@ class ModelPool:
                 continue
             leaving = self._in_the_way(slot)
             if any(s.users for s in leaving):
-                return  # whoever has borrowed it will give it back
-            models = [(s, self._take_off(s)) for s in leaving]  # at once, so that nobody borrows one on its way out
+                return  # its calls will release it
+            models = [(s, self._take_off(s)) for s in leaving]  # at once, so that no call acquires one of them
             self._swap = asyncio.get_running_loop().create_task(self._load(slot, models))
 
     def _take_off(self, slot: PoolSlot) -> LoadedModel:

@@ -1,7 +1,7 @@
-"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming unless
-told otherwise.
+"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming by
+default.
 
-A call without a prompt or a message asks for the model to be loaded."""
+A call without a prompt or a message loads the model."""
 
 from __future__ import annotations
 

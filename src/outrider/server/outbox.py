@@ -1,9 +1,8 @@
-"""From the engine's thread to the event loop: what steps say of requests, on its way to their streams.
+"""Passes the events of requests from the engine's thread to the event loop, which writes them to their streams.
 
-Both threads share the interpreter's lock, and writing what one step brought to many streams may take longer than the
-step. So:
+Both threads share the GIL, and writing one step's events to many streams may take longer than the step. So:
 
-- few open streams are written to after every step, and so is everybody when the engine has nothing to do (`flush`);
+- few open streams are written to after every step, and all streams when the engine is idle (`flush`);
 - with many, writing is done while the engine waits for its device (`open`), for no longer than a share of a step;
 streams that begin or end
   come first, then those that have waited longest. Streams that begin or end need not wait for such a time (`hurry`);
@@ -23,7 +22,7 @@ from typing import Protocol
 from ..engine.engine import Event
 
 log = logging.getLogger("outrider")
-FEW = 16  # streams: so many are written to step by step, whatever the loop has to do
+FEW = 16  # up to this many streams are written to after every step
 SHARE = 0.3  # of the time between two windows is for writing
 LONGEST = 0.05  # seconds that something waits, if the loop can help it
 WRITE_S, SHORTEST = 1e-4, 1e-5  # seconds that writing to one stream takes, until that was measured; and at least
@@ -56,9 +55,9 @@ class Outbox:
         self, call_soon: Callable[[Callable[[], None]], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._call_soon, self._clock, self._lock = call_soon, clock, threading.Lock()
-        self._waiting: dict[str, tuple[Receiver, list[Item]]] = {}  # by request, who has waited longest first
+        self._waiting: dict[str, tuple[Receiver, list[Item]]] = {}  # by request, the longest waiting first
         self._known: set[str] = set()  # requests that something was said of
-        self._soon: set[str] = set()  # of those who wait the ones that begin or end: they come first
+        self._soon: set[str] = set()  # waiting streams that begin or end: they come first
         self._writing = False  # the loop has not done with what it was handed
         self._opened = 0.0  # the last window
         self._between = 0.0  # seconds between two windows, lately
@@ -80,7 +79,7 @@ class Outbox:
                     (self._known.discard if ends else self._known.add)(id)
 
     def forget(self, id: str) -> None:
-        """Nobody listens to this request any more."""
+        """Drops a request whose stream is closed."""
         with self._lock:
             self._waiting.pop(id, None)
             self._known.discard(id)
@@ -102,7 +101,7 @@ class Outbox:
             self._call_soon(lambda: self._hand_over(max(1, round(room))))
 
     def hurry(self) -> None:
-        """Those who begin or end do not wait for the next window: before it there may be kernels to compile."""
+        """Streams that begin or end do not wait for the next window: before it there may be kernels to compile."""
         with self._lock:
             if self._writing or not self._soon:
                 return
@@ -117,7 +116,7 @@ class Outbox:
     # ---- on the loop
 
     def _hand_over(self, most: int | None) -> None:
-        """To so many streams; None: to all, each step for itself where they are few."""
+        """Writes to this many streams; None: to all, each step separately if they are few."""
         with self._lock:
             order = sorted(self._waiting, key=lambda id: id not in self._soon)[:most]
             taken = {id: self._waiting.pop(id) for id in order}
@@ -127,10 +126,10 @@ class Outbox:
             try:
                 for item in items if apart else together(items):
                     to.put(id, item)
-            except Exception:  # one stream's trouble is nobody else's
+            except Exception:  # an error of one stream must not affect the others
                 log.exception("what request %s was told could not be handed over", id)
         loop = asyncio.get_running_loop()
-        loop.call_soon(self._written, len(taken), time.thread_time())  # behind those who were just woken to write
+        loop.call_soon(self._written, len(taken), time.thread_time())  # after the tasks that were just woken to write
 
     def _written(self, count: int, began: float) -> None:
         if count:

@@ -2,8 +2,8 @@
 
 A connection waits for a request's head, for its body, for its answer to be written, or for the next request. Each wait
 has a limit, counted from its beginning: a client that sends a byte now and then does not prolong it. When
-`max_connections` are open, the one that has waited longest for its client is closed for a new one; where none waits,
-the new one is told 503. All on the event loop.
+`max_connections` are open, a new one replaces the one that has waited longest for its client; if none waits, the new
+one gets 503. All of this runs on the event loop.
 
 A client that has sent its request may close its half of the connection and still read (`nc -N`), and looks exactly like
 one that has left. An interim response (100 Continue) tells which: the system of one that has left answers with a reset.

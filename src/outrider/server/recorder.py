@@ -1,5 +1,5 @@
-"""The beginning of an agent's prompts in a file: its system prompt and tools, without what the user said. The next
-start of the server can read it before the agent asks (`outrider launch`)."""
+"""Records the beginning of an agent's prompts in a file: system prompt and tools, without the user's messages. The next
+start of the server can prefill it before the agent's first request (`outrider launch`)."""
 
 from __future__ import annotations
 

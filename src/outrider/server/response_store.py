@@ -1,6 +1,5 @@
-"""Answers of the Responses API that may be asked for again or gone on from. In memory, bounded by number and by bytes:
-the least recently used goes first, and all of it ends with the server. A client finds only what it has stored
-itself."""
+"""Stored answers of the Responses API, which later requests may fetch or continue. They are in memory, limited in
+number and bytes (LRU), and end with the server. A client finds only its own answers."""
 
 from __future__ import annotations
 

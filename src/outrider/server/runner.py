@@ -3,8 +3,7 @@
 Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one
 step. Events go out to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the
 requests that were in it with an `EngineError` and the thread goes on; after three failing steps in a row with nothing
-finished between them it gives up and `healthy` turns false. Now and then, when there is nothing to compute, the engine
-gives memory back.
+finished between them it gives up and `healthy` turns false. While idle, the engine returns unused memory to the system.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .trim import trim
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
-TIDY_S = 10.0  # so often memory that nobody uses is looked for
+TIDY_S = 10.0  # seconds between two searches for unused memory
 DETACHED = 2  # prompts that are read to their end though their client left, at once
 WORTH = 256  # tokens left to read: for fewer a retry need not find them done
 ALIKE = 256  # tokens at the beginning by which a retry is known
@@ -65,9 +64,9 @@ class EngineError(Exception):
 
 
 class RequestStream:
-    """The events of a group of requests (the choices of one call), merged. Close it, and what still runs is aborted.
+    """The events of a group of requests (the choices of one call), merged. Closing it aborts what still runs.
 
-    Who does not read is waited for: at `UNREAD` events the sequence that brings more pauses, and goes on when they are
+    A slow reader pauses its sequences: at `UNREAD` unread events a sequence stops, and continues when they are
     read."""
 
     def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
@@ -152,8 +151,8 @@ class RequestStream:
 
 class Runner:
     def __init__(self, engine: EngineLike, unused_s: float = 300.0, detached_s: float = 600.0) -> None:
-        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given back.
-        `detached_s`: so long a prompt goes on being read after its client left."""
+        """`unused_s`: prefixes that no request has used for this long are dropped, and their memory is released.
+        `detached_s`: how long a prompt's prefill continues after its client left."""
         self._engine, self._unused_s, self._detached_s = engine, unused_s, detached_s
         self.detached: dict[str, float] = {}  # requests without a client, and until when they may read
         self.progress: dict[str, Progress] = {}  # of all requests, published for the event loop now and then
@@ -185,7 +184,7 @@ class Runner:
             await asyncio.to_thread(self._thread.join, 30.0)
 
     def stream(self, ids: Iterable[str]) -> RequestStream:
-        """What will be said of these requests, once they are submitted."""
+        """The stream of these requests' events, once they are submitted."""
         return RequestStream(self, ids)
 
     async def submit(self, request: Request, stream: RequestStream) -> None:
@@ -212,7 +211,7 @@ class Runner:
     async def call(self, function: Callable[[EngineLike], T]) -> T:
         """Run something on the engine between two steps (an audit, a count)."""
         if self._stopping:
-            raise EngineError("the server is shutting down")  # nobody reads the queue any more
+            raise EngineError("the server is shutting down")  # the queue has no reader any more
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def command() -> None:
@@ -293,7 +292,7 @@ class Runner:
             self._outbox.hurry()
 
     def _fail(self, error: Exception) -> None:
-        """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""
+        """A step raised: it is unknown which sequences it has corrupted, so all that were in it fail."""
         self.failed_steps += 1
         self._failures += 1
         # our own say in a line what the machine lacks
@@ -386,7 +385,7 @@ class Runner:
         for id, item in items:
             stream = self._streams.get(id)
             if stream is None:
-                continue  # aborted: nobody listens
+                continue  # aborted: there is no reader
             if isinstance(item, Exception) or item.finish_reason is not None:
                 del self._streams[id]
             out.append((stream, id, item))

@@ -1,4 +1,4 @@
-"""A request's sampling parameters: what it says, else what the model's maker says, else the protocol's default."""
+"""A request's sampling parameters: its own values, else the model's generation_config.json, else the protocol's."""
 
 from __future__ import annotations
 

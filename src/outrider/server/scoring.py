@@ -1,6 +1,6 @@
-"""Runs texts that are read and not continued (scored prompts, embeddings) to their end, in the engine's thread.
+"""Scores texts that are not continued (scored prompts, embeddings), in the engine's thread.
 
-A few rows are read between two steps of the engine, so that nobody's stream waits long; the client holds one of its
+A few rows are computed between two steps of the engine, so that no stream waits long; the client holds one of its
 places meanwhile.
 """
 
@@ -56,7 +56,7 @@ def adapter_of(model: LoadedModel, name: str | None) -> Adapter | None:
 
 
 async def score(model: LoadedModel, answer: Answer, client: str) -> None:
-    """What the model thinks of the prompts, where that is asked for."""
+    """Log-probabilities of the prompts, if the request asks for them."""
     job = answer.job
     for prompt in job.prompts if job.prompt_logprobs is not None else ():
         scorer = Scorer(prompt, job.prompt_logprobs or 0)

@@ -1,6 +1,6 @@
-"""A request's fields as clients write them, put as schema.py reads them: samplers that are switched off, a choice of
-tools in other words, thinking as others ask for it. Nothing here guesses: what would change an answer and can't be done
-stays in and is refused."""
+"""Translates other engines' spellings of a request's fields into those of schema.py: samplers that are off, other forms
+of `tool_choice`, other ways to ask for thinking. Nothing here guesses: a field that would change an answer and is not
+supported stays in and is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFF: dict[str, tuple[object, ...]] = {
     "stream_reasoning": (True,), "detokenize": (True,), "documents": ([],), "lora": ([],),
     "logits_processors": ([],), "mm_processor_kwargs": ({},),
 }  # fmt: skip
-# What says how such a sampler works once it is on: of no effect beside the above.
+# Parameters of such samplers: without effect while the sampler is off.
 BESIDE_OFF = (
     "mirostat_tau",
     "mirostat_eta",

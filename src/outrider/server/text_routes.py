@@ -1,6 +1,5 @@
-"""Texts and token ids, a conversation as the model reads it, as vLLM and llama.cpp have them.
-
-/tokenize, /detokenize, /apply-template, /tokenizer_info."""
+"""vLLM's and llama.cpp's routes for token ids and rendered conversations: /tokenize, /detokenize, /apply-template,
+/tokenizer_info."""
 
 from __future__ import annotations
 

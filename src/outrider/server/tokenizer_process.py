@@ -1,10 +1,9 @@
-"""Long texts are tokenised in a process of their own, so that they take neither the interpreter nor the cores from
-those who are served.
+"""Tokenises long texts in a separate process, so that they hold neither the GIL nor the cores that other requests need.
 
 Half a megabyte takes a tokenizer a second or two. The process has a low priority, so that decoding goes first, and
-takes one text after the other. It is started with the server, or with the first long text; where it has died, the text
-is tokenised here and it is started anew with the next. Run as a script it is the process itself: frames of bytes come
-on stdin (the tokenizer, then texts) and go out on stdout.
+takes one text after the other. It is started with the server, or with the first long text; if it has died, the text is
+tokenised here and the next one restarts it. Run as a script, this file is the process itself: it reads frames of bytes
+from stdin (the tokenizer, then texts) and writes to stdout.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class TokenizerProcess:
         threading.Thread(target=self._start_quietly, name="outrider-tokenizer", daemon=True).start()
 
     def close(self) -> None:
-        """Whoever waits for a text gets it from this process."""
-        self._closed = True  # who comes late must not start another
+        """Ends the process; texts that wait for it are tokenised here."""
+        self._closed = True  # a late caller must not start another
         process = self._process
         if process is not None:
             process.kill()

@@ -3,8 +3,8 @@
     <|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
     <tool_call>[{"name": "weather", "arguments": {"city": "Paris", "days": 3}}]</tool_call>
 
-Both parsers emit a `call` with the name as soon as it is known and then pieces of the arguments as JSON text. What
-turns out not to be a call is given back as content.
+Both parsers emit a `call` with the name as soon as it is known and then pieces of the arguments as JSON text. Text that
+turns out not to be a call is returned as content.
 """
 
 from __future__ import annotations

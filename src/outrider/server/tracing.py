@@ -1,8 +1,6 @@
-"""OpenTelemetry, where the operator asks for it: a span for each call, with waiting, prefill and decoding as its
-children.
+"""Optional OpenTelemetry tracing: a span for each call, with waiting, prefill and decoding as its children.
 
-Needs the extra `otel`. Without an endpoint nothing of it is imported. No text of a prompt or an answer is ever in a
-span.
+It needs the extra `otel`. Without an endpoint it imports nothing. Spans contain no text of a prompt or an answer.
 """
 
 from __future__ import annotations

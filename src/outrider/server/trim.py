@@ -1,5 +1,5 @@
-"""Gives freed memory that the C library has kept back to the system (malloc_trim), and before that what only the
-garbage collector can free: connections that have ended are cycles, and where nothing new is made it does not run."""
+"""Returns freed memory that the C library has kept to the system (malloc_trim), after a garbage collection: ended
+connections are reference cycles, and the collector does not run by itself while no objects are created."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A protocol as one class: a `Wire` reads a body into a request of ours and writes the answer, whole or as a stream,
-and errors. It is made anew for each call and may remember what it has read and written."""
+"""A protocol as one class: a `Wire` turns a body into our request and writes the answer, whole or as a stream, and
+errors. Each call has its own `Wire`, which may keep state."""
 
 from __future__ import annotations
 
