@@ -2,17 +2,17 @@
  *
  * Keys are taken in chunks cut at absolute positions. Within a chunk: scores, their maximum, the weights and the
  * weighted sum of values in ascending order; then the chunks are merged in ascending order. Nothing depends on which
- * rows are computed together or on how the work is split, so a row's answer is bitwise its own.
+ * rows are computed together or on how the work is split, so a row's result does not depend on the other rows, bit for bit.
  *
  * Where pages hold whole tiles of 16 slots (`tiled`), the keys of a tile lie transposed, [dim][16], in the tile's place:
  * sixteen scores then advance together without shuffling. Values keep their rows. Where the processor multiplies pairs of
- * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. In 8 bits (DT_I8, tiles only) sixteen factors
+ * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. In 8 bits (DT_I8, tiles only) sixteen scales
  * in float32 follow the bytes of a tile, one per slot: a key's is multiplied into its score, a value's into its weight. Only this file and
- * chunks.c know.
+ * chunks.c depend on this layout.
  *
- * Rows of a tree (Batch.paths) are written one behind the other, in the order of rows, and read in the order of positions: where a row's
- * path is not the main line, whose rows lie at their positions, the tiles from the newest token on are put together for it (own_keys,
- * own_values), and everything else is as ever, to the bit.
+ * Rows of a tree (Batch.paths) are written one after the other, in the order of rows, and read in the order of positions. Rows of the main
+ * chain lie at their positions; for another path the tiles from the newest token on are assembled (own_keys, own_values), and everything
+ * else is the same, bit for bit.
  */
 #pragma once
 #include "threads.h"
@@ -35,7 +35,7 @@ typedef struct {
     int32_t width[2];
     void *const *keys, *const *values; /* per layer that owns K/V: [pages, kv_heads, page_size, dim] */
     const int64_t *places;        /* [rows] of a tree: where rows are written; NULL: at their positions */
-    const int32_t *paths;         /* [rows, path_width] of a tree: the row of the sequence at each depth; NULL: rows stand in lines */
+    const int32_t *paths;         /* [rows, path_width] of a tree: the row of the sequence at each depth; NULL: chains */
     int64_t path_width;
 } Batch;
 
@@ -46,7 +46,7 @@ INLINE long kv_offset(const Spec *s, const Batch *b, int seq, int64_t position, 
     long page = b->tables[s->group][(long)seq * b->width[s->group] + position / b->page_size];
     return ((page * s->kv_heads + head) * b->page_size + position % b->page_size) * kv_row(s, b);
 }
-/* The factors of the tile at `at`, in 8 bits. */
+/* The scales of the tile at `at`, in 8 bits. */
 INLINE vf tile_factors(const void *base, long at, int dim) { return vf_load((const float *)((const int8_t *)base + at + (long)LANES * dim)); }
 
 INLINE int tiled(const Batch *b) { return b->page_size % LANES == 0; }
@@ -205,7 +205,7 @@ INLINE void block_chunks(const Spec *s, const Batch *b, RowBlock r, int *lo, int
     *lo = (int)(first_key(s, least) / CHUNK);
     *hi = (int)(most / CHUNK) + 1;
 }
-/* The position of the newest token, where a row's path leaves the main line; else no position comes so late. */
+/* The position of the newest token if a row's path leaves the main chain; else a position beyond all others. */
 INLINE int64_t off_line(const Batch *b, int seq, int row) {
     if (!b->paths) return INT64_MAX;
     const int first = b->row_start[seq];

@@ -3,7 +3,7 @@
 
 #define AHEAD (3 * LANES) /* keys from those that are scored to those that are fetched */
 
-/* Sixteen keys (or values) from `position` on as a row off the main line sees them: committed ones, then those of its path, zeros past
+/* Sixteen keys (or values) from `position` on as a row off the main chain sees them: committed ones, then those of its path, zeros past
  * its own position. Laid out as a tile of the cache; where pages hold no tiles, keys [dim][16] and values [16][wide] in float32. */
 static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, int64_t position, int values, void *out) {
     const void *from = values ? b->values[s->kv_layer] : b->keys[s->kv_layer];
@@ -20,7 +20,7 @@ static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, 
         if (at > end) { /* what lies there in the cache may be anything */
             if (whole && position < base) {
                 static const float nothing[1024] = {0};
-                if (item == 1) memset((int8_t *)out + (long)LANES * dim + 4 * lane, 0, 4); /* no factor: the bytes count for nothing */
+                if (item == 1) memset((int8_t *)out + (long)LANES * dim + 4 * lane, 0, 4); /* scale 0: the bytes count for nothing */
                 else if (values) copy_value(s, b, nothing, 0, 0, out, 0, lane);
                 else for (int d = 0; d < dim; d++) {
                     if (item == 4) ((float *)out)[d * LANES + lane] = 0.0f;

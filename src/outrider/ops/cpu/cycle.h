@@ -1,6 +1,6 @@
 /* A whole decode cycle in one call: draft K, verify K + 1, choose, accept, keep what the next draft starts from.
- * The same sums as or_draft, or_forward, or_logits and or_choose one after the other, so the answers are theirs to the bit; what
- * is saved is the host's work between them, which runs on cold caches after 100 MB of weights have passed.
+ * The same sums as or_draft, or_forward, or_logits and or_choose one after the other, so the results are bitwise the same; it
+ * saves the host's work between them, which runs on cold caches after 100 MB of weights have been read.
  */
 #pragma once
 #include "tree.h"

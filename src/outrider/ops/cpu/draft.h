@@ -1,5 +1,5 @@
 /* A drafter's whole round in one parallel region: K times [embedding of the newest token; hidden state] -> layers ->
- * head -> choose. Same row and tile functions as the single operations; nothing it computes can change an answer.
+ * head -> choose. Same row and tile functions as the single operations; drafts cannot change the output.
  */
 #pragma once
 #include "filter.h"

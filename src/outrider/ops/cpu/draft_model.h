@@ -1,5 +1,5 @@
 /* A draft model's whole round in one call: the unread tokens of each text, then token by token.
- * The same sums as or_forward, or_logits and or_choose one after the other; nothing it computes can change an answer.
+ * The same sums as or_forward, or_logits and or_choose one after the other; drafts cannot change the output.
  */
 #pragma once
 #include "draft.h"

@@ -1,5 +1,5 @@
 /* A whole stack of decoder layers in one parallel region: embedding (or a projection of given features) in, the
- * normed hidden state out. Every step calls the same row and tile functions as the single operations, so the answers
+ * normed hidden state out. Every step calls the same row and tile functions as the single operations, so the results
  * are bitwise those of the operations called one by one.
  */
 #pragma once

@@ -4,11 +4,11 @@
 
 #define TAKE(bytes) (used += UP(bytes), at ? at + used - UP(bytes) : NULL) /* a piece of scratch at `at`; NULL: only counted */
 
-/* Of a row, by lane: the largest answer and the first group that gave it; of a drawn one also the largest of all lanes. */
+/* Of a row, by lane: the largest output and the first group that has it; of a sampled one also the largest of all lanes. */
 typedef struct { _Alignas(64) float value[LANES], group[LANES], found; } Best;
-typedef struct { uint32_t key; int sampled; float temperature; } Draw; /* a row's token: the largest of answer / temperature + noise where sampled */
+typedef struct { uint32_t key; int sampled; float temperature; } Draw; /* a row's token: the argmax of output / temperature + noise where sampled */
 
-typedef struct { /* where a product's answers go */
+typedef struct { /* where a product's outputs go */
     enum { TO_STORE, TO_GATED, TO_TIMES } how;
     const float *bias;
     float *out;            /* [rows, ldo] */

@@ -1,14 +1,14 @@
 /* A thread pool that enters a parallel region together: the caller is member 0.
  *
- * Members wait for a region by spinning briefly, then asleep, so an idle engine burns nothing. Inside a region they
+ * Members wait for a region by spinning briefly, then asleep, so an idle engine uses no CPU. Inside a region they
  * meet at `team_barrier`, which also resets the shared task counter of `team_next`. After a fork the child starts a
  * team of its own.
  *
  * With fewer free cores than members, two of them may share one while other processes keep the rest busy. A member that spins there delays
  * the one it waits for, so members record their core: one that waits for a member on its own core yields at once.
  *
- * Even work is handed out by `team_claim`: every member has a share of its own, takes pieces of it in order and, when it is done, pieces
- * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core is helped out and does not set the pace.
+ * `team_claim` distributes even work: every member has its own share, takes pieces of it in order and, when it is done, pieces
+ * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core gets help and does not set the pace.
  */
 #pragma once
 #include <pthread.h>

@@ -1,5 +1,5 @@
-/* Growing a tree of drafts for one sequence, as spec/tree.py has it: level by level, the likeliest nodes of a level scored as one batch of
- * the drafter's step, the three best tokens behind each. Nothing it computes can change an answer.
+/* Builds a draft tree for one sequence, as spec/tree.py does: level by level, the likeliest nodes of a level scored as one batch of
+ * the drafter's step, the three best tokens after each. Drafts cannot change the output.
  */
 #pragma once
 #include "draft.h"

@@ -1,5 +1,5 @@
-// Codes of weights: how a chunk of 16 rows comes into shared memory, back into a warp's registers and becomes sums. All that depends on how
-// weights are written is here and in values.cuh; units.cuh moves chunks about and knows of a code what `Coded` has:
+// Codes of weights: how a chunk of 16 rows comes into shared memory, back into a warp's registers and becomes sums. All that depends on the
+// weight format is here and in values.cuh; units.cuh moves chunks and uses only these members of `Coded`:
 //
 // COLUMNS of a chunk; GROUPS of them, each with a factor; STAGE: bytes of a chunk in the ring, of which WORDS lie before the factors; HAS_ZERO_POINT:
 // groups have an offset, so sums of x over them are needed; FACTORED: rows have one; Chunk: what a lane holds of one; HELD: sums while a unit

@@ -1,4 +1,4 @@
-// Every instruction that C++ has no word for, one function each: the only `asm` of these kernels. Addresses of shared memory are u32, bfloat16
+// Every instruction without a C++ equivalent, one function each: the only `asm` of these kernels. Addresses of shared memory are u32, bfloat16
 // pairs are u32, the first of them in the lower half. tests/cuda/emulate.h has the same functions for a machine without a GPU.
 #ifndef OUTRIDER_DEVICE
 #define OUTRIDER_DEVICE

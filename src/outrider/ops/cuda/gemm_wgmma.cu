@@ -5,8 +5,8 @@
 // each (wgmma, both operands from shared memory). A ring of STAGES is between them: `full` barriers count bytes, `empty` ones the warps of both
 // blocks that have read. The fetching warp runs ahead into the next tile while this one is stored.
 //
-// CUT (stream-K): tiles do not come out even, so the first ones are cut along their chains. A cluster begins with the first part of a tile,
-// leaves the sums, and later ends the tile that the cluster before it began with: a chain goes on from the very sums that were left.
+// CUT (stream-K): the tiles do not divide evenly, so the first ones are cut along their chains. A cluster begins with the first part of a tile,
+// stores the sums, and later finishes the tile that the previous cluster began with: a chain continues from exactly the stored sums.
 //
 // Given when compiled: BN, 256, 192 or 160; SWAP_AB: the 128 rows are of w and the BN of x, else the other way round; STAGES; SPLITS 1, or 2: the
 // columns have spans, each a chain of its own, added in order (192 leaves registers for it); GATED: half of w's rows are gates; ACT (activate.cuh); BIAS
@@ -93,7 +93,7 @@ __device__ __forceinline__ void chain(float (&acc)[SUMS], Ring& ring, int done, 
     if (count > 0 && lane < 2) barrier_arrive(read, lane);
 }
 
-// Sums that a warp leaves for the same warp of the next cluster.
+// Sums that a warp stores for the same warp of the next cluster.
 struct Handover {
     float4* room;
     int* flags;  // by warp: whether they are there
@@ -259,5 +259,5 @@ gemm_wgmma(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMa
         }
     }
     __syncwarp();
-    cluster_sync();  // no block leaves while the other one's bytes and arrivals are on their way
+    cluster_sync();  // no block exits while the other one's bytes and arrivals are in flight
 }

@@ -1,13 +1,13 @@
 // The int8 experts of up to 8 tokens, and the shared dense MLP: the layout, the arithmetic and the order of sums of
 // ops/triton/quant_moe.py and ops/triton/quant.py, so their bits; and the choice of ops/triton/routing.py.
 //
-// A tile is 16 rows of a weight. `experts_gate_up`: groups of 128 columns have factors, so a chunk's products are a sum of their own, and
-// every chunk of x has a warp: it goes through the block's tiles, several of them on their way into shared memory that is its own, and leaves
-// each one's sums and factors, which a warp then adds up in order. `experts_down`: rows have factors, so a tile (of the dense MLP: a span of
-// it) is one chain, and has a warp; the first ones are on their way before the kernel ahead is done.
+// A tile is 16 rows of a weight. `experts_gate_up`: groups of 128 columns have scales, so a chunk's products are a separate sum, and
+// every chunk of x has a warp: it goes through the block's tiles, several of them in flight into its own part of shared memory, and stores
+// each one's sums and scales, which a warp then adds up in order. `experts_down`: rows have scales, so a tile (of the dense MLP: a span of
+// it) is one chain, and has a warp; the first ones are in flight before the previous kernel is done.
 //
-// `experts_router` gives the router's logits; which experts are chosen every block (of one token: every warp) finds out from them by itself,
-// sooner than a launch would tell it. Tokens are columns of the matrix instruction, whichever experts they chose: a tile's answers are kept
+// `experts_router` computes the router's logits; every block (with one token: every warp) derives the chosen experts from them itself, which
+// is faster than another launch. Tokens are columns of the matrix instruction, whichever experts they chose: a tile's results are stored
 // for those that chose its expert.
 //
 // Given when compiled: ROUTER_SPAN, ROUTER_SPLITS: columns of a span of the router, spans; CHUNKS of gate_up's columns; STAGES: tiles on their
@@ -29,7 +29,7 @@ struct Mixture {
 };
 
 // The router's logits in bfloat16 weights: the order of sums of ops/triton/gemm.py. A block takes 8 experts (the other half of the matrix
-// instruction's rows is empty), a warp one span of the columns, whose weights are all on their way before the kernel ahead is done.
+// instruction's rows is empty), a warp one span of the columns, whose weights are all in flight before the previous kernel is done.
 #define STEPS (ROUTER_SPAN / 16)
 #define ROUTER_ROW (ROUTER_SPAN * 2 + 32)  // bytes of a row in shared memory: rows that are read together lie in different banks
 
@@ -44,7 +44,7 @@ experts_router(const char* x, const char* w, float* z, const __grid_constant__ M
         copy16(rows + row * ROUTER_ROW + piece * 16, w + ((u64)(blockIdx.x * 8 + row) * p.hidden + first) * 2 + piece * 16);
     }
     pdl_wait();
-    uint2 b[STEPS];  // of token g: four neighbouring columns a step
+    uint2 b[STEPS];  // of token g: four neighbouring columns per step
     const char* own = x + ((u64)min(g, p.rows - 1) * p.hidden + first + c * 4) * 2;
 #pragma unroll
     for (int i = 0; i < STEPS; i++)

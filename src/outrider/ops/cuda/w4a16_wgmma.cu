@@ -1,9 +1,9 @@
 // y = x · wᵀ for 9 to 40 tokens and weights of four bits: the layout, the arithmetic and the order of sums of ops/triton/quant.py, so its bits.
 //
-// A block takes units of 16 rows over one span of columns, TILES of them a warp at a time, and walks through the span chunk by chunk: all its
+// A block takes units of 16 rows over one span of columns, TILES of them per warp at a time, and processes the span chunk by chunk: all its
 // warps multiply the same 256 columns of x, which lie in shared memory in the layout of wgmma, while the next
-// chunks of x and of the weights are on their way. Four units are the 64 rows of that instruction, so a weight is unpacked once for all tokens.
-// Its sums of a group are multiplied by the rows' factors and added up while the other tile's product is under way.
+// chunks of x and of the weights are in flight. Four units are the 64 rows of wgmma, so a weight is unpacked once for all tokens.
+// Its sums of a group are multiplied by the rows' scales and added up while the other tile's product runs.
 //
 // An odd nibble becomes a quarter of its value in one instruction less (values.cuh), so all of them do here, and so do all sums until a unit is
 // done: powers of 2 change no digit.
@@ -25,7 +25,7 @@ struct Cut {
     int longs, per;  // whole spans, and blocks that each of them has; those that are left have the last span where it is shorter
 };
 
-// A block's work: `units` tiles of 16 rows from `first` on, over `count` chunks from `from` on; a number of them at a time, in several passes.
+// A block's work: `units` tiles of 16 rows from `first` on, over `count` chunks from `from` on; `at_once` of them at a time, in `passes` passes.
 struct Work {
     int split, first, units, from, count, passes, at_once;
     __device__ __forceinline__ Work(const Cut& p) {

@@ -1,9 +1,9 @@
 // y = x · wᵀ for 1 to 8 tokens and weights of four to eight bits: the layout, the arithmetic and the order of sums of ops/triton/quant.py, so its bits.
 //
-// A warp takes 16 rows of the weight over one span of its columns, a unit. While it multiplies a chunk the next one is on its way into shared
-// memory that is the warp's own, 16 bytes per lane, and every lane reads back what it fetched itself (factors aside): no warp waits for
+// A warp takes 16 rows of the weight over one span of its columns, a unit. While it multiplies a chunk the next one is in flight into the
+// warp's own shared memory, 16 bytes per lane, and every lane reads back what it fetched itself (except scales): no warp waits for
 // another, and 24 of them on an SM hide each other's waiting. Units are distributed evenly, one to each warp in Gemma's 31B. x lies in
-// shared memory once a block, in the order in which lanes multiply it.
+// shared memory once per block, in the order in which lanes multiply it.
 //
 // The matrix instruction multiplies 16 columns at once, in any order, so a lane takes four neighbours (8 bytes of x) where the instruction's
 // own order would give it two and two: loads are twice as wide. On Hopper the bits are the same.
