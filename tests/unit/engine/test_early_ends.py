@@ -42,6 +42,7 @@ class Told(Controller):
         self.name, self.stop, self.drop = name, stop, drop
         self.observed: list[tuple[int, int, Sequence[float] | None]] = []
         self.widths: list[float] = []
+        self.planned = True  # steps are reported to it from the first one on
 
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
         return [DraftPlan(self.name, min(6, v.drafter_available.get(self.name, 0)), self.stop, self.drop) for v in seqs]
