@@ -6,7 +6,10 @@ what to write instead. Words that are ours and stay are in docs/glossary.md.
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,31 @@ Ahead Arm Asked Asks Behind Beside Branches Choice ControlText Cut Dealt Desk Fl
 LaneTold Led Machine Pace Parted Passes Piece Planted Room SeqView Share Shelf Spoken StepTold Taken Team Together Told
 Walk Wanted Yield
 """
+
+# parts of a program are things, not persons: "no request", "the caller", "a sequence that"
+PERSONS = re.compile(r"\b(?:nobody|somebody|whoever|everybody)\b", re.I)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def words_of(source: str) -> list[tuple[int, str]]:
+    """(line, text) of every comment and docstring."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False)) is not None:
+            found += enumerate(text.splitlines(), node.body[0].lineno)
+    return found
+
+
+def test_parts_of_a_program_are_not_persons() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {text.strip()[:90]}"
+        for path in SOURCES
+        if path.suffix == ".py" and "server" not in path.parts
+        for number, text in words_of(path.read_text(encoding="utf-8"))
+        if PERSONS.search(text)
+    ]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("word", OUT)
