@@ -242,7 +242,7 @@ class BatchRunner:
         self._failures = 0
 
     def run(self, source: Path, out: Path, tell: Callable[[BatchProgress], None] = lambda _: None) -> BatchProgress:
-        """Answer what has no result yet. `tell` hears of every change."""
+        """Answers the lines without a result. `tell` is called at every change."""
         return keep_books(source, out, salt_of(self._settings.model_name, self._seed), self.rows, tell)
 
     def rows(self, lines: Iterator[BatchLine], finished: set[str]) -> Iterator[list[Json]]:
@@ -266,7 +266,7 @@ class BatchRunner:
                 return
 
     def _begin(self, line: BatchLine, names: set[str]) -> list[Json]:
-        """Hand a line to the engine; or its result at once, when it can't run."""
+        """Submits a line to the engine; returns its result at once if it can't run."""
         try:
             custom_id, chat, body = claim(line, names)
         except BadLine as e:
@@ -321,7 +321,7 @@ class BatchRunner:
         return rows
 
     def _fail(self, error: Exception) -> list[Json]:
-        """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""
+        """A step raised: it is unknown which sequences it has corrupted, so all that were in it fail."""
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             raise OutriderError(

@@ -54,7 +54,7 @@ class ImageFetcher:
         self._resolve, self._allowed, self._seconds, self._max_bytes = resolve, allowed, seconds, max_bytes
 
     def fetch(self, url: str) -> bytes:
-        """The bytes behind an address. Blocks; whatever goes wrong is an error of one line."""
+        """The bytes behind an address. Blocks; every failure is a one-line error."""
         if not self.hosts:
             raise OutriderError(OFF)
         host, port, path, secure = self._parts(url)

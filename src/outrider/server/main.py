@@ -60,8 +60,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(QuietLogger())
-        # In a terminal and without a file to read again, SIGHUP is the terminal being closed: that ends us, as it ends
-        # others.
+        # In a terminal and without a file to read again, SIGHUP means that the terminal was closed: the server ends.
         reloads = self._settings.api_key_file is not None or not sys.stderr.isatty()
         if reloads and threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
             loop.add_signal_handler(signal.SIGHUP, self.app.state.server.keys.reload)
@@ -154,18 +153,17 @@ def set_up_logs(level: str, as_json: bool) -> None:
 def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing by threads
-    # A step lets go of the interpreter with every operation, and has to wait this long for it where another thread
-    # computes.
+    # A step releases the GIL with every operation, and waits this long for it while another thread computes.
     sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
     for model in server.app.state.server.pool.loaded:
         model.tokenizer_process.start()
         model.grammars.start()
-    # A command goes through its objects seldom (cli); here what failed may hold bodies of megabytes, and going through
-    # all objects stops everybody for as long as connections have left some behind: often, so that it is short
+    # Commands collect garbage seldom (cli); here failed requests may hold bodies of megabytes, and a collection stops
+    # all threads, the longer the more objects connections have left: so collect often, which keeps it short
     # (docs/lab/log.md).
     gc.set_threshold(700, 10, 3)
     gc.collect()
-    # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
+    # these objects are permanent: a collection over all of them would stop all threads for a tenth of a second
     gc.freeze()
     server.run(sockets=[listener])

@@ -113,7 +113,7 @@ class _WaitingLoad:
 
 @dataclass
 class Tally:
-    """What all engines have counted together, those of models that were put back included."""
+    """The sum of all engines' counters, including those of unloaded models."""
 
     engine: Metrics = field(default_factory=Metrics)
     failed_steps: int = 0
@@ -203,7 +203,7 @@ class ModelPool:
         return slot.model is not None and not self._stands_back(slot)
 
     async def acquire(self, slot: PoolSlot) -> LoadedModel:
-        """The model, loaded; it stays so until it is given back."""
+        """The model, loaded; it stays loaded until it is released."""
         if slot.model is not None and self.ready(slot):
             return self._lend(slot, slot.model)
         mine = _WaitingLoad(slot, asyncio.get_running_loop().create_future(), self._clock())
@@ -264,7 +264,7 @@ class ModelPool:
         return out
 
     def _tend(self) -> None:
-        """Serve the line as far as that goes; called whenever something has changed."""
+        """Serves the queue as far as possible; called after every change."""
         while self._waiting and self._swap is None:
             slot = self._waiting[0].slot
             if slot.model is not None:
@@ -347,7 +347,7 @@ def total(counted: Sequence[Metrics]) -> Metrics:
 
 
 def _free() -> None:
-    """What a model took goes back to the system."""
+    """Returns an unloaded model's memory to the system."""
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # the first model was there when everything was frozen (main.py): its cycles would stay for ever
     gc.collect()

@@ -165,7 +165,7 @@ class OpenAIWire:
             at += len(answer.tokenizer.token_bytes(t).decode("utf-8", "replace"))
         self._offsets[choice.index] = at
         top = []
-        for t, table in scored:  # vLLM and OpenAI tell the chosen token among them, wherever it stands
+        for t, table in scored:  # vLLM and OpenAI include the chosen token, whatever its rank
             best = [] if table is None else [*answer.top(table, wanted), answer.token(t, table[t])]
             top.append(None if table is None else {e["token"]: e["logprob"] for e in best})
         return {
@@ -201,7 +201,7 @@ def usage(answer: Answer) -> Json:
 
 
 def _prompt_scores(answer: Answer, choice: AnswerChoice) -> list[tuple[int, Table]]:
-    """The prompt's own tokens, where they are told with the answer's."""
+    """The prompt's own tokens, if the answer includes them."""
     return list(zip(choice.prompt, answer.scores.get(id(choice.prompt), ()))) if answer.job.echo_logprobs else []
 
 

@@ -118,7 +118,7 @@ class Preparer:
     # ---- before any work
 
     def answers(self, body: Common) -> int:
-        """How many answers a call asks for; refuses what can be seen to be too much without reading the text."""
+        """The number of answers of a call; refuses too many before the text is read."""
         n = body.n or 1
         many = n
         if isinstance(body, CompletionRequest):
@@ -146,7 +146,7 @@ class Preparer:
             raise bad(f"This call asks for {many} answers; {most}.", "n")
 
     def check_length(self, prompt: str | list[object], field: str) -> None:
-        """Refuses what can be seen to be too long before it is tokenised."""
+        """Refuses a text that is certainly too long before it is tokenised."""
         self._check_length(len(prompt), field, isinstance(prompt, str))
         for part in prompt if isinstance(prompt, list) else ():
             if isinstance(part, str):
@@ -174,7 +174,7 @@ class Preparer:
         return self._backend.max_context
 
     def conversation(self, body: ChatRequest) -> ChatPrompt:
-        """What the model would read of it."""
+        """The model's prompt for it."""
         self.answers(body)
         return self._prompt(body, bool(body.tools) and body.tool_choice != "none")
 
@@ -216,7 +216,7 @@ class Preparer:
         return ids
 
     def _filled_in(self, prompt: str | list[object], suffix: str) -> list[int]:
-        """The prompt that asks for what stands between a text and its suffix."""
+        """The fill-in-the-middle prompt of a text and its suffix."""
         if self.infill is None:
             raise bad("suffix: this model has no tokens for filling in the middle of a text; leave it out.", "suffix")
         if not isinstance(prompt, str):
@@ -358,7 +358,7 @@ class Preparer:
     # ---- grammars
 
     def _format(self, body: Common) -> GrammarSource | None:
-        """What the answer must match, by whichever of the fields it was said."""
+        """The grammar that the answer must match, from any of the request's fields for it."""
         formats = body.formats
         if not formats:
             return None
@@ -370,7 +370,7 @@ class Preparer:
         return GrammarSource(kind, what if isinstance(what, str) else _dumps(what, field), field)
 
     def _tool_grammar(self, body: ChatRequest, format_: GrammarSource | None = None) -> GrammarSource:
-        """Calls of these functions; with a format, those or an answer of that form."""
+        """A grammar of calls of these functions; with a format, of those or an answer of that form."""
         functions = [(t.function.name, t.function.parameters or {"type": "object"}) for t in body.tools or []]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
         if isinstance(body.tool_choice, NamedTool):

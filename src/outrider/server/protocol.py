@@ -197,7 +197,7 @@ class BoundedProtocol(H11Protocol):
         self._end(400, "This is not a valid HTTP request.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Java's client offers HTTP/2 with every first request: HTTP/1.1 is what it gets, and nobody need install
+        """Java's client offers HTTP/2 with every first request: it gets HTTP/1.1, without uvicorn's warning to install
         anything."""
 
     # ---- waiting for the client to read

@@ -22,7 +22,7 @@ from .text_routes import count_tokens
 from .wire import Json, sse
 
 BODY = TypeAdapter(dict[str, object])
-# beside those of schema.py
+# in addition to those of schema.py
 UNHEEDED = ("background", "max_tool_calls", "client_metadata", "context_management", "access_programs")
 BETWEEN = "__"  # a namespace and a name
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -220,7 +220,7 @@ class ResponsesWire:
 
     def __init__(self, store: ResponseStore | None = None, client: str = "") -> None:
         self._store, self._client = ResponseStore() if store is None else store, client
-        self._asked: Json = {}  # what of the request is told again
+        self._asked: Json = {}  # fields of the request that the answer repeats
         self._messages: list[Json] = []
         self._input: list[Json] = []
         self._number = 0

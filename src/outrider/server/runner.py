@@ -29,17 +29,17 @@ from .trim import trim
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # seconds between two searches for unused memory
-DETACHED = 2  # prompts that are read to their end though their client left, at once
-WORTH = 256  # tokens left to read: for fewer a retry need not find them done
-ALIKE = 256  # tokens at the beginning by which a retry is known
+DETACHED = 2  # concurrent prompts whose prefill continues after their client left
+WORTH = 256  # tokens left to prefill: with fewer, the prefill is not continued
+ALIKE = 256  # tokens at the beginning by which a retry is recognised
 PROGRESS_S, LOG_S = 0.25, 10.0  # how often progress is published, and logged
 GIVE_WAY_S = 0.001  # of writing in one turn of the event loop
-UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
+UNREAD = 128  # unread events per call at which its sequences pause
 T = TypeVar("T")
 
 
 class EngineLike(Protocol):
-    meanwhile: Callable[[], None]  # is called when a step was launched and the host would wait for its device
+    meanwhile: Callable[[], None]  # called after a launch, while the host would wait for its device
 
     @property
     def metrics(self) -> Metrics: ...
@@ -87,7 +87,7 @@ class RequestStream:
         if not self._items:
             await self._wait(timeout)
             self._since = loop.time()
-        elif loop.time() - self._since > GIVE_WAY_S:  # one who catches up has much to write: others first
+        elif loop.time() - self._since > GIVE_WAY_S:  # a reader that catches up has much to write: others first
             await asyncio.sleep(0)
             self._since = loop.time()
         if not self._items:
@@ -143,7 +143,7 @@ class RequestStream:
         self.open = set()
         self._items.clear()  # what waited may be megabytes, and the call that holds this may live on for a while
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)  # who still reads is told that nothing comes
+            self._waiter.set_result(None)  # a reader that still waits learns that the stream has ended
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -205,7 +205,7 @@ class Runner:
         self._commands.put(lambda: self._engine.pause(id, on))
 
     def later(self, function: Callable[[EngineLike], None]) -> None:
-        """Like `call`, for those who can't wait."""
+        """Like `call`, for callers that can't wait."""
         self._commands.put(lambda: function(self._engine))
 
     async def call(self, function: Callable[[EngineLike], T]) -> T:

@@ -34,7 +34,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 Likeliest = Annotated[Top, Field(ge=0, le=MOST_LOGPROBS)]
 Role = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # templates may know others than OpenAI's
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic allows so many
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic's limit
 
 
 MAX_KEYS = 512  # of one object with fixed fields; more than there are names for
@@ -206,7 +206,7 @@ class SchemaFormat(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    # llama.cpp: beside type json_object or json_schema
+    # llama.cpp: next to type json_object or json_schema
     schema_: dict[str, object] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
@@ -285,7 +285,7 @@ class Common(Strict):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # tokens of logprobs as "token_id:15"
-    # the prompt's last so many tokens are kept, from the right its first; -1: as many as fit
+    # keep the prompt's last n tokens (truncation_side "right": its first); -1: as many as fit
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
     truncation_side: Literal["left", "right"] | None = None  # where tokens are left out
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # prefixes are shared with this salt
@@ -388,7 +388,7 @@ class ChatRequest(Common):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the last message is the assistant's and goes on
-    echo: bool | None = None  # an assistant message at the end is told with the answer
+    echo: bool | None = None  # the answer repeats an assistant message at the end
     prompt_logprobs: Likeliest | None = None
     prediction: PredictedOutput | None = None
 

@@ -46,7 +46,7 @@ class TokenizerProcess:
         return self._here(text, special)
 
     def start(self) -> None:
-        """Now rather than with the first long text. Returns at once."""
+        """Starts the process now rather than with the first long text. Returns at once."""
         threading.Thread(target=self._start_quietly, name="outrider-tokenizer", daemon=True).start()
 
     def close(self) -> None:
