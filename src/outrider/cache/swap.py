@@ -108,5 +108,5 @@ class Swap:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of one page of a layer's keys or values."""
+    """Bytes of one page of a layer's keys or values."""
     return tensor[0].numel()

@@ -40,7 +40,7 @@ Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, lengt
 
 @dataclass(frozen=True)
 class Key:
-    """What a graph is captured for."""
+    """The key of a captured decode step."""
 
     batch: int
     k: int

@@ -64,7 +64,7 @@ class KVBudget:
 
 @dataclass(frozen=True)
 class KVOptions:
-    """What an engine's K/V depends on as well as its configuration."""
+    """What an engine's K/V depends on in addition to its configuration."""
 
     dtype: torch.dtype | None = None  # None: the model's
     image_rows: int = 0  # most rows of an image

@@ -41,7 +41,7 @@ NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
 
 @dataclass(frozen=True)
 class PrefillKey:
-    """What a pass is captured for."""
+    """The key of a captured pass."""
 
     rows: int
     sequences: int  # without the idle one

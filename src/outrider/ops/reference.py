@@ -106,7 +106,7 @@ class ReferenceOps(TreeOps):
     capabilities = Capabilities(trees=True)
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        """What K/V is stored as, given the dtype of the activations and the user's wish."""
+        """The storage type of K/V, given the dtype of the activations and the user's setting."""
         if asked == "int8":
             raise OutriderError(
                 "--kv-dtype int8: only the CPU's kernels (--ops cpu) keep K/V in int8; leave it out, or take fp8"
@@ -319,7 +319,8 @@ class ReferenceOps(TreeOps):
     def rotate_heads(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a vision tower, qkv [P, (heads + 2 kv heads)·D]: norm and rotate q and k, norm v -> [P, heads, D] each."""
+        """For a vision tower, qkv [P, (heads + 2 kv heads)·D]: norm and rotate q and k, norm v -> [P, heads, D]
+        each."""
         q, k, v = qkv.unflatten(-1, (-1, q_norm.shape[0])).split((heads[0], heads[1], heads[1]), 1)
         q, k = (rotate(self.rms_norm(t, w, eps), cos, sin) for t, w in ((q, q_norm), (k, k_norm)))
         return q, k, self.rms_norm(v, None, eps)

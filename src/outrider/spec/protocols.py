@@ -1,4 +1,4 @@
-"""What engine and drafters require of a network, as protocols: `Target`, and `DraftNet`, an MTP drafter's network."""
+"""Protocols of the networks that engine and drafters use: `Target`, and `DraftNet`, an MTP drafter's network."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class TimedDrafter:
 
 @dataclass(frozen=True)
 class ProbeGrid:
-    """Where a table is measured. Contexts must fit the engine's cache."""
+    """The cells of a table to be timed. Contexts must fit the engine's cache."""
 
     batches: Sequence[int] = (1, 4, 16)
     contexts: Sequence[int] = (256, 2048)

@@ -87,7 +87,7 @@ def unused_token(data: Sequences, target: ModelConfig) -> int:
 
 
 def block_config(name: str, target: ModelConfig) -> BlockConfig:
-    """Of a drafter on disk, bound to this target."""
+    """The configuration of a drafter on disk, bound to this target."""
     files = hub.resolve(name, kind="drafter")
     if not is_block(files.config):
         raise OutriderError(f"{name} is no block drafter: --kind mtp")
@@ -191,7 +191,7 @@ class BlockModule(TrainNet):
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
     ) -> Iterator[Tensor]:
-        """Of steps 1..steps (DFlash: as many as a block has) what the head reads, at the anchors of step 1."""
+        """The head's inputs of steps 1..steps (DFlash: as many as a block has), at the anchors of step 1."""
         config, rows, (size, length) = self.config, batch.anchors[0], batch.ids.shape
         line, at = batch.where(rows)
         first = torch.searchsorted(line, torch.arange(size, device=line.device))

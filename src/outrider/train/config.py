@@ -202,7 +202,7 @@ def label(name: str) -> str:
 
 
 def moved(option: str) -> str | None:
-    """Of an option that earlier versions had and this one has not: where its value lives now."""
+    """The new place of an option that earlier versions had."""
     option = option.partition("=")[0]
     name = option.removeprefix("--").replace("-", "_")
     now = RENAMED.get(name, name)

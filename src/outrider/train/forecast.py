@@ -112,14 +112,14 @@ class RunCosts:
         )
 
     def seconds(self, answered: float, steps: float) -> float:
-        """Of a run that makes these answers and steps."""
+        """Seconds of a run with these answers and steps."""
         finish = FINISH_PASSES * HELD_SHARE * answered * self.evaluate + EXPORT_SECONDS
         return self.load + self.start + answered * (self.answer + self.capture) + steps * self.step + finish
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run of some minutes will do."""
+    """The forecast of a run of some minutes."""
 
     answered: float  # tokens
     steps: int

@@ -75,7 +75,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What training costs, in floating-point operations and bytes."""
+    """The cost of training, in floating-point operations and bytes."""
 
     body: float  # operations per anchor: forward and backward of all unrolled steps without the head
     head: float  # operations per anchor and scored token

@@ -60,7 +60,7 @@ def missing() -> str | None:
 
 @lru_cache(maxsize=1)
 def headers() -> dict[str, str]:
-    """What a source may include."""
+    """The headers that a source may include."""
     return {f.name: f.read_text() for f in sorted(FOLDER.glob("*.cuh"))}
 
 

@@ -38,7 +38,7 @@ def noise(bits):
 
 @triton.jit
 def gumbel(token, seed, position):
-    """What target and drafters share."""
+    """The noise that target and drafters share."""
     return noise(noise_bits(token, seed, position))
 
 

@@ -268,7 +268,7 @@ def span(position, split, S: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexp
 
 @triton.jit
 def block_at(kv, pages, first, end, page_stride, PAGE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr):
-    """Where BN keys from `first` lie (elements), and which of them are before `end`."""
+    """Offsets of BN keys from `first` on (in elements), and which of them are before `end`."""
     key = first + tl.arange(0, BN)
     live = key < end
     page = tl.load(pages + key // PAGE, mask=live, other=0).to(tl.int64)

@@ -122,7 +122,7 @@ def mix_epilogue_kernel(
 
 @dataclass(frozen=True)
 class ExpertTiling:
-    """What a program of the grouped_gemm products takes: pairs, and rows of weights."""
+    """The tile of a program of the grouped products: pairs, and rows of weights."""
 
     pairs: int
     wide: int

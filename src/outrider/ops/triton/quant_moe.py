@@ -162,7 +162,7 @@ def _finish(
 
 @dataclass(frozen=True)
 class ExpertTile:
-    """What a program takes: pairs (bm), rows of weights (bn), and how it goes about it."""
+    """The tile of a program: pairs (bm), rows of weights (bn), and its launch options."""
 
     bm: int
     bn: int

@@ -26,7 +26,7 @@ class Codes(Enum):
 
     @property
     def bits(self) -> int:
-        """Of a code in its word."""
+        """Bits of a code inside its word."""
         return 8 if self in (Codes.INT8, Codes.FP8) else 4
 
     @property
@@ -103,7 +103,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a format comes down to: integers (or small floats) by column, numbers by group."""
+    """The common form of all formats: integers (or small floats) by column, numbers by group."""
 
     codes: Codes
     group: int  # 0: the whole row

@@ -55,7 +55,7 @@ class WeightPointers(ctypes.Structure):
 
 @dataclass(frozen=True)
 class WeightChunk:
-    """What a block keeps of a chunk: as `Coded` of codes.cuh has it."""
+    """A chunk in shared memory: as `Coded` of codes.cuh."""
 
     columns: int
     groups: int  # 0: no scales except those of whole rows
@@ -209,8 +209,8 @@ def units_of(w: QuantWeight) -> WorkUnits:
 
 
 def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
-    """Of each tensor where the lower and the upper 8 rows of the first tile begin; the upper ones of a gated tile are
-    those of up."""
+    """Addresses of the lower and the upper 8 rows of the first tile, for each tensor; the upper ones of a gated tile
+    are those of up."""
     lines = (w.shape[0] // 2 // ROWS) * w.chunks * ROWS if gated else WARP_ROWS // 2  # rows of chunks between the two
     both: list[int | None] = []
     for t in (w.words, w.scale, w.zero_point, w.high):
