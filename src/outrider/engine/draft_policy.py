@@ -93,7 +93,7 @@ class DraftPolicy:
     def _nodes(self, seq: Seq, widest: int) -> int:
         """Maximum number of tokens of a tree now; 0: drafts stay chains, as they do if a row could have other bits in a
         tree (the backend says), or if verification is not coupled. Trees that were not requested must also be fast (the
-        executor says) and pay: on a CPU second guesses bring 14 to 21 % where tokens are drawn, and nothing to greedy
+        executor says) and pay: on a CPU runner-ups gain 14 to 21 % where tokens are drawn, and nothing to greedy
         decoding (docs/drafting.md); on a GPU rows cost little."""
         asked, params = self._tree(seq), seq.request.params
         if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":

@@ -47,7 +47,7 @@ class ImagePrompt(list[int]):
 
 
 def continued(ids: list[int], more: Sequence[int]) -> list[int]:
-    """A prompt that goes on, with its images."""
+    """A prompt with its continuation, and its images."""
     out = ImagePrompt([*ids, *more])
     out.images = getattr(ids, "images", ())
     return out

@@ -5,8 +5,8 @@
     token = argmax(z)                 at temperature 0 (below 1e-5), the lowest id on ties
     token = argmax(z + gumbel(seed, position, token))   otherwise: an exact draw from softmax(z)
 
-The noise has no state: the drafter guesses with the same noise (`guess`), and a draft is accepted while it equals the
-target's choice (`accept`). So the output does not depend on the drafter, on K or on the batch.
+The noise has no state: the drafter predicts with the same noise (`guess`), and a draft token is accepted while it
+equals the target's choice (`accept`). So the output does not depend on the drafter, on K or on the batch.
 
 Every row is computed from that row alone, to the bit: sums over the vocabulary (top-p) are done in integers, so that no
 order of summation can matter. Nothing here waits for the device (no `.item()`, no boolean indexing) on CUDA.

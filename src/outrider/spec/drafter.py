@@ -72,17 +72,17 @@ class HostDraftRequest:
 
 
 class Drafter:
-    """A kind of drafter is one file: it subclasses this and overrides what is not the default. The engine asks for
-    these attributes and never for a class.
+    """The base class of all drafters: a kind of drafter is a subclass in its own file. The engine reads these
+    attributes and never tests for a class.
 
     A block drafter (DFlash, DSpark, EAGLE-3: K tokens from the target's states of all positions, not of the last alone)
     sets
     - `taps`: the target layers whose residual streams it reads; the target's `forward` then returns them row by row;
     - `kv_specs`: the layers of its own K/V, with `kv_layer` counted on from the target's (`len(config.layers) + i`).
       They are further layers of the target's `KVStore`, over the same pages and slots, so that a prefix that is shared,
-      swapped or preempted has its draft context with it, and a window is released with the target's;
-    - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows and the token
-      behind each (EAGLE-3 reads it; after a verify pass it is what the target chose there). It projects them and writes
+      swapped or preempted keeps its draft context, and a window is released with the target's;
+    - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows and the next
+      token of each (EAGLE-3 reads it; after a verify pass it is the target's choice there). It projects them and writes
       K/V at `kv`'s positions. A rejected row is overwritten by the next pass: there is no roll-back.
     `propose` then attends to that context through `DraftBatch.kv` (`kv.keys[spec.kv_layer]`) and returns the K tokens
     of its one pass; their confidences, if any, go into `Draft.confidence`.
@@ -90,10 +90,10 @@ class Drafter:
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose residual streams it reads
-    max_tokens: int = MAX_DRAFT  # most tokens of one draft
-    one_pass: bool = False  # all tokens of a draft come of one pass, so a longer draft takes no more time
+    max_tokens: int = MAX_DRAFT  # maximum tokens of one draft
+    one_pass: bool = False  # one pass drafts all tokens, so a longer draft takes no more time
     starts_from: Literal["hidden", "tokens"] = "hidden"  # a draft needs the target's states, or only the text
-    kv_specs: tuple[AttnSpec, ...] = ()  # K/V layers of its own in the target's store
+    kv_specs: tuple[AttnSpec, ...] = ()  # its own K/V layers in the target's store
     net: DraftNet | None = None  # a network that a backend may run inside its own decode step
     in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
     host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step

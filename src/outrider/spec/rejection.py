@@ -9,7 +9,7 @@ keeps the longest prefix with u_i < h_i, and draws the next token from max(w·p 
 expectation.
 
 q must be the law that the draft was drawn from: `Draft.q`, or a point mass at the drafted tokens when that is None (a
-drafter that guesses deterministically). Taking softmax(draft logits) for greedily drafted tokens would bias the output.
+deterministic drafter). Taking softmax(draft logits) for greedily drafted tokens would bias the output.
 
 The acceptance probabilities and residuals are pure functions, which the tests integrate exactly; randomness is an
 argument. Shapes: p [B, K+1, V], q [B, K, V], tokens [B, K], lengths [B]; sequences may draft fewer than K.

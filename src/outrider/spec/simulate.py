@@ -1,4 +1,4 @@
-"""Replays recorded drafts: what would fixed K, an oracle or our controller have cost? Torch-free.
+"""Replays recorded drafts: the cost of a fixed K, of an oracle and of our controller. Torch-free.
 
 A trace says, for every output position of one answer, how many tokens of a 16-token draft made there would have been
 right. Since verification is coupled the text does not depend on the drafts, so one recording answers for every choice
