@@ -259,7 +259,7 @@ class Runner:
             return
         if given:
             trim()
-            log.info("%d MB of K/V went back to the system: nobody has used it for a while", given >> 20)
+            log.info("%d MB of K/V went back to the system: it had not been used for a while", given >> 20)
 
     def _meanwhile(self) -> None:
         self._written = True
