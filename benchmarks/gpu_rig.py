@@ -251,11 +251,8 @@ class Rig:
         chunk = self.store.spec.chunk
         for _ in range(batch):
             seq, _ = self.store.open([0] * 8, self.store.spec.page_size, reuse=False)
-            for end in [
-                *range(chunk, context, chunk),
-                context,
-                context + room,
-            ]:  # sliding pages are given back on the way
+            # in chunks: sliding pages are given back on the way
+            for end in (*range(chunk, context, chunk), context, context + room):
                 if not self.store.reserve(seq, end):
                     raise OutriderError(f"no room for {batch} sequences of {context + room} positions")
                 self.store.commit(seq, min(end, context))

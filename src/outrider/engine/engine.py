@@ -107,7 +107,7 @@ class Engine:
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
         if 0 < (most := self.can.independent_rows) < self.max_batch:
-            log.warning("more than %d sequences at once: answers may then depend on their company", most)
+            log.warning("not batch-invariant beyond %d sequences: outputs may vary with the batch", most)
 
     @property
     def controller(self) -> Controller:

@@ -52,14 +52,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """K/V as the cache holds it. Eight-bit floats know no infinity: what is larger than their largest becomes
-    that."""
+    """K/V as the cache holds it. Eight-bit floats have no infinity: values are clamped to their range."""
     return x.clamp(-FP8_MOST, FP8_MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def encoded(x: Tensor, like: Tensor) -> Tensor:
-    """A block drafter's K/V [R, heads, D] as the store keeps it; in int8 with a float32 factor behind each head's
-    numbers."""
+    """A block drafter's K/V [R, heads, D] as the store keeps it; in int8 with a float32 scale after each head."""
     if like.dtype == torch.int8:
         x = x.float()
         factor = x.abs().amax(-1, keepdim=True).clamp(min=1e-20) / 127.0
@@ -230,8 +228,7 @@ class ReferenceOps(TreeOps):
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         """w [2·I, H]: gate rows, then up rows -> act(gate) * up, [R, I]."""
-        gate, up = self.linear(x, w).chunk(2, dim=-1)
-        return activation(act, gate) * up
+        return self.act_mul(*self.linear(x, w).chunk(2, dim=-1), act)
 
     def clamp_columns(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """x [R, N], in place, between low [N] and high [N]."""
@@ -255,8 +252,7 @@ class ReferenceOps(TreeOps):
                     y[rows, cols] = (y[rows, cols].float() + delta * factor).to(y.dtype)
         if end.mul is not None:
             return self.act_mul(y, end.mul, end.act)
-        gate, up = y.chunk(2, dim=-1)
-        return self.act_mul(gate, up, end.act) if end.act else y
+        return self.act_mul(*y.chunk(2, dim=-1), end.act) if end.act else y
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         """act(x · wᵀ) * y, [R, out]."""
