@@ -179,7 +179,7 @@ class LoadSettings:
         if self.tensor_parallel > 1 and self.adapters:
             raise OutriderError("adapters are for a model in one process: leave them out next to tensor_parallel")
         if self.tensor_parallel > 1 and self.engine.swap:
-            raise OutriderError("swap is for a model in one process: leave it out beside tensor_parallel")
+            raise OutriderError("swap is for a model in one process: leave it out with tensor_parallel")
         if self.tensor_parallel > 1 and self.engine.prefix_store is not None:
             raise OutriderError("prefix_store is for a model in one process: leave it out next to tensor_parallel")
 

@@ -154,7 +154,7 @@ def test_it_is_refused_where_it_can_not_work() -> None:
         EngineConfig(swap=-1)
     with pytest.raises(OutriderError, match=r"--swap 900000: .* GiB of host memory are free"):
         tiny_engine("dense", model=MODEL, swap=900000)
-    with pytest.raises(OutriderError, match="leave it out beside tensor_parallel"):
+    with pytest.raises(OutriderError, match="leave it out with tensor_parallel"):
         LLM.load("nowhere", tensor_parallel=2, engine=EngineConfig(swap=1))
 
 

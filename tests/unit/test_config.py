@@ -194,7 +194,7 @@ def test_an_engine_of_none_is_the_default() -> None:
         ("--max-context 0", "--max-context must be at least 1, got 0"),
         ("--quantize int3", "unknown --quantize 'int3'; known: int8, int4, fp8"),
         ("--kv-dtype dtype", "unknown --kv-dtype 'dtype'; known: auto, int8, fp8"),
-        ("--swap 1 --tensor-parallel 2", "--swap is for a model in one process: leave it out beside --tensor-parallel"),
+        ("--swap 1 --tensor-parallel 2", "--swap is for a model in one process: leave it out with --tensor-parallel"),
         ("--tree 9 --verify block", "trees are for the coupled verifier; block keeps lines: leave --tree out"),
         ("--tree 1", "--tree must be 'auto', 'off' or a number of tokens in 2..16, got 1"),
         ("--memory 4", "--memory is shared by several models"),

@@ -71,8 +71,8 @@ def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResu
         others = [prompts[j % len(prompts)] for j in range(i + 1, i + BATCH)]
         found = [block_logits(llm, [tokens], [len(prompt)], width)[0] for width in (2, 3, 5, 9, MAX_DRAFT + 1)]
         if llm.engine.max_batch >= BATCH:
-            beside, starts = [tokens, *(o + answer for o in others)], [len(prompt), *map(len, others)]
-            found.append(block_logits(llm, beside, starts, MAX_DRAFT + 1)[0])
+            batch, starts = [tokens, *(o + answer for o in others)], [len(prompt), *map(len, others)]
+            found.append(block_logits(llm, batch, starts, MAX_DRAFT + 1)[0])
         worst = max(_gap(alone, logits) for logits in found)
         detail = "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}"
         yield ProofResult("row invariance", f"prompt {i + 1}, {len(found)} layouts", worst == 0.0, detail)

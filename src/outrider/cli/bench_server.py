@@ -50,7 +50,7 @@ def bench_server(asked: LoadTestOptions) -> None:
     """Load a server with streams and print throughput, time to first token and time a token.
 
     Inter-token times are measured per token: a chunk of m tokens that comes after g seconds counts as m times g/m.
-    The longest wait between two chunks is shown beside them, since that is what a reader sees.
+    The longest wait between two chunks is shown next to them, since that is what a reader sees.
 
     Example: outrider bench-server smollm2 --concurrency 1,4 --compare
     """

@@ -58,14 +58,14 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     if (prompt is None) == (asked.prompts is None):
         raise OutriderError("give either a prompt or --prompts FILE.jsonl")
     if asked.image and asked.prompts is not None:
-        raise OutriderError("--image is for a single prompt: leave it out beside --prompts")
+        raise OutriderError("--image is for a single prompt: leave it out with --prompts")
     rows = asked.as_json or asked.prompts is not None
     if asked.show_draft and rows:
         raise OutriderError("--show-draft colours text, and JSON is asked for: leave out one of them")
     if asked.logprobs is not None and not rows:
         raise OutriderError("--logprobs are part of the JSON object: add --json")
     if asked.n > 1 and asked.prompts is not None:
-        raise OutriderError("--n is for a single prompt: leave it out beside --prompts")
+        raise OutriderError("--n is for a single prompt: leave it out with --prompts")
     if asked.n > 1 and params.temperature < GREEDY_EPS:
         common.note(f"at temperature 0 all {asked.n} answers are the same: --temperature 1 draws them")
     if prompt == "-":

@@ -128,13 +128,13 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     data["mmproj"] = None if mmproj is None else str(mmproj)
     vision = vision_config(files) if load.vision else None
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
-    beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
+    drafter_bytes = drafter_size(helper).total * helper_size if helper is not None else 0.0
     if small is not None:
-        data["drafter"], beside = draft_model(files, small, data["bytes_per_token"], asked.bits)
+        data["drafter"], drafter_bytes = draft_model(files, small, data["bytes_per_token"], asked.bits)
     if block is not None:
-        data["drafter"], beside = block_drafter(block, config, data["bytes_per_token"], asked.bits, kv_item)
+        data["drafter"], drafter_bytes = block_drafter(block, config, data["bytes_per_token"], asked.bits, kv_item)
     if asked.gpu is not None:
-        seen = beside + data["vision_bytes"]
+        seen = drafter_bytes + data["vision_bytes"]
         data["gpu"] = on_card(asked.gpu, config, total if asked.bits is not None else kept.gpu, seen, kv_item)
     if data["drafter"] is not None:
         data["drafter"] = {"name": asked.drafter, **data["drafter"]}
@@ -150,10 +150,10 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
         show(data)
 
 
-def on_card(gpu: str, config: ModelConfig, weights: float, beside: float, kv_item: float) -> dict[str, object]:
+def on_card(gpu: str, config: ModelConfig, weights: float, other_bytes: float, kv_item: float) -> dict[str, object]:
     """Whether the weights, and those loaded with them, fit on a GPU, and how much context then fits."""
     on = machine(gpu)
-    tokens = context_that_fits(config, on.memory * 1e9, weights + beside, kv_item)
+    tokens = context_that_fits(config, on.memory * 1e9, weights + other_bytes, kv_item)
     return {
         "name": on.label,
         "memory": round(on.memory * 1e9),

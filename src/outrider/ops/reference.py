@@ -113,8 +113,7 @@ class ReferenceOps(TreeOps):
 
     # ---- weights ------------------------------------------------------------------------------------------------
     def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None:
-        """The rows of all parts, one below the other, as the kernels read them; None: they should come as a dense
-        tensor."""
+        """The rows of all parts, stacked, as the kernels read them; None: pass a dense tensor instead."""
         return None
 
     def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
@@ -156,8 +155,7 @@ class ReferenceOps(TreeOps):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
-        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are updated. None: not supported for this
-        model."""
+        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are updated. None: not supported."""
         return None
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
@@ -228,7 +226,8 @@ class ReferenceOps(TreeOps):
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         """w [2·I, H]: gate rows, then up rows -> act(gate) * up, [R, I]."""
-        return self.act_mul(*self.linear(x, w).chunk(2, dim=-1), act)
+        gate, up = self.linear(x, w).chunk(2, dim=-1)
+        return self.act_mul(gate, up, act)
 
     def clamp_columns(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """x [R, N], in place, between low [N] and high [N]."""
@@ -252,7 +251,8 @@ class ReferenceOps(TreeOps):
                     y[rows, cols] = (y[rows, cols].float() + delta * factor).to(y.dtype)
         if end.mul is not None:
             return self.act_mul(y, end.mul, end.act)
-        return self.act_mul(*y.chunk(2, dim=-1), end.act) if end.act else y
+        gate, up = y.chunk(2, dim=-1)
+        return self.act_mul(gate, up, end.act) if end.act else y
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         """act(x · wᵀ) * y, [R, out]."""
