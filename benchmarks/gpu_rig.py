@@ -29,8 +29,8 @@ from outrider.models.config import DrafterConfig, Foreign, ForeignDict, ModelCon
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.models.inspect import kv_bytes
-from outrider.ops.backend import Backend
 from outrider.ops.formats import DeviceWeight
+from outrider.ops.reference import Backend
 from outrider.ops.trees import TreeRows
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import dummy_block

@@ -26,10 +26,9 @@ from .models.drafter import MTPNet
 from .models.split import SOLO
 from .models.vision import VisionModel
 from .models.vision_config import NO_MMPROJ, NO_VISION
-from .ops.backend import Backend
 from .ops.cpu.ops import default_threads
 from .ops.formats import DeviceWeight
-from .ops.reference import ReferenceOps
+from .ops.reference import Backend, ReferenceOps
 from .parallel import ProcessGroup
 from .spec import acceptance_profile as cards
 from .spec import draft_model

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from outrider.models.adapted import AdaptedModel, weight_names
 from outrider.models.decoder import TextModel
-from outrider.ops.backend import Backend
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.lowrank import AdaptedOps, row_groups
-from outrider.ops.reference import ReferenceOps
+from outrider.ops.reference import Backend, ReferenceOps
 from outrider.weights.adapter import ADAPTABLE, load_adapter, read_adapter
 from outrider.weights.load import load_target
 from outrider.weights.names import tensor_plan

@@ -19,9 +19,8 @@ from ..cache.store import CacheSpec, KVStore
 from ..engine.text import Tokenizer
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
-from ..ops.backend import Backend
 from ..ops.formats import MODES, DeviceWeight, rounded_to
-from ..ops.reference import ReferenceOps
+from ..ops.reference import Backend, ReferenceOps
 from ..types import OutriderError
 from ..weights import load_target
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend
+from ..ops.reference import Backend
 from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch, accept
 from ..spec.drafter import Drafter

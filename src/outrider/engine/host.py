@@ -10,10 +10,11 @@ the call, and reads the call's residual streams after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops.backend import CycleRequest, DraftResult, HostCycle
+from ..ops.backend import CycleRequest, DraftResult
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import HostDraftRequest
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
@@ -25,11 +26,14 @@ from .metrics import Metrics
 from .model_runner import ModelRunner, switch_off
 from .step import Emitted, Executor, PendingStep, Plan, StepBatch
 
+if TYPE_CHECKING:
+    from ..ops.cpu.cycle import CpuCycle
+
 
 class HostExecutor(Executor):
     name = "host"
 
-    def __init__(self, runner: ModelRunner, cycle: HostCycle, metrics: Metrics):
+    def __init__(self, runner: ModelRunner, cycle: CpuCycle, metrics: Metrics):
         self.runner, self.cycle, self.metrics = runner, cycle, metrics
         drafter = runner.drafter
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call

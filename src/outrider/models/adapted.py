@@ -11,8 +11,9 @@ from typing import cast
 from torch import Tensor
 
 from ..ops.adapter_slots import SlotOps
-from ..ops.backend import Backend, Pass
+from ..ops.backend import Pass
 from ..ops.lowrank import AdaptedOps
+from ..ops.reference import Backend
 from ..types import KVView, OutputRows
 from .decoder import TextModel
 

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.backend import Backend
 from ..ops.formats import DeviceWeight
-from ..ops.reference import as_tensor
+from ..ops.reference import Backend, as_tensor
 from ..types import AttnSpec, BlockAttn, BlockRows, KVView
 from .block_config import BlockConfig
 from .decoder import TextModel

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend, ExpertWeights, MoeResidual, Pass
+from ..ops.backend import ExpertWeights, MoeResidual, Pass
 from ..ops.formats import DeviceWeight
-from ..ops.reference import as_tensor
+from ..ops.reference import Backend, as_tensor
 from ..types import KVView, OutputRows
 from .config import ModelConfig
 from .layers import Block, gather_blocks, rope_variants

@@ -24,9 +24,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend
 from ..ops.formats import DeviceWeight
-from ..ops.reference import as_tensor
+from ..ops.reference import Backend, as_tensor
 from ..types import DraftEnd, DraftNoise, DraftRound, KVView
 from .compat import bind
 from .config import DrafterConfig

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..ops.backend import Backend
-from ..ops.reference import ReferenceOps
+from ..ops.reference import Backend, ReferenceOps
 from .vision_config import CLIPS, VisionConfig
 
 # the fastest one that supports the head size; cuDNN's uses Hopper's wgmma

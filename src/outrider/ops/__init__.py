@@ -11,7 +11,7 @@ from ..types import OutriderError
 if TYPE_CHECKING:
     import torch
 
-    from .backend import Backend
+    from .reference import Backend
 
 NAMES = ("auto", "reference", "cpu", "triton")
 log = logging.getLogger("outrider")

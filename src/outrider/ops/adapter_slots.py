@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..types import OutriderError
-from .backend import Backend, Epilogue, ExpertWeights, MlpWeights, MoeResidual
+from .backend import Epilogue, ExpertWeights, MlpWeights, MoeResidual
 from .formats import DeviceWeight
 from .lowrank import Adapter, LowRank
+
+if TYPE_CHECKING:
+    from .reference import Backend
 
 RANGE_ROWS = 16  # rows of a range: what one matrix instruction takes
 RANK_STEP = 16  # ranks are padded to it times a power of two, with zeros, which change no sum

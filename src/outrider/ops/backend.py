@@ -1,27 +1,24 @@
-"""The backend interface: the ops that models call, the larger parts a backend may run as a whole, and its capabilities.
+"""What backends and their callers exchange: arguments and results of ops, and a backend's capabilities.
 
-`Backend` separates the engine from the kernels. `ReferenceOps` defines every op in plain torch and declines the
-optional parts; other backends override what they do better. Callers never use `hasattr`: what a backend can do is in
-its `Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits that follow from kernels
-are stated only there.
+The ops themselves are the methods of `Backend` (ops.reference). Callers never use `hasattr`: what a backend can do is
+in its `Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits that follow from
+kernels are stated only there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..types import AttnSpec, BlockAttn, BlockRows, DraftPlan, KVPages, KVView
-from .formats import DeviceWeight, Weight
-from .trees import Frontier, Nodes, Noise, TreeRows
+from ..types import DraftPlan
+from .formats import DeviceWeight
 
 if TYPE_CHECKING:
-    from .adapter_slots import SlotWeight
-    from .lowrank import Adapter, LowRank
+    from .lowrank import Adapter
 
 M = TypeVar("M")
 MlpWeights = tuple[DeviceWeight, DeviceWeight]  # gate_up [2·I, H], down [H, I]
@@ -185,28 +182,6 @@ class HostSampling(Protocol):
     def cut(self) -> HostFilters | None: ...
 
 
-class HostCycle(Protocol):
-    """Draft, verify, choose and accept in one call, for requests that are greedy or use temperature and filters
-    alone."""
-
-    drafts: bool  # whether the drafter's rounds are part of the call; otherwise it takes only given drafts
-
-    def takes(self, adapter: Adapter) -> bool:
-        """May sequences use this adapter?"""
-        ...
-
-    def run(
-        self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
-    ) -> list[CycleResult]:
-        """`trust`: acceptance by confidence, if drafts may end themselves; a list that does not change."""
-        ...
-
-    def last_pass(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """For the first rows of the last run: the tapped streams [rows, H], and the target's choices [rows]. Valid
-        until the next run."""
-        ...
-
-
 class DraftRequest(NamedTuple):
     """A sequence that a draft model drafts for: the unread part of its text, at least the newest token."""
 
@@ -222,149 +197,3 @@ class DraftResult(NamedTuple):
     tokens: list[int]  # all draft tokens,
     confidence: list[float]  # their probabilities,
     length: int  # and how many of them count: fewer if the draft has ended itself
-
-
-class DraftChain(Protocol):
-    """A draft model's rounds in one call each, for requests that are greedy or use a temperature alone."""
-
-    def run(
-        self,
-        behind: Sequence[DraftRequest],
-        cache: KVPages,
-        k: int,
-        sampling: HostSampling,
-        trust: Sequence[float] | None,
-    ) -> list[DraftResult]:
-        """Up to k draft tokens for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as
-        in HostCycle."""
-        ...
-
-
-class Backend(Protocol):
-    """Rows are tokens. Activations keep the dtype of `x`; norm weights are float32; logits are float32. The meaning of
-    each op is its body in `ReferenceOps`."""
-
-    name: str
-    version: str  # of the kernels: times measured with others are invalid
-    capabilities: Capabilities
-
-    def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype: ...  # asked: EngineConfig.kv_dtype
-
-    # ---- weights
-    def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None: ...
-    # a table that is only looked up by rows
-    def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None: ...
-    def prepare(self, dense: Tensor) -> DeviceWeight: ...
-    def quantize(self, dense: Tensor, mode: str) -> DeviceWeight: ...
-    def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight: ...
-    # about four bits, for a draft model; the weight itself if that is no faster
-    def coarse(self, weight: DeviceWeight) -> DeviceWeight: ...
-
-    # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself
-    def compile(self, model: M) -> M: ...
-    def compile_drafter(self, drafter: M) -> M: ...
-    def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None: ...
-    def host_cycle(
-        self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
-    ) -> HostCycle | None: ...
-    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None: ...
-
-    # ---- dense pieces
-    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor: ...
-    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor: ...
-    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor: ...
-    def per_layer_inputs(
-        self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
-    ) -> Tensor: ...
-    def residual_norm(
-        self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
-    def residual_norms(
-        self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-    def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank: ...
-    def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]: ...
-    def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor: ...
-    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor: ...
-    def adapted_linear(
-        self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue
-    ) -> Tensor: ...
-    def clamp_columns(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor: ...
-    def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
-    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor: ...
-    def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor: ...
-
-    # ---- attention
-    def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]: ...
-    def rope_write(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: AttnSpec,
-        kv: KVView,
-    ) -> Tensor: ...
-    def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor: ...
-    def rotate_heads(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-    def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor: ...
-    def write_context(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView) -> None: ...
-    def attend_block(
-        self, q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
-    ) -> Tensor: ...
-
-    # ---- trees of drafts
-    def branch(
-        self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
-    ) -> Frontier: ...
-    def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes: ...
-    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows: ...
-    def accept_path(
-        self,
-        chosen: Tensor,
-        ids: Tensor,
-        parent_rows: Tensor,
-        seq: Tensor,
-        start: Tensor,
-        deepest: int,
-        limit: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-    def compact_kv(
-        self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView
-    ) -> None: ...
-
-    # ---- mixture of experts
-    def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor: ...
-    def moe_with_shared_mlp(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        h: Tensor,
-        stream: Tensor,
-        experts: ExpertWeights,
-        mlp: MlpWeights,
-        end: MoeResidual,
-    ) -> tuple[Tensor, Tensor]: ...
-    def moe_next_to(
-        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, experts: ExpertWeights, end: MoeResidual
-    ) -> tuple[Tensor, Tensor]: ...
-
-    # ---- drafting and choosing
-    def clustered_logits(
-        self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-    def cluster_bonus(
-        self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
-    ) -> Tensor: ...
-    def argmax(self, z: Tensor) -> Tensor: ...
-    def gumbel_argmax(
-        self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
-    ) -> Tensor: ...
-    def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor | None:
-        """Top-k, top-p and min-p of each row of z [R, V], as `SamplingBatch` defines them; None: no kernel for it."""
-        ...
-
-    def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor: ...

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .backend import Backend, ExpertWeights, MlpWeights, MoeResidual
+from .backend import ExpertWeights, MlpWeights, MoeResidual
 from .formats import DeviceWeight
+
+if TYPE_CHECKING:
+    from .reference import Backend
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Activations keep the dtype of `x`; norm weights are float32; logits are float32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,22 +16,15 @@ from torch import Tensor
 
 from ..types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
 from .adapter_slots import SlotWeight
-from .backend import (
-    NO_EPILOGUE,
-    Capabilities,
-    DraftChain,
-    Epilogue,
-    ExpertWeights,
-    HostCycle,
-    M,
-    MlpWeights,
-    MoeResidual,
-    Norms,
-)
+from .backend import NO_EPILOGUE, Capabilities, Epilogue, ExpertWeights, M, MlpWeights, MoeResidual, Norms
 from .formats import DeviceWeight, Weight
 from .lowrank import Adapter, LowRank
 from .noise import gumbel
 from .trees import TreeOps
+
+if TYPE_CHECKING:
+    from .cpu.cycle import CpuCycle
+    from .cpu.draft_model import CpuChain
 
 FP8_MOST = torch.finfo(torch.float8_e4m3fn).max  # 448
 HALF_MOST = 6e4  # what float16 holds
@@ -154,11 +148,11 @@ class ReferenceOps(TreeOps):
 
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
-    ) -> HostCycle | None:
+    ) -> CpuCycle | None:
         """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are updated. None: not supported."""
         return None
 
-    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
+    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> CpuChain | None:
         """A draft model's rounds in one call each, scoring the rows `head` of the tokens `listed` (None: all).
         None: step by step."""
         return None
@@ -490,6 +484,7 @@ class ReferenceOps(TreeOps):
         return torch.where(sampled[:, None], z + noise, z).argmax(-1)
 
     def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor | None:
+        """Top-k, top-p and min-p of each row of z [R, V], as `SamplingBatch` defines them; None: no kernel for it."""
         return None
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
@@ -498,3 +493,7 @@ class ReferenceOps(TreeOps):
         logp = torch.log_softmax(logits.float(), -1)
         best = logp.topk(top, dim=-1)
         return torch.cat((logp.gather(1, tokens[:, None]), best.values, best.indices.to(torch.float32)), 1)
+
+
+# The interface of the ops: every backend is a subclass, and overrides what it does better.
+Backend = ReferenceOps

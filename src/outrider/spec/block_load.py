@@ -19,9 +19,8 @@ from ..models.block_config import BlockConfig
 from ..models.config import LayerSpec
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize
-from ..ops.backend import Backend
 from ..ops.formats import DeviceWeight
-from ..ops.reference import as_tensor
+from ..ops.reference import Backend, as_tensor
 from ..types import OutriderError
 from ..weights.files import Files, open_source
 from ..weights.load import check, dense, kept_dtype, packed, transform, translate

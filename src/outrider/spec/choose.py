@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend
 from ..ops.noise import gumbel
+from ..ops.reference import Backend
 from ..types import Draft, Verdict
 
 OFF = 1 << 40  # a top-k that keeps everything

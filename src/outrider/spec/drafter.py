@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend, DraftResult
+from ..ops.backend import DraftResult
+from ..ops.reference import Backend
 from ..ops.trees import TreeRows
 from ..types import MAX_DRAFT, AttnSpec, Draft, DraftPlan, KVView
 from .acceptance_profile import AcceptanceProfile

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..ops.backend import Backend, Pass
+from ..ops.backend import Pass
 from ..ops.formats import DeviceWeight
+from ..ops.reference import Backend
 from ..types import DraftEnd, DraftNoise, DraftRound, KVView, OutputRows
 
 

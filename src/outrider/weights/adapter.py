@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..models.config import ForeignDict, ModelConfig
-from ..ops.backend import Backend
 from ..ops.lowrank import Adapter, LowRank
+from ..ops.reference import Backend
 from ..types import OutriderError
 from . import gguf, hub, repos
 from .gguf_config import ARCHITECTURES, hf_name, unpermute

@@ -18,9 +18,8 @@ from torch import Tensor
 from ..config import LoadFormat
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.split import Shards, TPRank, split_drafter, split_target
-from ..ops.backend import Backend
 from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
-from ..ops.reference import ReferenceOps, as_tensor
+from ..ops.reference import Backend, ReferenceOps, as_tensor
 from ..types import OutriderError, TextFiles
 from . import hub
 from .files import Files, open_source, text_files, translate

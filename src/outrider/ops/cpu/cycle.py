@@ -28,8 +28,9 @@ STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: step
 
 
 class CpuCycle:
-    """`cache`: tables with one row per slot. `features` [slots, H·(1 + taps)] float32: the drafter's inputs, by slot;
-    updated by every run."""
+    """For requests that are greedy or use temperature and filters alone. `cache`: tables with one row per slot.
+    `features` [slots, H·(1 + taps)] float32: the drafter's inputs, by slot; updated by every run. `drafts`: whether the
+    drafter's rounds are part of the call; otherwise it takes only given drafts."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class CpuCycle:
         self.step, self.team = ops.lib.or_decode_step, ops.team
 
     def takes(self, adapter: Adapter) -> bool:
+        """May sequences use this adapter?"""
         return self.stack.changes(adapter) is not None
 
     def _grow(self, rows: int) -> None:
@@ -101,6 +103,8 @@ class CpuCycle:
         c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
 
     def last_pass(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """For the first rows of the last run: the tapped streams [rows, H], and the target's choices [rows]. Valid
+        until the next run."""
         return tuple(stream[:rows] for stream in self.streams), torch.tensor(self.chosen[:rows])
 
     def run(

@@ -42,6 +42,8 @@ class CpuChain:
         sampling: HostSampling,
         trust: Sequence[float] | None,
     ) -> list[DraftResult]:
+        """Up to k draft tokens for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as
+        in CpuCycle."""
         size, c, batch = len(behind), self.c, self.c.call.batch
         counts = [len(b.tokens) for b in behind]
         rows, wide = sum(counts), max(len(b.pages) for b in behind)

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
-from ..backend import EVERY_ROW, Capabilities, DraftChain, ExpertWeights, HostCycle, M
+from ..backend import EVERY_ROW, Capabilities, ExpertWeights, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, QuantPart, Weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
@@ -27,6 +27,10 @@ from . import lowrank, packing
 from .lib import CBatchBuffers, CMoe, CPages, CSpec, CWeight, c_spec, dense_weight, load
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight
+
+if TYPE_CHECKING:
+    from .cycle import CpuCycle
+    from .draft_model import CpuChain
 
 BF16 = 3  # or_isa()
 FACTOR = 4  # bytes of a row's factor, behind its int8 values (cache.store.row_width)
@@ -278,7 +282,7 @@ class CpuOps(ReferenceOps):
 
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
-    ) -> HostCycle | None:
+    ) -> CpuCycle | None:
         """For a compiled model; None if it was not compiled. `drafter`: an MTP drafter's model; one that was not
         compiled is left out."""
         from .cycle import CpuCycle
@@ -288,7 +292,7 @@ class CpuOps(ReferenceOps):
             return None
         return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
 
-    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
+    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> CpuChain | None:
         """For a compiled model; None if it was not compiled."""
         from .draft_model import CpuChain
         from .forward import CompiledModel
