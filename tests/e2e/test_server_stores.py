@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import until
 
+from outrider.server.app import Server
 from outrider.server.batch import BatchRunner
 from outrider.server.errors import ApiError
 from outrider.server.files import FileStore, form
@@ -72,7 +74,7 @@ def test_a_batch_says_what_the_command_says(served: Served, tmp_path: Path) -> N
     assert wrong["no"]["response"]["status_code"] == 400 and wrong["r0"]["error"]["code"] == "duplicate_custom_id"
     source = tmp_path / "in.jsonl"
     source.write_text(text)
-    BatchRunner(ServedModel(FakeEngine(TOK), TOK, VOCAB, 2048), ServerSettings("fake", max_concurrent=4)).run(
+    BatchRunner(Server.offline(ServedModel(FakeEngine(TOK), TOK, VOCAB, 2048), ServerSettings("fake"))).run(
         source, tmp_path / "out.jsonl"
     )
     alone = {
@@ -135,6 +137,20 @@ def test_a_batch_can_be_cancelled() -> None:
         )  # and the server's end ends it
         until(lambda: len(engine.running) == 2, lambda: "nothing runs")
     assert again.id in s.state.batches._of and s.state.batches._of[again.id].status == "cancelled"
+
+
+def test_a_line_may_take_longer_than_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps a connection alive is no part of a line's result."""
+    monkeypatch.setattr("outrider.server.call.KEEP_ALIVE_S", 0.01)
+    engine = FakeEngine(TOK, hold=2)
+    with Served(engine, TOK) as s:
+        client = s.client()
+        file = client.files.create(file=("in.jsonl", line("slow").encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        until(lambda: len(engine.running) == 1, lambda: "nothing runs")
+        time.sleep(0.1)
+        engine.go.set()
+        assert rows(client, ended(client, batch.id).output_file_id)["slow"]["response"]["status_code"] == 200
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

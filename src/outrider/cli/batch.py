@@ -47,6 +47,7 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
     Example: outrider batch requests.jsonl --out results.jsonl
     """
     with common.needs("batch jobs need", "serve"):
+        from ..server.app import Server
         from ..server.batch import BatchRunner, first_model
         from ..server.model_info import ServedModel
         from ..server.settings import ServerSettings, public_name
@@ -84,7 +85,8 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
                 from ..cluster.batch import whole
             progress = whole(given, asked.replicas, asked.requests, asked.out, asked.seed, tell, common.note)
         else:
-            progress = BatchRunner(ServedModel.of(llm), settings, asked.seed).run(asked.requests, asked.out, tell)
+            server = Server.offline(ServedModel.of(llm), settings)
+            progress = BatchRunner(server, asked.seed).run(asked.requests, asked.out, tell)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
     counts = f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s"

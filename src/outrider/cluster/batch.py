@@ -14,6 +14,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayActorError
 
+from ..server.app import Server
 from ..server.batch import BatchLine, BatchProgress, BatchRunner, Json, keep_books, salt_of
 from ..types import OutriderError
 from .config import ClusterConfig
@@ -30,7 +31,7 @@ class BatchEngine:
         from .replica import load
 
         config = ClusterConfig.of(fields)
-        self._runner = BatchRunner(load(config), config.back(), seed)
+        self._runner = BatchRunner(Server.offline(load(config), config.back()), seed)
 
     def ready(self) -> bool:
         return True

@@ -13,7 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from ..server.batch import BadLine, BatchLine, Json, bad_row, claim, failed_row, todo
+from ..server.batch import BadLine, BatchLine, Json, bad_row, claim, parse, refused_row, todo
+from ..server.errors import ApiError
 from ..types import OutriderError
 
 MOST_DEATHS = 3
@@ -121,6 +122,6 @@ class WorkerPool:
             given_up = [line for line in lines if self._deaths[line.id] >= MOST_DEATHS]
             self._back.extendleft(line for line in reversed(lines) if self._deaths[line.id] < MOST_DEATHS)
         if given_up:
-            self._results.put(
-                [failed_row(line, f"{MOST_DEATHS} workers were lost while they had this request.") for line in given_up]
-            )
+            message = f"{MOST_DEATHS} workers were lost while they had this request."
+            error = ApiError(500, message, code="engine_error")
+            self._results.put([refused_row(line, parse(line)[0], error) for line in given_up])

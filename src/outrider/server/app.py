@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -51,6 +52,7 @@ from .wire import Json, Wire
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many of that size are read at once, one per client
+UNBOUNDED = 1 << 30
 T = TypeVar("T")
 CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 
@@ -92,20 +94,33 @@ class Server:
         self.files = FileStore()
         self.batches = Batches(self, self.files)
 
+    @classmethod
+    def offline(cls, backend: ServedModel, settings: ServerSettings) -> Server:
+        """For files of requests (batch.py): nothing is refused for its number or its time, and the engine always has a
+        second batch waiting."""
+        settings = replace(
+            settings, max_concurrent=2 * settings.max_concurrent, max_queued=UNBOUNDED, timeout=float(UNBOUNDED)
+        )
+        return cls(ModelPool.of(backend, settings), settings)
+
     async def answer(self, request: Request, wire: Wire) -> Response:
         """The answer to a request, whole or as a stream."""
         try:
-            return await self._answer(request, wire)
-        except ApiError as e:
-            request.state.refusal = e.reason
-            return JSONResponse(wire.refusal(e), status_code=e.status, headers=e.headers)
+            call = await self._call(request, wire)
+            return EventStream(call, wire.media_type) if call.answer.job.body.stream else await whole(request, call)
         except ClientDisconnect:
             raise
         except Exception as e:
-            log.error("unexpected, in request %s: %s", request.state.request_id, where(e))
-            return JSONResponse(
-                wire.refusal(ApiError(500, "Internal error; the server's log has the details.")), status_code=500
-            )
+            error = _told(request, e)
+            return JSONResponse(wire.refusal(error), status_code=error.status, headers=error.headers)
+
+    async def completed(self, request: Request, wire: Wire) -> tuple[int, Json]:
+        """The answer's status and body when it is done, for a caller without a connection."""
+        try:
+            return 200, json.loads(await (await self._call(request, wire)).whole())
+        except Exception as e:
+            error = _told(request, e)
+            return error.status, wire.refusal(error)
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
@@ -150,7 +165,7 @@ class Server:
         stack.callback(self.pool.release, slot)
         return model
 
-    async def _answer(self, request: Request, wire: Wire) -> Response:
+    async def _call(self, request: Request, wire: Wire) -> Call:
         began = time.monotonic()
         if self.admission.closing:
             raise shutting_down()
@@ -163,11 +178,10 @@ class Server:
         stack = ExitStack()
         try:
             async with self.received(request) as got:
-                call = await unless_gone(request, self._begin(request, got, wire, stack, began))
+                return await unless_gone(request, self._begin(request, got, wire, stack, began))
         except BaseException:
             stack.close()
             raise
-        return EventStream(call, wire.media_type) if call.answer.job.body.stream else await whole(request, call)
 
     async def _begin(self, request: Request, got: ReceivedBody, wire: Wire, stack: ExitStack, began: float) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by
@@ -224,6 +238,15 @@ class Server:
         self.executor.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+
+
+def _told(request: Request, error: Exception) -> ApiError:
+    """What a request's sender learns of an error, and the log of one that is not the request's fault."""
+    if not isinstance(error, ApiError):
+        log.error("unexpected, in request %s: %s", request.state.request_id, where(error))
+        return ApiError(500, "Internal error; the server's log has the details.")
+    request.state.refusal = error.reason
+    return error
 
 
 def _unsupported(message: str) -> ApiError:

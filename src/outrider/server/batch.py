@@ -1,4 +1,5 @@
-"""Answers a file of requests without a server: OpenAI's batch format in, one result per line out.
+"""Answers a file of requests: OpenAI's batch format in, one result per line out. A line goes through the server's own
+pipeline, as if a client had sent it.
 
 Contract: every line of the input has exactly one line in the output, whatever ends the run and however often it is
 restarted. A result's `id` identifies the input line's number and content (and the run's model and seed), results are
@@ -11,6 +12,7 @@ an uninterrupted one.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import json
@@ -18,24 +20,28 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from pydantic import ValidationError
+from fastapi import Request
+from starlette.types import Message
 
-from ..engine.engine import Event
 from ..types import OutriderError
-from .answer import Answer, Job
-from .errors import ApiError, bad, from_validation
-from .model_info import ServedModel
+from .errors import ApiError, bad
 from .openai import OpenAIWire
-from .prepare import Preparer
 from .runner import MAX_FAILURES
 from .schema import ChatRequest, CompletionRequest
-from .settings import ServerSettings
+from .wire import Json
 
-ROUTES = {"/v1/chat/completions": True, "/v1/completions": False}  # url -> is it chat
-Json = dict[str, object]
+if TYPE_CHECKING:
+    from .app import Server
+
+ROUTES: dict[str, type[ChatRequest | CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -199,149 +205,85 @@ def todo(lines: Iterator[BatchLine], finished: set[str], names: set[str]) -> Ite
             continue
 
 
-def claim(line: BatchLine, names: set[str]) -> tuple[str, bool, Json]:
+def claim(line: BatchLine, names: set[str]) -> tuple[str, str, Json]:
     """`parse`, and the custom_id taken."""
-    custom_id, chat, body = parse(line)
+    custom_id, url, body = parse(line)
     if custom_id in names:
         raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.", custom_id)
     names.add(custom_id)
-    return custom_id, chat, body
-
-
-@dataclass(frozen=True)
-class BatchCall:
-    """One line under way."""
-
-    line: BatchLine
-    custom_id: str
-    answer: Answer
-
-    def take(self, event: Event) -> Json | None:
-        """The line's result, when this event completes it."""
-        if event.finish_reason == "error":
-            error = (
-                bad(event.error, code="request_failed")
-                if event.error
-                else ApiError(500, "The engine failed on this request.")
-            )
-            return self.refused(error)
-        self.answer.take(event)
-        if not self.answer.finished:
-            return None
-        return result_row(self.line, self.custom_id, 200, OpenAIWire().whole(self.answer))
-
-    def refused(self, error: ApiError) -> Json:
-        return result_row(self.line, self.custom_id, error.status, error.body())
+    return custom_id, url, body
 
 
 class BatchRunner:
-    def __init__(self, backend: ServedModel, settings: ServerSettings, seed: int = 0) -> None:
-        self._backend, self._settings, self._seed = backend, settings, seed
-        self._prepare = Preparer(backend, settings)
-        self._calls: dict[str, BatchCall] = {}  # by engine request
-        self._failures = 0
+    """Answers files without connections, on an event loop of its own."""
+
+    def __init__(self, server: Server, seed: int = 0) -> None:
+        """server: one that refuses nothing for its load (`Server.offline`)."""
+        self._server, self._seed = server, seed
+        self._loop = asyncio.Runner()
+        self._loop.get_loop().call_soon(server.pool.start)
 
     def run(self, source: Path, out: Path, tell: Callable[[BatchProgress], None] = lambda _: None) -> BatchProgress:
-        """Answers the lines without a result. `tell` is called at every change."""
-        return keep_books(source, out, salt_of(self._settings.model_name, self._seed), self.rows, tell)
+        """Answers the lines without a result, once. `tell` is called at every change."""
+        try:
+            return keep_books(source, out, salt_of(self._server.settings.model_name, self._seed), self.rows, tell)
+        finally:
+            self._loop.run(self._server.close())
+            self._loop.close()
 
     def rows(self, lines: Iterator[BatchLine], finished: set[str]) -> Iterator[list[Json]]:
-        """Results as they come, those of one engine step together. The engine always has a second batch waiting."""
+        """Results as they come. The engine goes on while they are written."""
         names: set[str] = set()
-        fresh = todo(lines, finished, names)
-        exhausted = False
-        while True:
-            rows: list[Json] = []
-            while not exhausted and len(self._calls) < 2 * self._settings.max_concurrent and len(rows) < 100:
-                line = next(fresh, None)
-                if line is None:
-                    exhausted = True
-                else:
-                    rows += self._begin(line, names)
-            if rows:
-                yield rows
-            if self._calls:
-                yield self._step()
-            elif exhausted:
-                return
+        fresh, running = todo(lines, finished, names), set[asyncio.Task[Json]]()
+        while rows := self._loop.run(self._next(fresh, names, running)):
+            yield rows
 
-    def _begin(self, line: BatchLine, names: set[str]) -> list[Json]:
-        """Submits a line to the engine; returns its result at once if it can't run."""
-        try:
-            custom_id, chat, body = claim(line, names)
-        except BadLine as e:
-            return [bad_row(line, e)]
-        try:
-            job = self._job(custom_id, chat, body)
-        except ApiError as e:
-            return [result_row(line, custom_id, e.status, e.body())]
-        call = BatchCall(line, custom_id, Answer(job, self._backend.tokenizer, self._settings.model_name))
-        for request in job.requests:
-            try:
-                self._backend.engine.submit(request)
-            except OutriderError as e:
-                self._drop(call)
-                return [call.refused(bad(str(e)))]
-            self._calls[request.id] = call
-        return []
-
-    def _job(self, custom_id: str, chat: bool, body: Json) -> Job:
-        if body.get("stream"):
-            raise bad("A batch can't stream; drop 'stream'.", "stream")
-        body = seeded(body, self._seed, custom_id)
-        try:
-            request = ChatRequest.model_validate(body) if chat else CompletionRequest.model_validate(body)
-            if request.model not in (None, self._settings.model_name):
-                message = (
-                    f"The model '{request.model[:100]}' does not exist; this run has '{self._settings.model_name}'."
-                )
-                raise ApiError(404, message, "model", "model_not_found")
-            self._prepare.answers(request)
-            return self._prepare.compiled(self._prepare.job(request))
-        except ValidationError as e:
-            raise from_validation(e) from None
-
-    def _step(self) -> list[Json]:
-        try:
-            events = self._backend.engine.step()
-        except Exception as e:
-            return self._fail(e)
-        rows: list[Json] = []
-        for event in events:
-            call = self._calls.get(event.id)
-            if call is None:
-                continue  # aborted
-            row = call.take(event)
-            if event.finish_reason is not None:
-                del self._calls[event.id]
-            if row is not None:
-                self._failures = 0
-                self._drop(call)
-                rows.append(row)
-        return rows
-
-    def _fail(self, error: Exception) -> list[Json]:
-        """A step raised: it is unknown which sequences it has corrupted, so all that were in it fail."""
-        self._failures += 1
-        if self._failures >= MAX_FAILURES:
+    async def _next(self, fresh: Iterator[BatchLine], names: set[str], running: set[asyncio.Task[Json]]) -> list[Json]:
+        most = self._server.settings.max_concurrent
+        running.update(asyncio.ensure_future(self._answer(line, names)) for line in islice(fresh, most - len(running)))
+        done = (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0] if running else set()
+        if not self._server.pool.healthy:
             raise OutriderError(
-                f"the engine failed {MAX_FAILURES} times in a row ({type(error).__name__}); results so far are kept, "
-                f"start again to go on"
+                f"the engine failed {MAX_FAILURES} times in a row; results so far are kept, start again to go on"
             )
-        calls = {id(c): c for c in self._calls.values()}.values()
-        for call in calls:
-            self._drop(call)
-        self._backend.engine.check()
-        return [
-            call.refused(ApiError(500, "The engine failed while this request was running.", code="engine_error"))
-            for call in calls
-        ]
+        running -= done
+        return [task.result() for task in done]
 
-    def _drop(self, call: BatchCall) -> None:
-        """Abort what of a call still runs: its result is known."""
-        for request in call.answer.job.requests:
-            if self._calls.pop(request.id, None) is not None:
-                self._backend.engine.abort(request.id)
+    async def _answer(self, line: BatchLine, names: set[str]) -> Json:
+        try:
+            custom_id, url, body = claim(line, names)
+        except BadLine as e:
+            return bad_row(line, e)
+        asked, name = body.get("model"), self._server.settings.model_name
+        if isinstance(asked, str) and asked not in ("", name):
+            message = f"The model '{asked[:100]}' does not exist; this run has '{name}'."
+            return refused_row(line, custom_id, ApiError(404, message, "model", "model_not_found"))
+        return await answered(self._server, "", line, custom_id, url, seeded(body, self._seed, custom_id))
+
+
+async def answered(server: Server, client: str, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
+    """A line's result, as if the client had sent its body."""
+    if body.get("stream"):
+        return refused_row(line, custom_id, bad("A batch can't stream; drop 'stream'.", "stream"))
+    raw = json.dumps(body).encode()
+    while True:
+        status, told = await server.completed(_as_request(client, line, url, raw), OpenAIWire(ROUTES[url]))
+        if status not in (429, 503):
+            return result_row(line, custom_id, status, told)
+        await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
+
+
+def _as_request(client: str, line: BatchLine, url: str, raw: bytes) -> Request:
+    """What the server would have read, had the client sent the line itself."""
+    messages: Iterator[Message] = iter([{"type": "http.request", "body": raw, "more_body": False}])
+
+    async def receive() -> Message:
+        return next(messages, {}) or await asyncio.Future()  # there is no client that could disconnect
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+    state = {"client": client, "path": url, "request_id": line.id}
+    scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers, "state": state}
+    return Request(scope, receive)
 
 
 def seeded(body: Json, seed: int, custom_id: str) -> Json:
@@ -352,8 +294,8 @@ def seeded(body: Json, seed: int, custom_id: str) -> Json:
     return {**body, "seed": int.from_bytes(digest[:4], "big") >> 1}
 
 
-def parse(line: BatchLine) -> tuple[str, bool, Json]:
-    """(custom_id, chat?, body) of a line."""
+def parse(line: BatchLine) -> tuple[str, str, Json]:
+    """(custom_id, url, body) of a line."""
     try:
         row = json.loads(line.text)
     except (ValueError, RecursionError):
@@ -371,7 +313,7 @@ def parse(line: BatchLine) -> tuple[str, bool, Json]:
     body = row.get("body")
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "'body' must be a JSON object.", custom_id)
-    return custom_id, ROUTES[url], body
+    return custom_id, url, body
 
 
 def bad_row(line: BatchLine, error: BadLine) -> Json:
@@ -379,8 +321,8 @@ def bad_row(line: BatchLine, error: BadLine) -> Json:
     return {"id": line.id, "custom_id": error.custom_id, "response": None, "error": told}
 
 
-def failed_row(line: BatchLine, message: str) -> Json:
-    return result_row(line, parse(line)[0], 500, ApiError(500, message, code="engine_error").body())
+def refused_row(line: BatchLine, custom_id: str, error: ApiError) -> Json:
+    return result_row(line, custom_id, error.status, error.body())
 
 
 def result_row(line: BatchLine, custom_id: str, status: int, body: Json) -> Json:

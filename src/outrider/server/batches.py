@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import Field
-from starlette.types import Message
 
 from ..types import OutriderError
-from .batch import ROUTES, BadLine, BatchLine, bad_row, claim, read_lines, result_row, salt_of, seeded
+from .batch import ROUTES, BadLine, BatchLine, answered, bad_row, claim, read_lines, salt_of, seeded
 from .errors import ApiError, bad
 from .files import FileStore, StoredFile
-from .openai import OpenAIWire
 from .runner import where
-from .schema import ChatRequest, CompletionRequest, Strict
+from .schema import Strict
 from .wire import Json
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ LAST = 1 << 20  # the priority of a line that names none: after all other reques
 MOST_RUNNING = 16  # batches that have not ended, of all clients
 MOST_OF_CLIENT = 4
 MOST_KEPT = 256
-RETRY_S = 0.5
 RUNNING = ("validating", "in_progress", "cancelling")
 
 
@@ -178,40 +175,15 @@ class Batches:
 
     async def _answer(self, batch: Batch, line: BatchLine, names: set[str]) -> Json:
         try:
-            custom_id, chat, body = claim(line, names)
-            if ROUTES[batch.request.endpoint] != chat:
+            custom_id, url, body = claim(line, names)
+            if url != batch.request.endpoint:
                 raise BadLine(
                     "mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.", custom_id
                 )
         except BadLine as e:
             return bad_row(line, e)
-        if body.get("stream"):
-            return result_row(line, custom_id, 400, bad("A batch can't stream; drop 'stream'.", "stream").body())
-        raw = json.dumps({"priority": LAST, **seeded(body, 0, custom_id)}).encode()
-        shape = ChatRequest if chat else CompletionRequest
-        while True:
-            response = await self._server.answer(self._as_request(batch, line, raw), OpenAIWire(shape))
-            if response.status_code not in (429, 503):
-                return result_row(line, custom_id, response.status_code, json.loads(bytes(response.body)))
-            await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
-
-    def _as_request(self, batch: Batch, line: BatchLine, raw: bytes) -> Request:
-        """What the server would have read, had the client sent the line itself."""
-        path, sent = batch.request.endpoint, False
-
-        async def receive() -> Message:
-            nonlocal sent
-            if sent:
-                await asyncio.get_running_loop().create_future()  # there is no client that could disconnect
-            sent = True
-            return {"type": "http.request", "body": raw, "more_body": False}
-
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-        state = {"client": batch.client, "path": path, "request_id": line.id}
-        return Request(
-            {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers, "state": state},
-            receive,
-        )
+        body = {"priority": LAST, **seeded(body, 0, custom_id)}
+        return await answered(self._server, batch.client, line, custom_id, url, body)
 
 
 def add_routes(app: FastAPI, server: Server) -> None:

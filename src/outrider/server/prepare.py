@@ -10,13 +10,11 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import cast
 
 from pydantic import JsonValue
 
 from ..engine.chat_template import reserved
-from ..engine.grammar import GrammarCompiler
 from ..engine.images import continued
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
@@ -25,7 +23,7 @@ from ..types import OutriderError, SamplingParams
 from .answer import Job
 from .dialect import Dialect, Infill, spell_out_tools
 from .errors import ContextOverflow, bad, check_size
-from .grammar_source import GrammarSource, build
+from .grammar_source import GrammarSource
 from .image_fetch import ImageFetcher
 from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
@@ -385,19 +383,6 @@ class Preparer:
             return GrammarSource("json_calls", _dumps(payload, "tools"), "tools")
         payload["ids"] = {tag: self._token_id(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
         return GrammarSource("gemma_calls", _dumps(payload, "tools"), "tools")
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer.json, self._backend.vocab_size, sorted(self.tokenizer.eos_ids))
-
-    def compiled(self, job: Job) -> Job:
-        """The job with its grammar compiled here and now, without bounds: for requests of our own side only."""
-        if job.grammar is None:
-            return job
-        try:
-            return job.under(self._compiler.compile(build(job.grammar)))
-        except OutriderError as e:
-            raise bad(_one_line(e), job.grammar.field) from e
 
     def _token_id(self, text: str) -> int:
         ids = self.tokenizer.encode(text, bos=False)
