@@ -46,45 +46,23 @@ def bars(
     return "\n".join([*out, "</svg>"])
 
 
-def lines(
-    title: str,
-    x_label: str,
-    y_label: str,
-    series: Sequence[Series],
-    log: bool = True,
-    marks: Sequence[tuple[str, float, float]] = (),
-    divide: tuple[str, float, str] | None = None,
-) -> str:
-    """Lines with their points; on logarithmic axes without points. `marks` are named points; `divide` draws a vertical
-    line at its x and names what lies left and right of it."""
-    points = [p for _, line in series for p in line] + [(a, b) for _, a, b in marks]
-    scale = math.log10 if log else float
+def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> str:
+    """Lines with their points; the axes begin at the least x, and at 0 or the least y."""
+    points = [p for _, line in series for p in line]
     lo_x, hi_x = min(p[0] for p in points), max(p[0] for p in points)
-    lo_y, hi_y = min(p[1] for p in points), max(p[1] for p in points)
-    if not log:
-        lo_y = min(0.0, lo_y)
-    else:
-        lo_y, hi_y = lo_y / 1.5, hi_y * 1.5
+    lo_y, hi_y = min(0.0, *(p[1] for p in points)), max(p[1] for p in points)
     width, height, left, bottom = 760, 400 + 20 * ((len(series) + 3) // 4), 70, 360
-    x = lambda v: left + (width - left - 30) * (scale(v) - scale(lo_x)) / ((scale(hi_x) - scale(lo_x)) or 1.0)  # noqa: E731
-    y = lambda v: bottom - (bottom - 40) * (scale(v) - scale(lo_y)) / ((scale(hi_y) - scale(lo_y)) or 1.0)  # noqa: E731
+    x = lambda v: left + (width - left - 30) * (v - lo_x) / ((hi_x - lo_x) or 1.0)  # noqa: E731
+    y = lambda v: bottom - (bottom - 40) * (v - lo_y) / ((hi_y - lo_y) or 1.0)  # noqa: E731
     out = [_open(width, height, title)]
-    for tick in _decades(lo_x, hi_x) if log else [t for t in _ticks(lo_x, hi_x) if t == int(t)]:
+    for tick in (t for t in _ticks(lo_x, hi_x) if t == int(t)):
         out += [_line(x(tick), 40, x(tick), bottom, "g"), _text(x(tick), bottom + 15, f"{tick:g}", "middle")]
-    for tick in _decades(lo_y, hi_y) if log else _ticks(lo_y, hi_y):
+    for tick in _ticks(lo_y, hi_y):
         out += [_line(left, y(tick), width - 30, y(tick), "g"), _text(left - 6, y(tick) + 4, f"{tick:g}", "end")]
     for i, (_, line) in enumerate(series):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
         out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % 6]}" stroke-width="2"/>')
-        if not log:
-            out += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.5" fill="{COLOURS[i % 6]}"/>' for a, b in line]
-    if divide is not None:
-        before, at, behind = divide
-        out.append(_line(x(at), 40, x(at), bottom, "one"))
-        out += [_text(x(at) - 8, bottom - 8, before, "end"), _text(x(at) + 8, bottom - 8, behind)]
-    for name, a, b in marks:
-        out.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="4" class="m"/>')
-        out.append(_text(x(a) + 7, y(b) + 4, name))
+        out += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.5" fill="{COLOURS[i % 6]}"/>' for a, b in line]
     out += [_text((left + width) / 2, bottom + 32, x_label, "middle"), _text(14, 30, y_label)]
     out += _legend([name for name, _ in series], left, bottom + 50)
     return "\n".join([*out, "</svg>"])
@@ -105,8 +83,8 @@ def _open(width: int, height: int, title: str) -> str:
     style = (
         "text{font:12px system-ui,sans-serif;fill:#555}.s{font-size:10px}.t{font-size:14px;font-weight:600;fill:#222}"
         ".g{stroke:#8884;stroke-width:1}"
-        ".i{stroke:#222;stroke-width:1.5}.one{stroke:#222;stroke-dasharray:4 3}.m{fill:#222}"
-        "@media(prefers-color-scheme:dark){text{fill:#aaa}.t{fill:#eee}.i,.one{stroke:#eee}.m{fill:#eee}}"
+        ".i{stroke:#222;stroke-width:1.5}.one{stroke:#222;stroke-dasharray:4 3}"
+        "@media(prefers-color-scheme:dark){text{fill:#aaa}.t{fill:#eee}.i,.one{stroke:#eee}}"
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -136,7 +114,3 @@ def _ticks(low: float, high: float) -> list[float]:
     step = 10 ** math.floor(math.log10(max(high - low, 1e-9)))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if (high - low) / s <= 8)
     return [round(step * i, 10) for i in range(math.ceil(low / step), int(high / step) + 1)]
-
-
-def _decades(low: float, high: float) -> list[float]:
-    return [10.0**e for e in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]

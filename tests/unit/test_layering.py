@@ -53,7 +53,7 @@ TORCH_FREE = [
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/timing", "spec/tuning", "spec/simulate", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget", "engine/step_timer",
-    "bench/predict", "bench/predict_images",
+    "bench/predict",
 ]  # fmt: skip
 
 

@@ -14,19 +14,18 @@ H200. Torch-free.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import TypedDict
 
-from ..models.config import DrafterConfig, Foreign, ModelConfig
+from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, model_size
+from ..models.vision_config import IMAGE_TOKENS, VisionConfig
 from ..types import MAX_DRAFT, OutriderError
-from .several import Link, Need, Several, SplitLayout, cheapest
+from .several import Link, Several, SplitLayout
 
 # launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and
 # write
@@ -36,7 +35,6 @@ MOE_KERNELS = 10  # more of them in a layer of experts, as time: fitted to one s
 HEAD_KERNELS = 21  # and whatever else is outside the layers, counted
 DRAFTER_KERNELS = 5  # as time: fitted, like the next
 DRAFTER_HEAD_KERNELS = 6
-JUDGED_CONTEXT = 4096  # longest context, of one sequence, that the constants hold for
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class Hardware:
     overlaps: bool = True  # a GPU moves bytes while it multiplies; a CPU core does one after the other, nearly
 
 
+CPU = partial(Hardware, kernel_us=2.0, reach=0.75, row_us=0.0, overlaps=False)
 # rate_reach 0.15: what the decode kernels reach with 40 to 80 rows on a Hopper; elsewhere not measured
 MACHINES: Mapping[str, Hardware] = {
     "b200": Hardware("NVIDIA B200", 8000, 2250, 180),
@@ -75,37 +74,9 @@ MACHINES: Mapping[str, Hardware] = {
     "m4-max": Hardware("Apple M4 Max (40-core GPU)", 546, 34, 128, kernel_us=6.0),
     "strix-halo": Hardware("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
     "mi300x": Hardware("AMD MI300X", 5300, 1307, 192, reach=0.75),
-    "desktop-ddr5": Hardware(
-        "Desktop CPU, 8 cores, dual-channel DDR5-5600",
-        90,
-        1.6,
-        64,
-        kernel_us=2.0,
-        reach=0.75,
-        row_us=0.0,
-        overlaps=False,
-    ),
-    "server-ddr5": Hardware(
-        "Server CPU, 32 cores, 8-channel DDR5-4800 with AMX",
-        307,
-        20,
-        512,
-        kernel_us=3.0,
-        reach=0.75,
-        row_us=0.0,
-        overlaps=False,
-    ),
-    "cpu-2-cores": Hardware(
-        "Two x86-64 cores with AVX2",
-        20.7,
-        0.28,
-        16,
-        kernel_us=2.0,
-        reach=0.95,
-        rate_reach=1.0,
-        row_us=0.0,
-        overlaps=False,
-    ),  # measured
+    "desktop-ddr5": CPU("Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64),
+    "server-ddr5": CPU("Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0),
+    "cpu-2-cores": CPU("Two x86-64 cores with AVX2", 20.7, 0.28, 16, reach=0.95, rate_reach=1.0),  # measured
 }
 
 
@@ -328,9 +299,36 @@ def predict(setup: Setup, accept: Acceptance) -> Prediction:
     }
 
 
+# ---- images
+TOWER_REACH, PROMPT_REACH = 0.35, 0.5  # of the matrix rate: towers reach 21 to 40 % on an H200 from 266 tokens on
+CPU_RATE = 0.25  # of a CPU's 8-bit rate: a tower multiplies floats
+
+
+@dataclass(frozen=True)
+class ImageCost:
+    """Of an image in a prompt: its soft tokens, the arithmetic of the vision model and of the tokens, their time."""
+
+    tokens: int
+    tower_tflop: float
+    tower_ms: float
+    prompt_tflop: float
+    prompt_ms: float
+
+
+def image_costs(vision: VisionConfig, setup: Setup) -> list[ImageCost]:
+    """For each budget of `--image-tokens`; Gemma 3 has one."""
+    rate = setup.on.rate * 1e9  # per millisecond
+    tower_rate = rate * (TOWER_REACH if setup.on.overlaps else CPU_RATE)
+    size, costs = model_size(setup.target), list[ImageCost]()
+    for tokens in (vision.tokens,) if vision.tokens else IMAGE_TOKENS:
+        tower, prompt = vision.flops(tokens), flops(size, tokens, setup.context, 0)
+        milliseconds = prompt / (rate * PROMPT_REACH) / setup.gpus
+        costs.append(ImageCost(tokens, tower / 1e12, tower / tower_rate, prompt / 1e12, milliseconds))
+    return costs
+
+
 # ---- several GPUs
 COUNTS = (1, 2, 4, 8)  # GPUs that may share a model
-BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def divided(setup: Setup, gpus: int, by: Link) -> Setup | None:
@@ -369,17 +367,6 @@ def replicas(setup: Setup, accept: Acceptance, gpus: int) -> SplitLayout | None:
     return layout(alone, accept, gpus, setup.batch) if fits(alone) else None
 
 
-def needed(setup: Setup, accept: Acceptance, by: Link, users: int) -> Need | None:
-    """GPUs for `users` concurrent users, at 20 tokens per second or more each. Prompts are not counted."""
-    found: dict[int, list[tuple[int, float]]] = {}
-    for gpus in COUNTS:
-        for batch in BATCHES:
-            made = divided(replace(setup, batch=batch), gpus, by)
-            if made is not None and fits(made):
-                found.setdefault(gpus, []).append((batch, min(p.ms_per_token for p in sweep(made, accept))))
-    return cheapest(users, found, limit_ms=50.0)
-
-
 def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     """Why speculation pays little or not at all here; empty where it does."""
     if best.speedup >= 1.3:
@@ -404,93 +391,3 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     if own > 0.5 * plain:
         out.append("kernel overhead is most of a step: a CUDA graph and fused kernels matter more than drafting")
     return out or [f"a K=4 cycle costs {ratio:.2f} plain steps and yields {accept.tokens(4):.2f} tokens"]
-
-
-def roofline(setup: Setup) -> tuple[list[tuple[float, float]], float, list[tuple[str, float, float]]]:
-    """The roof as (flops per byte, TFLOP/s); its knee, in flops per byte; points (name, flops per byte, TFLOP/s reached
-    at that K)."""
-    bandwidth, rate = setup.on.bandwidth * setup.on.reach / 1e3, setup.on.rate * setup.on.rate_reach
-    knee = rate / bandwidth
-    roof = [(0.25, 0.25 * bandwidth), (knee, rate), (max(4096.0, 2 * knee), rate)]
-    points, size = [], model_size(setup.target)
-    for k in (0, 4, 16):
-        rows = setup.batch * (k + 1)
-        moved = size.streamed(rows) * setup.weight_bytes + setup.batch * kv_bytes(
-            setup.target, setup.context, setup.kv_item, read=True
-        )
-        work = setup.batch * flops(size, k + 1, setup.context, k + 1)
-        points.append((f"K={k}" if k else "plain", work / moved, work / verify_seconds(setup, k) / 1e12))
-    return roof, knee, points
-
-
-# ---- against what was measured
-@dataclass(frozen=True)
-class Check:
-    what: str
-    predicted_ms: float
-    measured_ms: float
-    judged: bool  # within what the constants were fitted for: one sequence, contexts of up to JUDGED_CONTEXT
-
-    @property
-    def off(self) -> float:
-        return self.predicted_ms / self.measured_ms - 1.0
-
-
-class Measured(TypedDict):
-    model: str
-    k: int
-    cycle_ms: float
-    batch: int
-    context: int
-
-
-def read_measured(path: Path) -> list[Measured]:
-    """Lines with measured cycles: {"model", "k", "cycle_ms", "batch"?, "context"?}, {"model", "cycles_ms": {k: ms},
-    ...} (K = 0 is a plain step), or summary rows of `outrider bench`. Lines marked superseded are of kernels that
-    are no more."""
-    out = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise OutriderError(f"cannot read {path}: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if row.get("superseded"):
-                continue
-            if "cycles_ms" in row:
-                out += [_measured(row, k, ms) for k, ms in row["cycles_ms"].items()]
-            elif "cycle_ms" in row:
-                out.append(_measured(row, row["k"], row["cycle_ms"]))
-            elif row.get("category") == "all" and (row["contestant"] == "plain" or "/K=" in row["contestant"]):
-                k = 0 if row["contestant"] == "plain" else int(row["contestant"].rsplit("=", 1)[1])
-                cycle = row["ms_per_token"] * row["batch"] * ((row["tokens_per_cycle"] or 1.0) if k else 1.0)
-                out.append(_measured({**row, "context": 256}, k, cycle))
-        except (ValueError, KeyError, TypeError) as error:
-            raise OutriderError(f"{path}:{number}: not a measured run ({error!r})") from None
-    if not out:
-        raise OutriderError(
-            f"{path} has no measured cycles: lines of model, k, cycle_ms (or cycles_ms by k), or a history of "
-            f"outrider bench"
-        )
-    return out
-
-
-def _measured(row: Foreign, k: int | str, ms: float) -> Measured:
-    return {
-        "model": str(row["model"]),
-        "k": int(k),
-        "cycle_ms": float(ms),
-        "batch": int(row.get("batch", 1)),
-        "context": int(row.get("context", 1024)),
-    }
-
-
-def check(setup: Setup, row: Measured) -> Check:
-    k = row["k"]
-    at = Setup(setup.target, setup.drafter, setup.on, row["batch"], row["context"], setup.weight_bytes, setup.kv_item)
-    seconds = verify_seconds(at, k) + draft_seconds(at, k)
-    if not math.isfinite(row["cycle_ms"]) or row["cycle_ms"] <= 0:
-        raise OutriderError(f"measured cycle_ms must be positive, got {row['cycle_ms']!r}")
-    what = f"{row['model']} K={k} batch {at.batch} context {at.context}"
-    return Check(what, 1e3 * seconds, row["cycle_ms"], at.batch == 1 and at.context <= JUDGED_CONTEXT)

@@ -259,7 +259,7 @@ def html(
         ]
         if curves:
             title = "acceptance by position, of the tokens drafted there"
-            parts.append(f"<div>{svg.lines(title, 'position', '', curves, log=False)}</div>")
+            parts.append(f"<div>{svg.lines(title, 'position', '', curves)}</div>")
         parts.append(_html_table(("category", *HEADS), [(r.category, *_texts(r)) for r in here]))
     if found:
         top, *body = _score_rows(found)

@@ -1,4 +1,4 @@
-"""Predicts several GPUs: tensor parallelism, replicas, and the number of GPUs that many users need. Torch-free.
+"""Predicts several GPUs: tensor parallelism and replicas. Torch-free.
 
 N GPUs divide weights, arithmetic, and K/V as far as there are K/V heads. They do not divide the kernels' fixed time or
 the drafter. Communication is added: an all-reduce of [rows, hidden] after attention and after the MLP of every layer (a
@@ -14,7 +14,7 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -113,36 +113,3 @@ class SplitLayout(TypedDict):
     best_k: int
     ms: float  # per token and user
     tokens_per_second: float  # of all users
-
-
-class Need(TypedDict):
-    users: int
-    gpus: int
-    replicas: int
-    each: int  # GPUs of a replica
-    batch: int  # users of a replica
-    ms: float
-
-
-def cheapest(users: int, found: Mapping[int, Sequence[tuple[int, float]]], limit_ms: float) -> Need | None:
-    """The fewest GPUs for `users` concurrent users, each with at most `limit_ms` per token. found: by GPUs of a
-    replica, (users, ms per token) of the batches that fit."""
-    best: Need | None = None
-    for each, points in found.items():
-        good = [(batch, ms) for batch, ms in points if ms <= limit_ms]
-        if not good:
-            continue
-        batch, ms = max(good)
-        replicas = -(-users // batch)
-        spread = -(-users // replicas)
-        need: Need = {
-            "users": users,
-            "gpus": replicas * each,
-            "replicas": replicas,
-            "each": each,
-            "batch": spread,
-            "ms": ms,
-        }
-        if best is None or need["gpus"] < best["gpus"]:
-            best = need
-    return best

@@ -129,7 +129,7 @@ def draw(rows: list[Summary], file: Path) -> None:
             for part, label in (("p50", "median"), ("p95", "95th")):
                 series.append((f"{name}, {label}", [(r["concurrency"], 1e3 * r[key][part]) for r in mine]))  # type: ignore[literal-required]
     titles = ("Throughput, tokens/s", "First token, ms", "Per token, ms")
-    charts = [svg.lines(t, "streams at once", "", s, log=False) for t, s in zip(titles, (throughput, first, per_token))]
+    charts = [svg.lines(t, "streams at once", "", s) for t, s in zip(titles, (throughput, first, per_token))]
     try:
         file.write_text(svg.stacked(charts), encoding="utf-8")
     except OSError as e:

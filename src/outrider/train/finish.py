@@ -204,6 +204,6 @@ def draw_curve(log: Path, to: Path) -> None:
     right = [(f"position {j + 1}", [(r["step"], r["hit"][j]) for r in curve]) for j in range(len(curve[0]["hit"]))]
     if evals:
         right.append(("held out, position 1", [(r["step"], r["eval"]["acceptance_by_position"][0]) for r in evals]))
-    loss = svg.lines("training loss", "step", "", [("loss", [(r["step"], r["loss"]) for r in curve])], log=False)
-    hits = svg.lines("draft token right, given those before it", "step", "share of anchors", right, log=False)
+    loss = svg.lines("training loss", "step", "", [("loss", [(r["step"], r["loss"]) for r in curve])])
+    hits = svg.lines("draft token right, given those before it", "step", "share of anchors", right)
     to.write_text(svg.stacked([loss, hits]), encoding="utf-8")
