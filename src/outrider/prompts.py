@@ -1,9 +1,8 @@
 """Files of prompts: one reader for every command.
 
 A file holds JSON lines, gzipped if its name ends in .gz. A line has the question under `prompt`, `text` or `turns` (a
-list; commands that ask one question use its first entry), and may have `id` (Spec-Bench: `question_id`), `category`,
-`max_tokens` and `check` (how an answer is graded: bench.quality). Every error is one line that names the file and the
-line number. Torch-free.
+list; commands that ask one question use its first entry), and may have `id` (Spec-Bench: `question_id`), `category` and
+`max_tokens`. Every error is one line that names the file and the line number. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from pathlib import Path
 from .types import OutriderError
 
 UTF8 = "utf-8-sig"  # some editors write a byte order mark
-# what each kind needs
-CHECKS = {"gsm8k": ("answer",), "mmlu": ("answer",), "humaneval": ("prompt", "test", "entry_point")}
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,6 @@ class Prompt:
     category: str
     text: str
     max_tokens: int = 128
-    check: Mapping[str, str] | None = None
     row: Mapping[str, object] = field(default_factory=dict)  # the line as it was written
 
     @property
@@ -80,21 +76,4 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise OutriderError(f"{where}: max_tokens must be a whole number, 1 or more, got {json.dumps(most)}")
     name = row.get("id", f"spec_bench/{row['question_id']}" if "question_id" in row else number)
-    return Prompt(str(name), str(row.get("category", "all")), text, most, _check(row.get("check"), where), row)
-
-
-def _check(given: object, where: str) -> dict[str, str] | None:
-    """Refuses bad values before the run starts, which may take hours."""
-    if given is None:
-        return None
-    kind = given.get("kind") if isinstance(given, dict) else None
-    if not isinstance(given, dict) or not isinstance(kind, str) or kind not in CHECKS:
-        raise OutriderError(
-            f"{where}: check must be an object whose 'kind' is one of {', '.join(CHECKS)}, got {json.dumps(given)[:80]}"
-        )
-    for key in CHECKS[kind]:
-        if isinstance(given.get(key), bool) or not isinstance(given.get(key), str | int | float):
-            raise OutriderError(
-                f"{where}: a check of kind {kind} needs a text under '{key}', got {json.dumps(given.get(key))[:80]}"
-            )
-    return {key: str(given[key]) for key in ("kind", *CHECKS[kind])}
+    return Prompt(str(name), str(row.get("category", "all")), text, most, row)

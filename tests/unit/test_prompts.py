@@ -40,20 +40,6 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         (b'{"prompt": "\xff"}\n', "cannot read prompts"),
         (b'{"prompt": "a"}\n' + b"[" * 200_000, ":2: cannot be read"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", ":1: cannot be read"),
-        (
-            b'{"prompt": "a", "check": "gsm8k"}',
-            ":1: check must be an object whose 'kind' is one of gsm8k, mmlu, humaneval",
-        ),
-        (b'{"prompt": "a", "check": {"kind": "gsm9k", "answer": "1"}}', ":1: check must be an object"),
-        (b'{"prompt": "a", "check": {"kind": ["mmlu"]}}', ":1: check must be an object"),
-        (
-            b'{"prompt": "a", "check": {"kind": "mmlu"}}',
-            ":1: a check of kind mmlu needs a text under 'answer', got null",
-        ),
-        (
-            b'{"prompt": "a", "check": {"kind": "humaneval", "prompt": "", "test": ""}}',
-            "needs a text under 'entry_point'",
-        ),
     ],
 )
 def test_a_bad_prompt_file_names_the_line(content: bytes, message: str, tmp_path: Path) -> None:
@@ -79,17 +65,13 @@ def test_damaged_gzip_is_one_line(tmp_path: Path) -> None:
 
 
 def test_what_counts_as_absent_and_a_mark_of_the_encoding(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "ä", "max_tokens": None, "check": None},
-        {"prompt": "b", "check": {"kind": "gsm8k", "answer": 18, "note": []}},
-    ]
+    rows = [{"prompt": "ä", "max_tokens": None}, {"prompt": "b", "note": []}]
     text = "\n".join(json.dumps(row) for row in rows).encode("utf-8-sig")
     (tmp_path / "p.jsonl").write_bytes(text)
     (tmp_path / "p.gz").write_bytes(gzip.compress(text))
     for name in ("p.jsonl", "p.gz"):
         first, second = read_prompts(tmp_path / name)
-        assert (first.text, first.max_tokens, first.check) == ("ä", 128, None)
-        assert second.check == {"kind": "gsm8k", "answer": "18"}
+        assert (first.text, first.max_tokens, second.text) == ("ä", 128, "b")
 
 
 def test_turns_and_the_first_of_them(tmp_path: Path) -> None:

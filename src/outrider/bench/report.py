@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -20,7 +20,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .. import svg
-from ..prompts import Prompt
 from .harness import PLAIN, Cell
 
 ALL = "all"
@@ -124,25 +123,6 @@ def _interval(pairs: Sequence[tuple[_Median, _Median]]) -> tuple[float, float, f
     return ratio(pairs), draws[int(0.025 * (len(draws) - 1))], draws[int(0.975 * (len(draws) - 1) + 0.5)]
 
 
-def scores(
-    cells: Sequence[Cell], prompts: Sequence[Prompt], grade: Callable[[Mapping[str, str], str], bool]
-) -> dict[str, dict[str, tuple[int, int]]]:
-    """contestant -> category -> (right, asked), over graded prompts. Equal texts are graded once."""
-    checks = {p.id: p for p in prompts if p.check is not None}
-    known: dict[tuple[str, str], bool] = {}
-    out: dict[str, dict[str, tuple[int, int]]] = {}
-    for cell in cells:
-        for id, text in cell.texts.items():
-            prompt = checks.get(id)
-            if prompt is None or prompt.check is None or not text:
-                continue
-            if (id, text) not in known:
-                known[id, text] = grade(prompt.check, text)
-            right, asked = out.setdefault(cell.contestant, {}).get(prompt.category, (0, 0))
-            out[cell.contestant][prompt.category] = (right + known[id, text], asked + 1)
-    return out
-
-
 # ---- showing
 COLUMNS = {
     "contestant": "plain decoding, or drafter/K; auto: the controller chooses K",
@@ -194,24 +174,6 @@ def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:
     return out
 
 
-QUALITY = "quality (right / asked)"
-
-
-def _score_rows(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[tuple[str, ...]]:
-    """The first row is the header."""
-    names = list(dict.fromkeys(c for by in found.values() for c in by))
-    body = [(who, *(f"{by[n][0]} / {by[n][1]}" if n in by else "–" for n in names)) for who, by in found.items()]
-    return [("contestant", *names), *body]
-
-
-def score_table(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
-    head, *body = _score_rows(found)
-    out = Table(*head, title=QUALITY, title_justify="left")
-    for row in body:
-        out.add_row(*row)
-    return out
-
-
 def history(folder: Path, settings: Mapping[str, object], rows: Sequence[Row]) -> Path:
     """Append the summary to the model's file."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,12 +190,7 @@ def history(folder: Path, settings: Mapping[str, object], rows: Sequence[Row]) -
     return path
 
 
-def html(
-    settings: Mapping[str, object],
-    rows: Sequence[Row],
-    found: Mapping[str, Mapping[str, tuple[int, int]]],
-    command: str,
-) -> str:
+def html(settings: Mapping[str, object], rows: Sequence[Row], command: str) -> str:
     """One self-contained page. Charts and tables scroll by themselves on a narrow screen."""
     model, machine, version, suite = (escape(str(settings[k])) for k in ("model", "machine", "version", "suite"))
     about = (
@@ -261,9 +218,6 @@ def html(
             title = "acceptance by position, of the tokens drafted there"
             parts.append(f"<div>{svg.lines(title, 'position', '', curves)}</div>")
         parts.append(_html_table(("category", *HEADS), [(r.category, *_texts(r)) for r in here]))
-    if found:
-        top, *body = _score_rows(found)
-        parts.append(f"<h2>{QUALITY}</h2>" + _html_table(top, body))
     meanings = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in COLUMNS.items())
     parts.append(f"<h2>The columns</h2><dl>{meanings}</dl>")
     style = (

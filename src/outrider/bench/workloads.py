@@ -13,7 +13,6 @@ from ..prompts import Prompt, parse, read_prompts
 from ..types import OutriderError
 
 FULL = ("spec_bench_question.jsonl", "own.jsonl", "humaneval.jsonl", "gsm8k_200.jsonl")
-GRADED = ("gsm8k_200.jsonl", "humaneval.jsonl", "mmlu_228.jsonl")
 REPOSITORY = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
 
 
@@ -37,16 +36,6 @@ def load_suite(
         if name not in known:
             raise OutriderError(f"suite {suite!r} has no category {name!r}; it has {', '.join(known)}")
     return thin([p for p in prompts if not categories or p.category in categories], limit)
-
-
-def load_graded(count: int, data: Path | None = None) -> list[Prompt]:
-    """`count` questions each of GSM8K, HumanEval and MMLU, spread over the files."""
-    out = []
-    for name in GRADED:
-        prompts = read_prompts(_file(data, name))
-        step = max(1, len(prompts) // count)
-        out += prompts[::step][:count]
-    return out
 
 
 def thin(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:

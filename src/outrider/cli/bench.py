@@ -40,7 +40,6 @@ class BenchOptions:
     limit: Annotated[int | None, "At most N prompts per category."] = None
     categories: Annotated[str, "Only prompts of these categories, comma-separated."] = ""
     max_tokens: Annotated[int | None, "Most tokens of an answer. Default: as the suite says."] = None
-    quality: Annotated[int, "Also grade N each of GSM8K, HumanEval (runs its code) and MMLU."] = 0
     data: Annotated[Path | None, "Folder of the benchmark files. Default: benchmarks/data of the checkout."] = None
     output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path(
         "bench-out"
@@ -85,9 +84,6 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
         if least is not None and least < 1:
             raise OutriderError(f"{option} must be at least 1, got {least}")
     prompts = workloads.load_suite(asked.suite, asked.data, asked.limit, common.parts(asked.categories))
-    if asked.quality:
-        known = {p.id for p in prompts}
-        prompts += [p for p in workloads.load_graded(asked.quality, asked.data) if p.id not in known]
     if asked.max_tokens is not None:
         prompts = [replace(p, max_tokens=min(p.max_tokens, asked.max_tokens)) for p in prompts]
     from .. import __version__
@@ -113,33 +109,24 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     if len(store.done) < harness.total(settings, prompts):
         contestants = _contestants(asked.model, guessers, ks, trees, common.parts(asked.against), max(batches), load)
         _run(contestants, prompts, settings, store)
-    _report(asked.output, settings, prompts, asked.history, asked.as_json, load.verify)
+    _report(asked.output, settings, asked.history, asked.as_json, load.verify)
 
 
-def _report(
-    output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str
-) -> None:
+def _report(output: Path, settings: BenchSettings, history: Path | None, as_json: bool, verify: str) -> None:
     """Prints a run's results, and writes them as a page."""
     from ..bench import harness, report
-    from ..bench import quality as grading
 
-    cells = list(harness.read_cells(output))
-    rows = report.summarise(cells)
-    found = report.scores(cells, prompts, grading.grade)
-    (output / "report.html").write_text(
-        report.html(asdict(settings), rows, found, common.command_line()), encoding="utf-8"
-    )
+    rows = report.summarise(list(harness.read_cells(output)))
+    (output / "report.html").write_text(report.html(asdict(settings), rows, common.command_line()), encoding="utf-8")
     if history is not None:
         common.note(f"appended to {report.history(history, asdict(settings), rows)}")
     if as_json:
-        print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows], "quality": found}))
+        print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows]}))
         _verdict(rows, verify)
         return
     for at in sorted({(r.temperature, r.batch) for r in rows}):
         # a pipe's 80 columns are too few
         Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))
-    if found:
-        out.print(report.score_table(found))
     out.print(f"report: {output / 'report.html'}")
     _verdict(rows, verify)
 

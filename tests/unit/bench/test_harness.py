@@ -126,21 +126,12 @@ def test_report_history_and_table(tmp_path):
     cells, _ = figures(tmp_path / "run", FakeLLM(), batches=(1, 2))
     rows = report.summarise(cells)
     info = json.loads((tmp_path / "run" / "run.json").read_text())
-    page = report.html(info, rows, {"plain": {"gsm8k": (1, 2)}}, "outrider bench <x>")
+    page = report.html(info, rows, "outrider bench <x>")
     assert "outrider bench &lt;x&gt;" in page and all(f"<dt>{name}</dt>" in page for name in report.COLUMNS)
-    assert f"{info['prompts']} of {info['suite']}" in page and page.count("<div") == page.count("</div>") == 7
-    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "") and "1 / 2" in page
+    assert f"{info['prompts']} of {info['suite']}" in page and page.count("<div") == page.count("</div>") == 6
+    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     path = report.history(tmp_path / "h", info, rows)
     report.history(tmp_path / "h", info, rows)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 2 * len(rows) and lines[0]["machine"] == "test" and lines[0]["contestant"] == PLAIN
     assert report.table(rows, 0.0, 1).row_count == 9
-
-
-def test_scores_count_each_contestant(tmp_path):
-    prompts = [Prompt("qa/0", "gsm8k", "word " * 3, 12, {"kind": "gsm8k", "answer": "4"})]
-    chosen = settings(repeats=1)
-    run(contestants(FakeLLM()), prompts, chosen, Store(tmp_path, chosen, False), lambda _: None)
-    asked = []
-    found = report.scores(list(read_cells(tmp_path)), prompts, lambda check, text: asked.append(text) or True)
-    assert found == {name: {"gsm8k": (1, 1)} for name in (PLAIN, "x/K=4", "x/auto")} and len(asked) == 1

@@ -1,9 +1,8 @@
-"""What is asked, and whether an answer is right."""
+"""The prompts of `outrider bench`."""
 
 import pytest
 
-from outrider.bench.quality import function, grade, last_number, letter, passes
-from outrider.bench.workloads import load_graded, load_suite
+from outrider.bench.workloads import load_suite
 from outrider.types import OutriderError
 
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag", "writing", "roleplay", "reasoning", "math", "coding",
@@ -39,47 +38,6 @@ def test_bad_prompt_files_are_one_line(tmp_path):
         load_suite(str(tmp_path / "p.jsonl"))
     with pytest.raises(OutriderError, match="--data"):
         load_suite("full", tmp_path)
-
-
-def test_numbers_and_letters():
-    assert last_number("so 3 + 4 = 7\n#### 1,234.50 dollars") == "1234.50"
-    assert last_number("It is 12, then 18.") == "18" and last_number("none") is None
-    assert grade({"kind": "gsm8k", "answer": "18"}, "#### 18.0") and not grade({"kind": "gsm8k", "answer": "18"}, "180")
-    assert letter("The answer is B.") == "B" and letter("A") == "A" and letter("ABBA") is None
-    with pytest.raises(OutriderError, match="unknown check"):
-        grade({"kind": "essay"}, "")
-
-
-PROMPT = 'import math\n\ndef twice(x):\n    """Double x."""\n'
-TEST = "def check(candidate):\n    assert candidate(3) == 6\n"
-
-
-def test_code_is_run():
-    assert passes(
-        PROMPT,
-        "Here:\n```python\ndef twice(x):\n    return int(math.fsum([x, x]))\n```\nDone.",
-        TEST,
-        "twice",
-        seconds=60,
-    )
-    assert passes(PROMPT, "    return x + x\n", TEST, "twice", seconds=60)
-    assert not passes(PROMPT, "```python\ndef twice(x):\n    return x\n```", TEST, "twice")
-    assert not passes(PROMPT, "```python\ndef twice(x:\n```", TEST, "twice")
-    assert "import math" in function(PROMPT, "```python\ndef twice(x):\n    return 2\n```", "twice")
-
-
-def test_code_that_hangs_or_grabs_memory_is_stopped():
-    assert not passes(PROMPT, "    while True:\n        pass\n", TEST, "twice", seconds=1)
-    assert not passes(PROMPT, "    return len(bytearray(4 << 30)) and 6\n", TEST, "twice", seconds=5)
-
-
-def test_the_canonical_answers_are_right():
-    graded = load_graded(3)
-    assert sorted({p.category for p in graded}) == ["gsm8k", "humaneval", "mmlu"] and len(graded) == 9
-    for prompt in graded:
-        assert prompt.check is not None
-        if prompt.category != "humaneval":
-            assert grade(prompt.check, prompt.check["answer"])
 
 
 def test_a_record_with_a_prompt_and_turns_is_asked_its_prompt(tmp_path):
