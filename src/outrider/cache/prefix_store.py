@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +44,9 @@ HEADER = struct.Struct("<8s16s16sIIQ8x")
 MAGIC = b"outrkv1\n"
 QUEUED = 256 << 20  # bytes copied out and not yet written; more pages wait in the cache
 PER_STEP = 64 << 20  # bytes read back, or copied out, between two steps
+AT_ONCE = 8  # pages read, then copied together
 KEEP = 0.9  # of the size limit is left by an eviction, so that not every page evicts
+StoredPage = tuple[bytes, bytes, Mapping[GroupName, Tensor]]  # parent, key, bytes by group
 
 
 class PrefixStore:
@@ -203,7 +205,7 @@ class PrefixStore:
             if not count:
                 return
             kv.prefix.use(keys[:count])
-            bad, moved = 0, 0
+            bad, moved, at_once = 0, 0, list[StoredPage]()
             for number, key in enumerate(keys[:count]):
                 wanted = [
                     name
@@ -217,15 +219,26 @@ class PrefixStore:
                     bad = number
                     break
                 parent = keys[number - 1] if number else root
-                if number and parent not in kv.prefix.entries:
+                if number and not at_once and parent not in kv.prefix.entries:
                     return  # evicted between two steps
-                if not kv.adopt(key, parent, {name: data[name] for name in wanted}):
-                    return  # no pages left
-                self.pages_read += 1
-                moved += sum(len(part) for part in data.values())
+                at_once.append((parent, key, {name: data[name] for name in wanted}))
+                moved += sum(map(len, data.values()))
+                if len(at_once) < AT_ONCE and moved < PER_STEP:
+                    continue
+                if not self._adopt(at_once):
+                    return
                 if moved >= PER_STEP:
                     moved = 0
                     yield
+            if not self._adopt(at_once):
+                return
+
+    def _adopt(self, pages: list[StoredPage]) -> bool:
+        """Into the cache, and out of the list. False: it has no space."""
+        fits = self._kv.adopt(pages)
+        self.pages_read += fits * len(pages)
+        pages.clear()
+        return fits
 
     def _read(self, number: int, key: bytes) -> dict[GroupName, Tensor] | None:
         """The page's bytes by group, mapped from its file; None: it is not there or not as it was written."""

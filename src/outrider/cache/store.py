@@ -7,6 +7,7 @@ access.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..models.config import ModelConfig
-from ..ops.cpu.memory import Arena, HugePageWarmer
+from ..ops.cpu.memory import Arena, HugePageWarmer, runs
 from ..types import AttnSpec, GroupName, KVPages, KVView, OutputRows, OutriderError
 from .pages import PageGroup, SeqPages
 from .prefix import ROOT, PrefixCache
-from .prefix_store import PrefixStore
+from .prefix_store import PrefixStore, StoredPage
 from .swap import Swap, SwappedKV
 
 AT_ONCE = 32  # pages of shared prefixes that are evicted together: finding the oldest scans all
@@ -340,20 +341,27 @@ class KVStore:
         return sum(t[0].numel() for t in self.layers_of(name))
 
     @torch.inference_mode()
-    def adopt(self, key: bytes, parent: bytes, data: Mapping[GroupName, Tensor]) -> bool:
-        """Add a page with these bytes to the prefix cache. False: there is no free page."""
-        if not all(self._free(name, 1) for name in data):
+    def adopt(self, pages: Sequence[StoredPage]) -> bool:
+        """Add these pages to the prefix cache. False: there are not enough free ones."""
+        entries, wanted = self.prefix.entries, Counter(name for _, _, data in pages for name in data)
+        parents = {parent for parent, _, _ in pages} & entries.keys()
+        if not all(self._free(name, count) for name, count in wanted.items()) or not parents <= entries.keys():
             return False
-        pages: dict[GroupName, int] = {}
-        for name, stored in data.items():
-            page, at, here = self.groups[name].pool.alloc(), 0, stored.to(self.device)
-            for layer in self.layers_of(name):
-                layer[page].copy_(here[at : at + layer[page].numel()].view(layer[page].shape))
-                at += layer[page].numel()
+        held: dict[GroupName, Iterator[int]] = {}
+        for name, count in wanted.items():
+            rows = sorted(self.groups[name].pool.alloc() for _ in range(count))
+            # all at once: a copy for each layer and page would take longer than the bytes
+            stored = torch.stack([data[name] for _, _, data in pages if name in data]).to(self.device)  # [count, bytes]
+            for layer, part in zip(self.layers_of(name), stored.split([t[0].numel() for t in self.layers_of(name)], 1)):
+                done = 0
+                for first, end in runs(rows):
+                    to, done = layer[first:end], done + end - first
+                    to.copy_(part[done - len(to) : done].view(to.shape))
             if name in self._ahead:
-                self._ahead[name].need(page)
-            pages[name] = page
-        self.prefix.adopt(parent, key, pages)
+                self._ahead[name].need(rows[-1])
+            held[name] = iter(rows)
+        for parent, key, data in pages:
+            self.prefix.adopt(parent, key, {name: next(held[name]) for name in data})
         return True
 
     def close(self, seq: SeqCache) -> None:

@@ -101,9 +101,9 @@ def main() -> None:
     """The process itself. Ends with its stdin."""
     from tokenizers import Tokenizer
 
-    os.nice(NICE)
     size, _ = HEAD.unpack(_read(sys.stdin.buffer, HEAD.size))
     tokenizer = Tokenizer.from_str(_read(sys.stdin.buffer, size).decode())
+    os.nice(NICE)  # not before: the first text waits for this
     while True:
         size, special = HEAD.unpack(_read(sys.stdin.buffer, HEAD.size))
         text = _read(sys.stdin.buffer, size).decode()

@@ -74,6 +74,26 @@ def test_another_engine_reads_the_same_bits(tmp_path: Path, variant: str) -> Non
                 assert not mine or torch.equal(x[mine], y[theirs])
 
 
+def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
+    """Pages that are copied together need not be neighbours."""
+    first, again = engine(tmp_path), engine(tmp_path)
+    asked(first)
+    pool = again.store.groups["full"].pool
+    taken = [pool.alloc() for _ in range(60)]
+    for page in taken[::3] + taken[1::3]:
+        pool.release(page)
+    for _ in again.store.restoring(PROMPT, 16, b""):
+        pass
+    for page in taken[2::3]:
+        pool.release(page)
+    again.check()
+    count, wrote = first.store.prefix.match(PROMPT, 80, 16)
+    same, read = again.store.prefix.match(PROMPT, 80, 16)
+    assert count == same == 80 and read["full"] != list(range(read["full"][0], read["full"][0] + len(read["full"])))
+    for x, y in zip(first.store.layers_of("full"), again.store.layers_of("full")):
+        assert torch.equal(x[wrote["full"]], y[read["full"]])
+
+
 def test_a_new_process_reads_pages_from_disk(tmp_path: Path) -> None:
     model = tiny.write(tiny.target("llama"), tmp_path / "model")
     script = (
