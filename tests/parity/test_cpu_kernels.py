@@ -242,7 +242,7 @@ def attention_of(ops: ReferenceOps, spec: AttnSpec, view: KVView, qkv: Tensor) -
     inv = 10000.0 ** -(torch.arange(0, spec.head_dim, 2).float() / spec.head_dim)
     cos, sin = ops.rope_angles(view.positions, inv)
     norm = seeded(spec.head_dim, seed=9) if spec.norm_v else None
-    return ops.attend(ops.rope_write(qkv, cos, sin, norm, norm, spec, view), spec, view)
+    return ops.attend(ops.rope_write(qkv, (cos, sin), (norm, norm), spec, view), spec, view)
 
 
 @pytest.mark.parametrize("name", SPECS)

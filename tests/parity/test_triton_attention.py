@@ -68,8 +68,8 @@ def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) ->
     for got, want in zip((cos, sin), REF.rope_angles(mine.positions * 100, freq)):
         near(got, want)
     near(
-        ops.rope_write(qkv, cos, sin, q_norm, k_norm, spec, mine),
-        REF.rope_write(qkv, cos, sin, q_norm, k_norm, spec, theirs),
+        ops.rope_write(qkv, (cos, sin), (q_norm, k_norm), spec, mine),
+        REF.rope_write(qkv, (cos, sin), (q_norm, k_norm), spec, theirs),
     )
     for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
         assert got is not None and want is not None
@@ -134,8 +134,8 @@ def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> No
     qkv[:, -1] = 1e4
     freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
     cos, sin = REF.rope_angles(mine.positions, freq)
-    q = ops.rope_write(qkv, cos, sin, None, k_norm, spec, mine)
-    REF.rope_write(qkv, cos, sin, None, k_norm, spec, theirs)
+    q = ops.rope_write(qkv, (cos, sin), (None, k_norm), spec, mine)
+    REF.rope_write(qkv, (cos, sin), (None, k_norm), spec, theirs)
     for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
         assert got is not None and want is not None and torch.equal(got.float().isnan(), want.float().isnan())
         apart = (got.float() - want.float()).nan_to_num(0.0).abs()  # norms differ in the last bit, which may be a step

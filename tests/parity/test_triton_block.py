@@ -61,10 +61,10 @@ def test_attend_block(ops: TritonOps, case: tuple, dtype: torch.dtype, monkeypat
     mine, theirs = rows(), rows()
     clean = [t[0] if dtype in EIGHT else t[0].nan_to_num(0.0) for t in (kv.keys, kv.values)]
     plain = type(kv)(**{**vars(kv), "keys": [clean[0]], "values": [clean[1]]})  # torch multiplies masked keys by 0
-    want = REF.attend_block(q, made, cos, sin, attn, plain, theirs, 0)
+    want = REF.attend_block(q, made, (cos, sin), attn, plain, theirs, 0)
     for programs in (1, 264):
         monkeypatch.setattr(block_attention, "PROGRAMS", programs)
-        near(ops.attend_block(q, made, cos, sin, attn, kv, mine, 0), want)
+        near(ops.attend_block(q, made, (cos, sin), attn, kv, mine, 0), want)
         near(mine.keys[:, :, :slots], theirs.keys[:, :, :slots])
         near(mine.values[:, :, :slots], theirs.values[:, :, :slots])
     if causal:
@@ -72,7 +72,7 @@ def test_attend_block(ops: TritonOps, case: tuple, dtype: torch.dtype, monkeypat
         grid = lambda t: t.view(size, slots, -1)  # noqa: E731
         for j in range(slots):
             one = [grid(t)[:, j].contiguous() for t in (q, made, cos, sin)]
-            parts.append(ops.attend_block(*one, attn, kv, mine, j))
+            parts.append(ops.attend_block(one[0], one[1], (one[2], one[3]), attn, kv, mine, j))
         near(torch.stack(parts, 1).reshape(count, -1), want)
 
 
@@ -83,8 +83,8 @@ def test_write_context(ops: TritonOps, same: bool) -> None:
     attn = BlockAttn(spec, None, True, None, rand(24, seed=2))
     mine, theirs = (cache(spec, [(5, 3), (0, 4)], 4) for _ in range(2))
     made, (cos, sin) = rand(7, 24 * (2 if same else 4)), angles(7, 24)
-    ops.write_context(made, cos, sin, attn, mine)
-    REF.write_context(made, cos, sin, attn, theirs)
+    ops.write_context(made, (cos, sin), attn, mine)
+    REF.write_context(made, (cos, sin), attn, theirs)
     for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
         assert got is not None and want is not None and torch.equal(got.isnan(), want.isnan())
         near(got.nan_to_num(0.0), want.nan_to_num(0.0))
@@ -109,6 +109,6 @@ def test_real_sizes(ops: TritonOps, heads: int, kv_heads: int, dim: int, window:
         own = [torch.empty((size, kv_heads, 16, dim), device=DEVICE, dtype=torch.bfloat16) for _ in "kv"]
         rows = BlockRows(own[0], own[1], torch.tensor(lengths, device=DEVICE))
         near(
-            ops.attend_block(q, made, cos, sin, attn, kv, rows, 0),
-            REF.attend_block(q, made, cos, sin, attn, kv, rows, 0),
+            ops.attend_block(q, made, (cos, sin), attn, kv, rows, 0),
+            REF.attend_block(q, made, (cos, sin), attn, kv, rows, 0),
         )

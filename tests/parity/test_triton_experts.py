@@ -20,7 +20,7 @@ from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, ra
 
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.models.decoder import TextModel  # noqa: E402
-from outrider.ops.backend import ExpertWeights, MoeResidual  # noqa: E402
+from outrider.ops.backend import ExpertWeights, MoeLayer, MoeResidual  # noqa: E402
 from outrider.ops.formats import MODES, DeviceWeight, IntegerFormat, Weight, stack  # noqa: E402
 from outrider.ops.reference import ReferenceOps, as_tensor  # noqa: E402
 from outrider.ops.triton import TritonOps, moe  # noqa: E402
@@ -148,7 +148,7 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
 
     def run(lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = (t[lo:hi] for t in (z, x, h, stream))
-        return ops.moe_with_shared_mlp(*rows, held, (mlp[0], mlp[1]), end)
+        return ops.moe_with_shared_mlp(*rows, MoeLayer(held, (mlp[0], mlp[1]), end))
 
     whole = run(0, most)
     for lo, hi in ((0, 1), (1, 2), (most - 1, most), (0, 2)) + (((0, 5), (1, 9), (3, 43)) if CUDA else ()):

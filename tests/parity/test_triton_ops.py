@@ -19,7 +19,7 @@ if not CUDA:
 
 triton = pytest.importorskip("triton")
 
-from outrider.ops.backend import Epilogue, ExpertWeights, MoeResidual  # noqa: E402
+from outrider.ops.backend import Epilogue, ExpertWeights, MoeLayer, MoeResidual  # noqa: E402
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
@@ -288,7 +288,7 @@ def test_norms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_of_a_tower_are_rotated(ops: TritonOps, heads: tuple[int, int], dim: int) -> None:
     """q and k norms swapped, v rotated or scaled, pairs of neighbours rotated."""
     qkv, angle = rand(5, (heads[0] + 2 * heads[1]) * dim), rand(5, dim // 2, seed=3)
-    given = (angle.cos(), angle.sin(), rand(dim, seed=1), rand(dim, seed=2), heads, 1e-6)
+    given = ((angle.cos(), angle.sin()), (rand(dim, seed=1), rand(dim, seed=2)), heads, 1e-6)
     for got, want in zip(ops.rotate_heads(qkv, *given), REF.rotate_heads(qkv, *given)):
         near(got, want)
 
@@ -345,12 +345,12 @@ def test_moe(ops: TritonOps, rows: int) -> None:
         (rand(48, seed=15), None, None),
         (None, rand(1, seed=16), None),
     ):
-        end, rows_of = MoeResidual(*norms, *step, 1e-6), (z, x, h, stream)
-        both = ops.moe_with_shared_mlp(*rows_of, experts, mlp, end)
-        for got, want in zip(both, REF.moe_with_shared_mlp(*rows_of, experts, mlp, end), strict=True):
+        layer, rows_of = MoeLayer(experts, mlp, MoeResidual(*norms, *step, 1e-6)), (z, x, h, stream)
+        both = ops.moe_with_shared_mlp(*rows_of, layer)
+        for got, want in zip(both, REF.moe_with_shared_mlp(*rows_of, layer), strict=True):
             near(got, want)
-        one = ops.moe_with_shared_mlp(*(t[:1] for t in rows_of), experts, mlp, end)
-        many = ops.moe_with_shared_mlp(*(t.repeat(300, 1)[:300] for t in rows_of), experts, mlp, end)
+        one = ops.moe_with_shared_mlp(*(t[:1] for t in rows_of), layer)
+        many = ops.moe_with_shared_mlp(*(t.repeat(300, 1)[:300] for t in rows_of), layer)
         for got, among, apart in zip(one, both, many, strict=True):
             same(got, among[:1])
             same(got, apart[:1])  # many rows take two launches

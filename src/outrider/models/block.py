@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.backend import Angles
 from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
 from ..types import AttnSpec, BlockAttn, BlockRows, KVView
@@ -27,7 +28,7 @@ from .block_config import BlockConfig
 from .decoder import TextModel
 from .layers import rope_variants, vector
 
-Angles = list[tuple[Tensor, Tensor]]  # cos, sin [R, D/2] of every rope variant
+Rotations = list[Angles]  # of every rope variant
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class BlockNet:
         return joined, normed if self.config.norm_before_residual else feature
 
     # ---- context --------------------------------------------------------------------------------------------------
-    def angles(self, positions: Tensor) -> Angles:
+    def angles(self, positions: Tensor) -> Rotations:
         return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
 
     def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None:
@@ -136,7 +137,7 @@ class BlockNet:
             x, _ = self.feature_input(self.layers[0], following, x)
         for layer in self.layers:
             made = self.ops.linear(x, layer.kv, layer.kv_bias)
-            self.ops.write_context(made, *angles[layer.rope], layer.attn, kv)
+            self.ops.write_context(made, angles[layer.rope], layer.attn, kv)
 
     # ---- layers ---------------------------------------------------------------------------------------------------
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
@@ -145,11 +146,11 @@ class BlockNet:
         k, v = (like.new_empty((end.shape[0], spec.kv_heads, count, spec.head_dim)) for _ in range(2))
         return BlockRows(k, v, end)
 
-    def attend(self, layer: DraftLayer, x: Tensor, angles: Angles, kv: KVView, own: BlockRows, first: int) -> Tensor:
+    def attend(self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, own: BlockRows, first: int) -> Tensor:
         """x [B·S, H'], the rows from `first` on of B blocks -> [B·S, heads·D]."""
         q = self.ops.linear(x, layer.q, layer.q_bias)
         made = self.ops.linear(x, layer.kv, layer.kv_bias)
-        return self.ops.attend_block(q, made, *angles[layer.rope], layer.attn, kv, own, first)
+        return self.ops.attend_block(q, made, angles[layer.rope], layer.attn, kv, own, first)
 
     def prepare(self, conv: Conv | None, h: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
         """The sublayer's input, from h [B·S, H], and the convolution kernel for its output."""

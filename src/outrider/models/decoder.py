@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.backend import ExpertWeights, MoeResidual, Pass
+from ..ops.backend import ExpertWeights, MoeLayer, MoeResidual, Pass
 from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
 from ..types import KVView, OutputRows
@@ -48,13 +48,11 @@ class PerLayerInput:
 
 @dataclass(frozen=True)
 class Experts:
-    """One layer's routed experts, next to its dense MLP, and the norms around them."""
+    """One layer's routed experts, next to its dense MLP, and the norms before them."""
 
-    weights: ExpertWeights
+    layer: MoeLayer
     router_norm: Tensor  # [H] float32: the router's own scale times hidden^-0.5
     norm: Tensor  # before the experts
-    post_norm: Tensor  # after the experts
-    post_dense_norm: Tensor  # after the dense MLP
 
 
 class TextModel:
@@ -79,7 +77,7 @@ class TextModel:
         ).dtype
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
         self.blocks = gather_blocks(weights, config.layers, rope_of, first=tp.rank == 0)
-        self.experts = [self.routed(weights, f"layers.{i}.") for i in range(len(config.layers))] if config.moe else None
+        self.experts = [self.routed(weights, i) for i in range(len(config.layers))] if config.moe else None
         self.ple_input: PerLayerInput | None = None
         self.ple_blocks: list[PerLayerBlock] = []
         if config.ple_dim:
@@ -112,7 +110,7 @@ class TextModel:
         qkv = ops.linear(ops.rms_norm(x, first.attn_norm, self.config.norm_eps), first.qkv, first.qkv_bias)
         streams: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
-            q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            q = ops.rope_write(qkv, angles[block.rope], (block.q_norm, block.k_norm), block.spec, kv)  # [R, heads·D]
             if wanted is not None and i == self.last_write:  # the outputs of the other rows are not read
                 rows, kv = wanted.rows, wanted.kv
                 if not rows.shape[0]:
@@ -133,18 +131,14 @@ class TextModel:
         ple]."""
         ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
         y = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
-        end: End = (
-            (block.post_mlp_norm, block.scalar, block.next_norm) if ple is None else (block.post_mlp_norm, None, None)
-        )
         if self.experts is None:
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
-            x, h = ops.residual_norm(x, self.mlp(h, block), *end, eps)
+            x, h = ops.residual_norm(x, self.mlp(h, block), *self.mlp_end(block), eps)
         else:  # experts as well as the dense MLP; they and their router have their own norms
             routed = self.experts[i]
             norms = (block.mlp_norm, routed.router_norm, routed.norm)
             x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
-            x, h = self.mixed(routed, block, h, router_in, expert_in, x, end)
-
+            x, h = self.mixed(routed, block, h, router_in, expert_in, x)
         if ple is not None:
             side = self.ple_blocks[i]
             y = ops.linear(ops.linear_act_mul(x, side.gate, ple[i], act), side.out)
@@ -161,39 +155,36 @@ class TextModel:
         gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
         return self.all_reduce(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
 
+    def mlp_end(self, block: Block) -> End:
+        """With per-layer embeddings, the layer's scalar and the next norm come after them."""
+        return (block.post_mlp_norm, *((None, None) if self.config.ple_dim else (block.scalar, block.next_norm)))
+
     def mixed(
-        self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor, end: End
+        self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The dense MLP and the experts, and the residual step after them. h, router_in, expert_in [R, H]: norms of the
         residual stream x, the inputs of MLP, router and experts."""
-        ops, eps = self.ops, self.config.norm_eps
+        ops, layer = self.ops, experts.layer
         if self.together.tp.world == 1:
-            residual = MoeResidual(experts.post_dense_norm, experts.post_norm, *end, eps)
-            mlp = (block.gate_up, block.down)
-            return ops.moe_with_shared_mlp(router_in, expert_in, h, x, experts.weights, mlp, residual)
+            return ops.moe_with_shared_mlp(router_in, expert_in, h, x, layer)
         # Each process has a piece of every expert: the sum comes before the norm.
-        dense, routed = self.mlp(h, block), self.all_reduce(ops.moe(router_in, expert_in, experts.weights))
-        y = ops.residual_norm(
-            ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps
-        )[0]
-        return ops.residual_norm(x, y, *end, eps)
+        end, routed = layer.end, self.all_reduce(ops.moe(router_in, expert_in, layer.experts))
+        dense = ops.rms_norm(self.mlp(h, block), end.dense_norm, end.eps)
+        y = ops.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
+        return ops.residual_norm(x, y, end.post_norm, end.scale, end.next_norm, end.eps)
 
-    def routed(self, weights: Mapping[str, DeviceWeight], here: str) -> Experts:
-        assert self.config.moe is not None
-        return Experts(
-            ExpertWeights(
-                weights[here + "router"],
-                as_tensor(weights[here + "expert_scale"]),
-                weights[here + "experts_gate_up"],
-                weights[here + "experts_down"],
-                self.config.moe.top_k,
-                self.config.activation,
-            ),
-            router_norm=as_tensor(weights[here + "router_scale"]) * self.config.hidden**-0.5,
-            norm=as_tensor(weights[here + "mlp_norm_2"]),
-            post_norm=as_tensor(weights[here + "post_mlp_norm_2"]),
-            post_dense_norm=as_tensor(weights[here + "post_mlp_norm_1"]),
+    def routed(self, weights: Mapping[str, DeviceWeight], i: int) -> Experts:
+        config, block, here = self.config, self.blocks[i], f"layers.{i}."
+        assert config.moe is not None
+        router, gate_up, down = (weights[here + name] for name in ("router", "experts_gate_up", "experts_down"))
+        scale, router_scale, norm, post, post_dense = (
+            as_tensor(weights[here + name])
+            for name in ("expert_scale", "router_scale", "mlp_norm_2", "post_mlp_norm_2", "post_mlp_norm_1")
         )
+        experts = ExpertWeights(router, scale, gate_up, down, config.moe.top_k, config.activation)
+        end = MoeResidual(post_dense, post, *self.mlp_end(block), config.norm_eps)
+        layer = MoeLayer(experts, (block.gate_up, block.down), end)
+        return Experts(layer, router_scale * config.hidden**-0.5, norm)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[R] -> the scaled input embedding [R, H], which is also an MTP drafter's input."""

@@ -85,7 +85,8 @@ class MTPNet:
         x = ops.linear(self.inputs(token_embedding, hidden, state), self.pre)  # [B, h] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
         for block in self.blocks:
-            q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], block.q_norm, None, block.spec, kv)
+            norms, angles = (block.q_norm, None), state.angles[block.rope]
+            q = ops.rope_write(ops.linear(h, block.qkv), angles, norms, block.spec, kv)
             attended = ops.attend(q, block.spec, kv)
             y = self.target.all_reduce(ops.linear(attended, block.out))
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)

@@ -191,7 +191,7 @@ class VisionModel:
         """x [P, d]: the residual stream; h: its norm. Returns both after the layer, with the norm `following`."""
         config, ops, (_, post, before, after) = self.config, self.ops, layer.norms
         heads = (config.heads, config.kv_heads)
-        q, k, v = ops.rotate_heads(_all(layer.qkv, h, ops), *angles, layer.q_norm, layer.k_norm, heads, config.eps)
+        q, k, v = ops.rotate_heads(_all(layer.qkv, h, ops), angles, (layer.q_norm, layer.k_norm), heads, config.eps)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         if config.heads > config.kv_heads:
             k, v = (t.repeat_interleave(config.heads // config.kv_heads, 1) for t in (k, v))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..types import OutriderError
-from .backend import Epilogue, ExpertWeights, MlpWeights, MoeResidual
+from .backend import Epilogue, MoeLayer
 from .formats import DeviceWeight
 from .lowrank import Adapter, LowRank
 
@@ -176,16 +176,10 @@ class SlotOps:
         return self.base.adapted_linear(x, w, change, self.ranges, Epilogue(act=act, mul=y))
 
     def moe_with_shared_mlp(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        h: Tensor,
-        stream: Tensor,
-        experts: ExpertWeights,
-        mlp: MlpWeights,
-        end: MoeResidual,
+        self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        if self.changed(mlp[0]) is None and self.changed(mlp[1]) is None:
-            return self.base.moe_with_shared_mlp(router_in, x, h, stream, experts, mlp, end)
-        dense = self.linear(self.gated_linear(h, mlp[0], experts.act), mlp[1])
-        return self.base.moe_next_to(dense, router_in, x, stream, experts, end)
+        gate_up, down = layer.mlp
+        if self.changed(gate_up) is None and self.changed(down) is None:
+            return self.base.moe_with_shared_mlp(router_in, x, h, stream, layer)
+        dense = self.linear(self.gated_linear(h, gate_up, layer.experts.act), down)
+        return self.base.moe_next_to(dense, router_in, x, stream, layer)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 MlpWeights = tuple[DeviceWeight, DeviceWeight]  # gate_up [2·I, H], down [H, I]
 Norms = tuple[Tensor, Tensor, Tensor]  # weights of three norms of the same rows
+Angles = tuple[Tensor, Tensor]  # cos, sin [R, D/2] float32
+HeadNorms = tuple[Tensor | None, Tensor | None]  # weights of the norms of q and k
 EVERY_ROW = 1 << 30  # "unlimited" as a number of rows
 
 
@@ -80,6 +82,15 @@ class MoeResidual:
     scale: Tensor | None
     next_norm: Tensor | None
     eps: float
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A layer's routed experts, the dense MLP next to them, and what follows both."""
+
+    experts: ExpertWeights
+    mlp: MlpWeights
+    end: MoeResidual
 
 
 @dataclass(frozen=True)

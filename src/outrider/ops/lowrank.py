@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .backend import ExpertWeights, MlpWeights, MoeResidual
+from .backend import MoeLayer
 from .formats import DeviceWeight
 
 if TYPE_CHECKING:
@@ -115,25 +115,18 @@ class AdaptedOps:
         return out
 
     def moe_with_shared_mlp(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        h: Tensor,
-        stream: Tensor,
-        experts: ExpertWeights,
-        mlp: MlpWeights,
-        end: MoeResidual,
+        self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
         """The backend's operation for rows whose dense MLP is not changed, and its parts one by one for the others."""
-        base, rows = self.base, self.touched(h, *mlp)
+        base, (gate_up, down), rows = self.base, layer.mlp, self.touched(h, *layer.mlp)
         if rows is None:
-            return base.moe_with_shared_mlp(router_in, x, h, stream, experts, mlp, end)
-        dense = self.linear(self.gated_linear(h, mlp[0], experts.act), mlp[1])
-        out = base.moe_next_to(dense, router_in, x, stream, experts, end)
+            return base.moe_with_shared_mlp(router_in, x, h, stream, layer)
+        dense = self.linear(self.gated_linear(h, gate_up, layer.experts.act), down)
+        out = base.moe_next_to(dense, router_in, x, stream, layer)
         if rows.shape[0] < x.shape[0]:
             kept = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
             kept[rows] = False
-            few = base.moe_with_shared_mlp(router_in[kept], x[kept], h[kept], stream[kept], experts, mlp, end)
+            few = base.moe_with_shared_mlp(router_in[kept], x[kept], h[kept], stream[kept], layer)
             for whole, part in zip(out, few):
                 whole[kept] = part
         return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
 from .adapter_slots import SlotWeight
-from .backend import NO_EPILOGUE, Capabilities, Epilogue, ExpertWeights, M, MlpWeights, MoeResidual, Norms
+from .backend import NO_EPILOGUE, Angles, Capabilities, Epilogue, ExpertWeights, HeadNorms, M, MoeLayer, Norms
 from .formats import DeviceWeight, Weight
 from .lowrank import Adapter, LowRank
 from .noise import gumbel
@@ -263,26 +263,18 @@ class ReferenceOps(TreeOps):
         angles = positions.float()[:, None] * inv_freq[None, :]
         return angles.cos(), angles.sin()
 
-    def rope_write(
-        self,
-        qkv: Tensor,  # [R, spec.qkv_rows]
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: AttnSpec,
-        kv: KVView,
-    ) -> Tensor:
-        """Norm and rotate q and k, norm v, write k and v at the rows' positions; returns q [R, heads·D]."""
-        rows, dim = qkv.shape[0], spec.head_dim
+    def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
+        """qkv [R, spec.qkv_rows]: norm and rotate q and k, norm v, write k and v at the rows' positions; returns q
+        [R, heads·D]."""
+        rows, dim, (q_norm, k_norm) = qkv.shape[0], spec.head_dim, norms
         q = qkv[:, : spec.heads * dim].view(rows, spec.heads, dim)
-        q = rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), cos, sin)
+        q = rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), *angles)
         if spec.writes:
             raw_k = qkv[:, spec.heads * dim : (spec.heads + spec.kv_heads) * dim].view(rows, spec.kv_heads, dim)
             raw_v = (
                 raw_k if spec.k_eq_v else qkv[:, (spec.heads + spec.kv_heads) * dim :].view(rows, spec.kv_heads, dim)
             )
-            k = rotate(raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps), cos, sin)
+            k = rotate(raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps), *angles)
             v = self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
             self.write_kv(k, v, spec, kv)
         return q.reshape(rows, spec.heads * dim)
@@ -307,12 +299,12 @@ class ReferenceOps(TreeOps):
         return k, v
 
     def rotate_heads(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float
+        self, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For a vision tower, qkv [P, (heads + 2 kv heads)·D]: norm and rotate q and k, norm v -> [P, heads, D]
         each."""
-        q, k, v = qkv.unflatten(-1, (-1, q_norm.shape[0])).split((heads[0], heads[1], heads[1]), 1)
-        q, k = (rotate(self.rms_norm(t, w, eps), cos, sin) for t, w in ((q, q_norm), (k, k_norm)))
+        q, k, v = qkv.unflatten(-1, (-1, norms[0].shape[0])).split((heads[0], heads[1], heads[1]), 1)
+        q, k = (rotate(self.rms_norm(t, w, eps), *angles) for t, w in zip((q, k), norms))
         return q, k, self.rms_norm(v, None, eps)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
@@ -349,25 +341,25 @@ class ReferenceOps(TreeOps):
         the window bounds only those before it."""
         return self._attend_rows(q, spec, kv, 0, kv.positions, torch.full_like(kv.positions, end - 1))
 
-    def block_kv(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn) -> tuple[Tensor, Tensor]:
+    def block_kv(self, made: Tensor, angles: Angles, attn: BlockAttn) -> tuple[Tensor, Tensor]:
         """K and V [R, kv_heads, D] of their product made [R, ·]: k and then v, unless v is the raw k."""
         spec = attn.spec
         parts = made.view(made.shape[0], -1, spec.head_dim)
         raw_k, raw_v = parts[:, : spec.kv_heads], parts[:, 0 if spec.k_eq_v else spec.kv_heads :]
         k = raw_k if attn.k_norm is None else self.rms_norm(raw_k, attn.k_norm, spec.eps)
-        return rotate(k, cos, sin), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
+        return rotate(k, *angles), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
 
-    def write_context(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView) -> None:
+    def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
         """A block drafter's K/V of committed positions, from their product (see `block_kv`), at the rows' positions."""
         keys, values = kv.keys[attn.spec.kv_layer], kv.values[attn.spec.kv_layer]
         assert keys is not None and values is not None
-        k, v = self.block_kv(made, cos, sin, attn)
+        k, v = self.block_kv(made, angles, attn)
         page = kv.tables[attn.spec.group][kv.row_seq, kv.positions // kv.page_size].long()
         slot = kv.positions % kv.page_size
         keys[page, :, slot], values[page, :, slot] = encoded(k, keys), encoded(v, values)
 
     def attend_block(
-        self, q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+        self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
     ) -> Tensor:
         """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (see `block_kv`),
         before norms and rotation: the rows `first`, `first` + 1, … of B blocks. Their K/V goes into `own`; each row
@@ -375,8 +367,8 @@ class ReferenceOps(TreeOps):
         spec, (size, kv_heads, _, dim) = attn.spec, own.keys.shape
         slots = q.shape[0] // size
         end, q = first + slots, q.view(-1, spec.heads, dim)
-        q = rotate(q if attn.q_norm is None else self.rms_norm(q, attn.q_norm, spec.eps), cos, sin)
-        for to, rows in zip((own.keys, own.values), self.block_kv(made, cos, sin, attn), strict=True):
+        q = rotate(q if attn.q_norm is None else self.rms_norm(q, attn.q_norm, spec.eps), *angles)
+        for to, rows in zip((own.keys, own.values), self.block_kv(made, angles, attn), strict=True):
             to[:, :, first:end] = rows.view(size, slots, kv_heads, dim).transpose(1, 2)
         keys, values, places = block_context(attn, kv, own.end)
         keys = torch.cat((keys.to(q.dtype), own.keys[:, :, :end]), 2)
@@ -423,25 +415,18 @@ class ReferenceOps(TreeOps):
         return out
 
     def moe_with_shared_mlp(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        h: Tensor,
-        stream: Tensor,
-        experts: ExpertWeights,
-        mlp: MlpWeights,
-        end: MoeResidual,
+        self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
         """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts next to
         the dense MLP of the same layer."""
-        dense = self.linear(self.gated_linear(h, mlp[0], experts.act), mlp[1])
-        return self.moe_next_to(dense, router_in, x, stream, experts, end)
+        dense = self.linear(self.gated_linear(h, layer.mlp[0], layer.experts.act), layer.mlp[1])
+        return self.moe_next_to(dense, router_in, x, stream, layer)
 
     def moe_next_to(
-        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, experts: ExpertWeights, end: MoeResidual
+        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
         """The same, where the dense MLP's output is known."""
-        routed = self.moe(router_in, x, experts)
+        routed, end = self.moe(router_in, x, layer.experts), layer.end
         dense = self.rms_norm(dense, end.dense_norm, end.eps)
         y = self.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
         return self.residual_norm(stream, y, end.post_norm, end.scale, end.next_norm, end.eps)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.block import Angles, BlockNet, DraftLayer
+from ..models.block import BlockNet, DraftLayer, Rotations
 from ..models.block_config import BlockConfig, Kind, is_block
 from ..models.config import LayerSpec, ModelConfig
 from ..models.decoder import TextModel
@@ -122,7 +122,7 @@ class GroupedBlock(BlockNet):
             grouped = (t.expand(-1, copies, -1, -1, -1).transpose(2, 3) for t in (k, v))
             self.shared[layer.attn.spec.kv_layer] = tuple(grouped)  # type: ignore[assignment]  # [B, M/group, heads, T, D]
 
-    def project(self, layer: DraftLayer, x: Tensor, angles: Angles) -> Keys:
+    def project(self, layer: DraftLayer, x: Tensor, angles: Rotations) -> Keys:
         """K and V [R, kv_heads, D] of rows x."""
         spec, ops = layer.attn.spec, self.ops
         made = ops.linear(x, layer.kv, layer.kv_bias).view(len(x), -1, spec.head_dim)
@@ -151,7 +151,7 @@ class GroupedBlock(BlockNet):
             self.masks[key] = bias.flatten(1, 2).repeat(1, spec.heads // spec.kv_heads, 1)[:, None]
         return self.masks[key]
 
-    def attend(self, layer: DraftLayer, x: Tensor, angles: Angles, kv: KVView, own: BlockRows, first: int) -> Tensor:
+    def attend(self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, own: BlockRows, first: int) -> Tensor:
         spec, (groups, most), here = layer.attn.spec, self.start.shape, layer.attn.spec.kv_layer
         slots, dim = len(x) // self.start.numel(), spec.head_dim
         q = self.ops.linear(x, layer.q, layer.q_bias).view(len(x), spec.heads, dim)

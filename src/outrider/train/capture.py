@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.backend import ExpertWeights
+from ..ops.backend import Angles, ExpertWeights, HeadNorms
 from ..ops.formats import DeviceWeight
 from ..ops.reference import ReferenceOps, activation, as_tensor
 from ..types import AttnSpec
@@ -72,23 +72,17 @@ class DenseOps(ReferenceOps):
         return super().moe(router_in, x, held)
 
     def rope_write(  # type: ignore[override]
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: AttnSpec,
-        kv: DenseKV,
+        self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: DenseKV
     ) -> Tensor:
         """As the reference's; where q and k have no norms of their own, each turns in one kernel."""
-        if not qkv.is_cuda or q_norm is not None or k_norm is not None or not spec.writes or spec.k_eq_v or spec.norm_v:
-            return super().rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv)  # type: ignore[arg-type]
+        normed = any(norm is not None for norm in norms)
+        if not qkv.is_cuda or normed or not spec.writes or spec.k_eq_v or spec.norm_v:
+            return super().rope_write(qkv, angles, norms, spec, kv)  # type: ignore[arg-type]
         from .rotary import turn
 
         q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
-        self.write_kv(turn(k, cos, sin, 1.0), v, spec, kv)
-        return turn(q, cos, sin, 1.0).flatten(1)
+        self.write_kv(turn(k, *angles, 1.0), v, spec, kv)
+        return turn(q, *angles, 1.0).flatten(1)
 
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: DenseKV) -> None:  # type: ignore[override]
         shape = (kv.batch, kv.length, spec.kv_heads, spec.head_dim)

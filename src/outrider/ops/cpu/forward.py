@@ -164,15 +164,14 @@ def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
     config = model.config
     if unsupported(ops, model.blocks, config.hidden) or (config.ple_dim and config.ple_dim % 32):
         return None
-    if config.moe is not None and any(not routable(e.weights) for e in model.experts):
+    if config.moe is not None and any(not routable(e.layer.experts) for e in model.experts):
         return None
     stack = Stack(ops, model.blocks, model.inv_freqs, config.hidden, config.norm_eps, config.activation)
     if config.moe is not None:
         for c, e in zip(stack.layers, model.experts, strict=True):
-            c.moe = c_moe(ops, e.weights)
-            c.moe.router_norm, c.moe.norm, c.moe.post_norm, c.moe.post_dense_norm = map(
-                at, (e.router_norm, e.norm, e.post_norm, e.post_dense_norm)
-            )
+            c.moe, end = c_moe(ops, e.layer.experts), e.layer.end
+            c.moe.router_norm, c.moe.norm = at(e.router_norm), at(e.norm)
+            c.moe.post_norm, c.moe.post_dense_norm = at(end.routed_norm), at(end.dense_norm)
         stack.keep.append(model.experts)
     stack.c.embed = ops.c_weight(model.table)
     stack.c.embed_scale = table_scale(model.table, config.embed_scale)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
-from ..backend import EVERY_ROW, Capabilities, ExpertWeights, M
+from ..backend import EVERY_ROW, Angles, Capabilities, ExpertWeights, HeadNorms, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, QuantPart, Weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
@@ -306,20 +306,11 @@ class CpuOps(ReferenceOps):
         self.lib.or_angles(positions.data_ptr(), rows, inv_freq.data_ptr(), half, cos.data_ptr(), sin.data_ptr())
         return cos, sin
 
-    def rope_write(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: AttnSpec,
-        kv: KVView,
-    ) -> Tensor:
+    def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
         """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
         qkv = floats(qkv).clone()
         batch, c = self.batch(kv), self.c_spec(spec)
-        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(qkv, cos, sin, q_norm, k_norm))
+        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(qkv, *angles, *norms))
         return qkv[:, : spec.heads * spec.head_dim]
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:

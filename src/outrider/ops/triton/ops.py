@@ -12,7 +12,18 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, KVView, OutriderError
 from ..adapter_slots import SlotWeight
-from ..backend import NO_EPILOGUE, Capabilities, Epilogue, ExpertWeights, M, MlpWeights, MoeResidual, Norms
+from ..backend import (
+    NO_EPILOGUE,
+    Angles,
+    Capabilities,
+    Epilogue,
+    ExpertWeights,
+    HeadNorms,
+    M,
+    MlpWeights,
+    MoeLayer,
+    Norms,
+)
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
 from ..trees import Frontier, Nodes, Noise, TreeRows
@@ -123,22 +134,13 @@ class TritonOps(ReferenceOps):
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         return rope.rope_angles(positions, inv_freq, self.pdl)
 
-    def rope_write(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: AttnSpec,
-        kv: KVView,
-    ) -> Tensor:
-        return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
+    def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
+        return rope.rope_write(qkv, *angles, *norms, spec, kv, self.pdl)
 
     def rotate_heads(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float
+        self, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return rope.rotate_heads(qkv, cos, sin, q_norm, k_norm, heads, eps, self.pdl)
+        return rope.rotate_heads(qkv, *angles, *norms, heads, eps, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
@@ -150,13 +152,13 @@ class TritonOps(ReferenceOps):
             return prefill_attention.attend(q, spec, kv, self.pdl, span_end=end)
         return attention.attend(q, spec, kv, self.pdl, span_end=end)
 
-    def write_context(self, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView) -> None:
-        rope.rope_write(made, cos, sin, None, attn.k_norm, replace(attn.spec, heads=0), kv, self.pdl)
+    def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
+        rope.rope_write(made, *angles, None, attn.k_norm, replace(attn.spec, heads=0), kv, self.pdl)
 
     def attend_block(
-        self, q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+        self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
     ) -> Tensor:
-        return block_attention.attend(q, made, cos, sin, attn, kv, own, first, self.pdl)
+        return block_attention.attend(q, made, *angles, attn, kv, own, first, self.pdl)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     def branch(
@@ -190,26 +192,21 @@ class TritonOps(ReferenceOps):
         return list_pairs(z, experts.expert_scale, experts.top_k, self.pdl)
 
     def moe_with_shared_mlp(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        h: Tensor,
-        stream: Tensor,
-        experts: ExpertWeights,
-        mlp: MlpWeights,
-        end: MoeResidual,
+        self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        dense, join = self.dense_mlp(h, mlp, experts.act)
+        experts = layer.experts
+        dense, join = self.dense_mlp(h, layer.mlp, experts.act)
         pairs = self.route(router_in, experts)
         pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, dense, stream, end, join())
+        return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, join())
 
     def moe_next_to(
-        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, experts: ExpertWeights, end: MoeResidual
+        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
+        experts = layer.experts
         pairs = self.route(router_in, experts)
         pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, dense, stream, end, self.pdl)
+        return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, self.pdl)
 
     def dense_mlp(self, h: Tensor, mlp: MlpWeights, act: str) -> tuple[Tensor, Callable[[], bool]]:
         """The MLP next to experts. With few rows it runs concurrently, on a side stream: the first reader calls the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...types import OutriderError
-from ..backend import Epilogue, ExpertWeights, MlpWeights, MoeResidual
+from ..backend import Epilogue, MoeLayer
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from . import moe
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
@@ -115,23 +115,17 @@ class QuantTritonOps(TritonOps):
         return MoeGemvInt8.of(self.semaphores.device)
 
     def moe_with_shared_mlp(
-        self,
-        router_in: Tensor,
-        x: Tensor,
-        h: Tensor,
-        stream: Tensor,
-        experts: ExpertWeights,
-        mlp: MlpWeights,
-        end: MoeResidual,
+        self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
+        experts = layer.experts
         few = self.moe_gemv_int8 if len(x) <= MAX_MOE_GEMV_ROWS and isinstance(experts.down, QuantExperts) else None
-        layer = None if few is None else few.layer(x, experts, mlp)
-        if few is None or layer is None:
-            return super().moe_with_shared_mlp(router_in, x, h, stream, experts, mlp, end)
-        dense, join = self.dense_mlp(h, mlp, experts.act) if layer.mlp is None else (None, lambda: self.pdl)
-        z = few.logits(layer, router_in, self.pdl)
-        made = few.answers(layer, z, x, h, self.pdl)
-        return moe.mix(made.pairs, made.weight, made.dense if dense is None else dense, stream, end, join())
+        held = None if few is None else few.layer(x, experts, layer.mlp)
+        if few is None or held is None:
+            return super().moe_with_shared_mlp(router_in, x, h, stream, layer)
+        dense, join = self.dense_mlp(h, layer.mlp, experts.act) if held.mlp is None else (None, lambda: self.pdl)
+        z = few.logits(held, router_in, self.pdl)
+        made = few.answers(held, z, x, h, self.pdl)
+        return moe.mix(made.pairs, made.weight, made.dense if dense is None else dense, stream, layer.end, join())
 
     def multiply(self, x: Tensor, w: QuantWeight, extras: Epilogue) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""
