@@ -26,6 +26,7 @@ import torch
 
 from outrider.cache.store import CacheSpec, KVStore, last_rows
 from outrider.models.decoder import TextModel
+from outrider.models.names import tensor_plan
 from outrider.ops.backend import CycleRequest
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
@@ -34,7 +35,6 @@ from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import DraftPlan, KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_target
-from outrider.weights.names import tensor_plan
 
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
 

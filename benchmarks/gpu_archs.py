@@ -33,6 +33,7 @@ from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
+from outrider.models.names import tensor_plan
 from outrider.ops.adapter_slots import SlotWeight
 from outrider.ops.backend import Epilogue
 from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise
@@ -44,7 +45,6 @@ from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
 from outrider.ops.triton.routing import list_pairs
 from outrider.types import KVView
-from outrider.weights.names import tensor_plan
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take
 SPILLS, ATTENTION_SPILLS = (

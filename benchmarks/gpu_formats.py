@@ -43,6 +43,7 @@ from torch import Tensor
 from gpu_rig import Rig, collect, plain_run, speculative_run
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import Foreign, ForeignDict, ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.ops.formats import DeviceWeight, Packed, base
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps
@@ -50,7 +51,6 @@ from outrider.ops.triton.quant_ops import MODES
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.files import from_folder, from_gguf
 from outrider.weights.load import load
-from outrider.weights.names import tensor_plan
 
 ROWS, KS, BATCHES = (1, 2, 5, 9, 17, 40, 64, 200, 2048), (1, 4, 8, 16), (1, 8)
 CONTEXT, STEPS, PROMPT, WRONG = 48, 20, 200, 3

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from outrider import LLM, SamplingParams
+from outrider.models.names import tensor_plan
 from outrider.ops.reference import ReferenceOps, as_tensor
 from outrider.weights import hub
 from outrider.weights.load import load_target
-from outrider.weights.names import tensor_plan
 
 DATA = Path(__file__).parent / "data"
 

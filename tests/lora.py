@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.models.config import ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.weights.adapter import ADAPTABLE
-from outrider.weights.names import tensor_plan
 
 TEXT = r"(.*language_model\.|(?!.*(vision|audio)).*)"  # of a multimodal model the text tower only
 LINEAR = (

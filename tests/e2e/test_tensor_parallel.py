@@ -25,11 +25,11 @@ from tests.waiting import PATIENCE
 
 from outrider import LLM
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.parallel import process_group
 from outrider.types import OutriderError
 from outrider.weights import hub
 from outrider.weights.dummy_file import write_folder, write_gguf
-from outrider.weights.names import tensor_plan
 
 ROOT = Path(__file__).parents[2]
 UNEVEN = {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}

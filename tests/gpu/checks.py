@@ -25,10 +25,10 @@ from tests.gpu.place import GIB, HERE, KS, LAYERS
 import gpu_peer
 from gpu_rig import SIZES, Rig, collect, plain_run, speculative_run
 from outrider.models.config import ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import SamplingParams
 from outrider.weights.load import kept_dtype
-from outrider.weights.names import tensor_plan
 
 
 # ---- bitwise equality

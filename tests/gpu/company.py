@@ -12,9 +12,9 @@ from tests.gpu.place import HERE, Place
 
 from gpu_rig import Rig, plain_run, speculative_run
 from outrider.models.config import ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.ops.backend import ExpertWeights
 from outrider.types import KVView
-from outrider.weights.names import tensor_plan
 
 BORDERS = (
     1015,

@@ -28,13 +28,13 @@ from outrider.engine.graphs import GraphExecutor
 from outrider.engine.step import Request
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.ops.adapter_slots import row_ranges
 from outrider.ops.lowrank import Adapter, LowRank
 from outrider.ops.triton import TritonOps
 from outrider.types import SamplingParams
 from outrider.weights.adapter import ADAPTABLE, load_adapter
 from outrider.weights.load import dummy_weights
-from outrider.weights.names import tensor_plan
 
 LAYERS = {"E2B": 10, "31B": 6, "26B-A4B": 6, "12B": 6, "31B:int4": 6}
 NAMES = ("a", "b", "c", "d")

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from outrider.models.adapted import AdaptedModel, weight_names
 from outrider.models.decoder import TextModel
+from outrider.models.names import tensor_plan
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.lowrank import AdaptedOps, row_groups
 from outrider.ops.reference import Backend, ReferenceOps
 from outrider.weights.adapter import ADAPTABLE, load_adapter, read_adapter
 from outrider.weights.load import load_target
-from outrider.weights.names import tensor_plan
 
 LENGTHS = (19, 11)
 IDS = [torch.randint(6, 262, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]

@@ -15,8 +15,8 @@ from tests import tiny_vision
 from tests.unit.weights import ggufs
 
 from outrider import LLM, OutriderError, SamplingParams
+from outrider.models.names import normalise
 from outrider.weights import hub
-from outrider.weights.names import normalise
 from outrider.weights.vision import load_vision, vision_config
 
 SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")

@@ -26,6 +26,7 @@ from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
+from outrider.models.names import tensor_plan
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import block_plan
@@ -33,7 +34,6 @@ from outrider.spec.drafter import DraftBatch
 from outrider.spec.slot_sampling import SlotSampling
 from outrider.types import Draft
 from outrider.weights.load import kept_dtype
-from outrider.weights.names import tensor_plan
 
 
 class Recorded(BlockDrafter):

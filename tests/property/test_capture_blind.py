@@ -15,11 +15,11 @@ from outrider.engine.decode import Choosing, DecodeStep, Inputs, Key, Output, St
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
+from outrider.models.names import tensor_plan
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.mtp import MTPDrafter
 from outrider.spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
 from outrider.weights.load import kept_dtype
-from outrider.weights.names import tensor_plan
 
 
 class ShapesOnly(ReferenceOps):

@@ -19,7 +19,14 @@ ALLOWED = {
     "svg": set(),
     "ops": set(),
     "models": {"ops"},
-    "weights": {"models.config", "models.builtin_configs", "models.split", "models.vision_config", "ops"},
+    "weights": {
+        "models.config",
+        "models.builtin_configs",
+        "models.names",
+        "models.split",
+        "models.vision_config",
+        "ops",
+    },
     "cache": {"models.config", "ops.cpu.memory"},
     "spec": {"cache.store", "models", "weights", "ops"},
     "engine": {"spec", "cache", "models", "ops"},
@@ -49,7 +56,7 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "prompts", "svg",
-    "models/config", "models/vision_config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
+    "models/config", "models/names", "models/vision_config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/timing", "spec/tuning", "spec/simulate", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget", "engine/step_timer",

@@ -7,11 +7,15 @@ once, which is why verifying a draft is cheap: `intensity` is the number of floa
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from ..types import MAX_DRAFT
 from .compat import fits, reads
-from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
+from .config import DrafterConfig, ForeignDict, ModelConfig
+from .names import tensor_plan
 
 DECODE_ROWS = (1, 5, 9)
 # GPU bytes besides weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
@@ -27,47 +31,20 @@ class LayerSize:
     expert: int = 0  # one routed expert
 
 
-def layer_size(config: ModelConfig, layer: LayerSpec) -> LayerSize:
-    attn, hidden, inter = layer.attn, config.hidden, layer.intermediate
-    attended = attn.heads * attn.head_dim
-    matrices = (attn.qkv_rows + attended) * hidden + 3 * inter * hidden
-    small = (4 if config.sandwich else 2) * hidden
-    small += attn.head_dim * (2 if attn.writes else 1) if config.qk_norm else 0
-    small += (attn.qkv_rows if config.qkv_bias else 0) + (hidden if config.out_bias else 0)
-    small += 2 * inter + hidden if config.mlp_bias else 0
-    small += 1 if config.layer_scalar else 0
-    if config.ple_dim:
-        matrices, small = matrices + 2 * config.ple_dim * hidden, small + hidden
-    if config.moe is None:
-        return LayerSize(matrices, small)
-    moe = config.moe
-    return LayerSize(matrices + moe.experts * hidden, small + 4 * hidden + moe.experts, 3 * hidden * moe.intermediate)
-
-
 @dataclass(frozen=True)
 class ModelSize:
+    """Parameters of a target model, as its tensor plan has them."""
+
     config: ModelConfig
     layers: tuple[LayerSize, ...]
-
-    @property
-    def embedding(self) -> int:
-        return self.config.vocab_size * self.config.hidden
+    embedding: int
+    ple_table: int
+    outside: int  # outside layers and tables: the final norm and the projection of the per-layer embeddings
 
     @property
     def head(self) -> int:
         """The head's matrix, tied or not: it is read for every token."""
         return self.embedding
-
-    @property
-    def ple_table(self) -> int:
-        return self.config.vocab_size * len(self.layers) * self.config.ple_dim
-
-    @property
-    def outside(self) -> int:
-        """Parameters outside layers and tables: the final norm and the projection of the per-layer embeddings."""
-        config = self.config
-        wide = len(self.layers) * config.ple_dim
-        return config.hidden + (wide * config.hidden + config.ple_dim if config.ple_dim else 0)
 
     @property
     def total(self) -> int:
@@ -123,8 +100,21 @@ def intensity(config: ModelConfig, rows: int, context: int, weight_bytes: float,
     return flops(size, rows, context, rows if head_rows is None else head_rows) / moved
 
 
+@lru_cache(maxsize=8)
 def model_size(config: ModelConfig) -> ModelSize:
-    return ModelSize(config, tuple(layer_size(config, layer) for layer in config.layers))
+    layers, whole = [Counter[str]() for _ in config.layers], Counter[str]()
+    for name, plan in tensor_plan(config).items():
+        outer, _, rest = name.partition(".")
+        if outer != "layers":
+            whole[name] += prod(plan.shape)
+            continue
+        index, _, part = rest.partition(".")
+        kind = "expert" if part.startswith("experts_") else "matrices" if plan.role == "matrix" else "small"
+        layers[int(index)][kind] += prod(plan.shape)
+    experts = config.moe.experts if config.moe is not None else 1
+    sizes = tuple(LayerSize(size["matrices"], size["small"], size["expert"] // experts) for size in layers)
+    outside = whole.total() - whole["embed"] - whole["head"] - whole["ple_embed"]
+    return ModelSize(config, sizes, whole["embed"], whole["ple_embed"], outside)
 
 
 @dataclass(frozen=True)
@@ -140,18 +130,11 @@ class DrafterSize:
 
 def drafter_size(config: DrafterConfig) -> DrafterSize:
     """A step reads everything but the rows of the head that its clusters spare it; a tied head is the target's own."""
-    hidden, wide = config.hidden, config.backbone_hidden
-    body = hidden * (2 + len(config.taps)) * wide + (wide * hidden if config.has_post else 0) + hidden
-    for layer in config.layers:
-        attended = layer.attn.heads * layer.attn.head_dim
-        body += 2 * attended * hidden + 3 * layer.intermediate * hidden
-        body += 4 * hidden + layer.attn.head_dim + 1 if config.gemma else 2 * hidden
-    head = config.vocab_size * config.head_hidden
-    own = 0 if config.tied_to_target else head
-    if not config.clusters:
-        return DrafterSize(body + own, body, head)
-    centroids = config.clusters * config.head_hidden
-    return DrafterSize(body + own + centroids, body, centroids + head // config.clusters * config.cluster_top)
+    sizes = {name: prod(plan.shape) for name, plan in tensor_plan(config).items() if plan.role != "index"}
+    total, head, centroids = sum(sizes.values()), config.vocab_size * config.head_hidden, sizes.get("centroids", 0)
+    body = total - sizes.get("embed", 0) - centroids
+    scored = head // config.clusters * config.cluster_top if config.clusters else head
+    return DrafterSize(total, body, centroids + scored)
 
 
 def work_bytes(vocab: int, rows: int) -> int:

@@ -19,12 +19,12 @@ from ..models.block_config import BlockConfig
 from ..models.config import LayerSpec
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize
+from ..models.names import Role, TensorPlan
 from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
 from ..types import OutriderError
 from ..weights.files import Files, open_source
 from ..weights.load import check, dense, kept_dtype, packed, transform, translate
-from ..weights.names import Role, TensorPlan
 from ..weights.quant_scheme import recipe
 from ..weights.sizes import item_bytes
 from ..weights.source import TensorSource

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.names import TensorPlan
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..types import MAX_DRAFT, Draft, OutriderError
 from ..weights.files import Files, open_source
 from ..weights.load import check, dense, transform
-from ..weights.names import TensorPlan
 from .drafter import DraftBatch, Drafter, draft_round
 from .protocols import Target
 

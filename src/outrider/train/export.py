@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..models.block_config import BlockConfig
 from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
+from ..models.names import tensor_plan
 from ..spec.block_load import block_plan
 from ..types import OutriderError
-from ..weights.names import tensor_plan
 from .block_export import Json, block_dict
 
 KINDS = {"sliding": "sliding_attention", "full": "full_attention"}

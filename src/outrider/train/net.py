@@ -22,10 +22,10 @@ from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize, drafter_size
 from ..models.layers import inverse_frequencies
+from ..models.names import TensorPlan, tensor_plan
 from ..ops.reference import activation
 from ..types import OutriderError
 from ..weights.load import as_tensors, load_drafter
-from ..weights.names import TensorPlan, tensor_plan
 from .capture import CapturedStates, causal_attention, spread_heads
 from .data import TrainBatch
 

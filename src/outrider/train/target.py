@@ -12,6 +12,7 @@ import torch
 from ..engine.text import Tokenizer
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
+from ..models.names import tensor_plan
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..prompts import Prompt
@@ -20,7 +21,6 @@ from ..weights import files as weight_files
 from ..weights import hub
 from ..weights.adapter import LoraFile, adapted_hash, read_adapter
 from ..weights.load import load_target, translate
-from ..weights.names import tensor_plan
 from .capture import DenseOps
 from .data import Sequences
 from .parallel import TrainGroup

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..models.config import ForeignDict, ModelConfig
+from ..models.names import ignored, normalise, tensor_plan
 from ..ops.lowrank import Adapter, LowRank
 from ..ops.reference import Backend
 from ..types import OutriderError
 from . import gguf, hub, repos
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
-from .names import ignored, normalise, tensor_plan
 from .safetensors import read_header, read_json
 from .source import TensorEntry
 from .source_tensor import FLOATS, tensor

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from ..models.config import DrafterConfig, Foreign, ModelConfig
+from ..models.names import Role, tensor_plan
 from ..ops.formats import BLOCKS
 from ..types import OutriderError
 from .gguf import SCALARS, STRING, TENSOR_TYPES, Value
 from .gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP, TOP_WHOLE
-from .names import Role, tensor_plan
 from .source import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")

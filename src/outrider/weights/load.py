@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ..config import LoadFormat
 from ..models.config import DrafterConfig, ModelConfig
+from ..models.names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
 from ..models.split import Shards, TPRank, split_drafter, split_target
 from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
 from ..ops.reference import Backend, ReferenceOps, as_tensor
 from ..types import OutriderError, TextFiles
 from . import hub
 from .files import Files, open_source, text_files, translate
-from .names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
 from .progress import progress
 from .quant_scheme import QuantScheme, recipe
 from .shard import alignment, shard_of, shard_tensor

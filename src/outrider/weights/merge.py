@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..models.config import ModelConfig
+from ..models.names import normalise
 from ..types import OutriderError
 from . import hub
 from .adapter import LoraFile, read_adapter
 from .load import translate
-from .names import normalise
 from .quant_scheme import recipe
 from .safetensors import shard_names
 

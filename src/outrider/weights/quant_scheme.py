@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ..models.config import text_part
+from ..models.names import normalise
 from ..types import OutriderError
-from .names import normalise
 from .quant_reader import QuantReader, awq, float8, gptq, int_quantized, nvfp4, pack_quantized
 
 Settings = Mapping[str, object]  # a configuration's `quantization_config`

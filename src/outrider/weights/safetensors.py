@@ -7,8 +7,8 @@ from math import prod
 from pathlib import Path
 
 from ..models.config import ForeignDict
+from ..models.names import normalise
 from ..types import OutriderError
-from .names import normalise
 from .source import ITEM_BYTES, Mapped, TensorEntry, TensorSource
 
 MAX_HEADER = 100_000_000  # the format's own limit

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..models.names import TensorPlan
 from ..models.split import Shard
 from ..ops.formats import BLOCKS, Weight, dense
 from ..ops.formats.base import bits
 from ..types import OutriderError
-from .names import TensorPlan
 from .source_tensor import SourceTensor
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ..models.config import ModelConfig, text_part
+from ..models.names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
 from ..ops.formats import BLOCKS, Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
 from ..types import OutriderError
 from .files import Files, open_source
-from .names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
 from .quant_scheme import recipe
 from .source import TensorEntry
 

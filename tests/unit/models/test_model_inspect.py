@@ -1,34 +1,21 @@
-"""The counts of `outrider inspect` against the loader's plan, against transformers, and against what is published."""
+"""The counts of `outrider inspect` against transformers, and against what is published."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tests import tiny
 
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.inspect import drafter_size, flops, kv_bytes, model_size, report
-from outrider.weights.names import tensor_plan
 
 TARGETS = [name for name in BUILTIN_CONFIGS if not name.endswith("-assistant")]
-
-
-def planned(config: ModelConfig | DrafterConfig) -> int:
-    return sum(prod(plan.shape) for plan in tensor_plan(config).values() if plan.role != "index")
-
-
-@pytest.mark.parametrize("name", tiny.TARGETS)
-def test_every_parameter_of_the_plan_is_counted(name: str) -> None:
-    config = ModelConfig.from_hf(tiny._config(name).to_dict())
-    assert model_size(config).total == planned(config)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +31,6 @@ def test_every_parameter_of_the_plan_is_counted(name: str) -> None:
 def test_known_models_have_the_published_size(name: str, total: float, active: float) -> None:
     config = ModelConfig.from_hf(BUILTIN_CONFIGS[name])
     size = model_size(config)
-    assert size.total == planned(config)
     assert size.total == pytest.approx(total, rel=0.005) and size.active == pytest.approx(active, rel=0.005)
     assert size.active <= size.total
 
@@ -64,9 +50,7 @@ def test_transformers_builds_the_same_number_of_parameters(name: str) -> None:
         else model_size(ModelConfig.from_hf(BUILTIN_CONFIGS[name])).total
     )
     assert ours == theirs + scalars
-    if helper:
-        assert ours == planned(DrafterConfig.from_hf(BUILTIN_CONFIGS[name]))
-    else:  # and it reads the same shapes out of it
+    if not helper:  # and it reads the same shapes out of it
         assert ModelConfig.from_hf(auto.to_dict()).layers == ModelConfig.from_hf(BUILTIN_CONFIGS[name]).layers
 
 

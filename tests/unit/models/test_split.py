@@ -13,11 +13,11 @@ from torch import Tensor
 
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.models.split import Shards, TPRank, heads_of, piece, split_drafter, split_target
 from outrider.types import OutriderError
 from outrider.weights import load_target
 from outrider.weights.dummy_file import write_folder, write_gguf
-from outrider.weights.names import tensor_plan
 from outrider.weights.shard import shard_tensor
 
 WIDE = {**LLAMA, "hidden_size": 64, "head_dim": 32, "intermediate_size": 512, "vocab_size": 320}

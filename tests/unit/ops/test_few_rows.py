@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
+from outrider.models.names import tensor_plan
 from outrider.ops.backend import Epilogue
 from outrider.ops.cuda import runtime
 from outrider.ops.formats import BLOCKS, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
@@ -31,7 +32,6 @@ from outrider.ops.triton.wna16_gemv import (
     supports,
     weights_of,
 )
-from outrider.weights.names import tensor_plan
 
 ROOM = 226 << 10
 BLOCK_KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from outrider.engine.text import Tokenizer
 from outrider.models.config import ModelConfig
+from outrider.models.names import normalise
 from outrider.ops.formats import Weight
 from outrider.ops.formats.gguf import BLOCKS, dequantize
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import hub, load_target
 from outrider.weights.files import fingerprint
-from outrider.weights.names import normalise
 
 ARCHS = {
     "llama": "llama", "llama3": "llama", "smollm2": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",

@@ -14,13 +14,13 @@ from tests import tiny
 from torch import Tensor
 
 from outrider.models.config import ModelConfig
+from outrider.models.names import ignored, tensor_plan
 from outrider.ops.backend import Capabilities
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import hub, load_drafter, load_target
 from outrider.weights.files import fingerprint
 from outrider.weights.load import SLICE, dummy_weights
-from outrider.weights.names import ignored, tensor_plan
 
 FILE = "model.safetensors"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..models.config import DrafterConfig, ModelConfig, MoESpec
 from ..types import AttnSpec
+from .config import DrafterConfig, ModelConfig, MoESpec
 
 Role = Literal["matrix", "embedding", "bias", "norm", "vector", "index"]
 Config = ModelConfig | DrafterConfig
