@@ -158,6 +158,23 @@ def test_batches_of_images_are_exact(served: Served, llm: LLM, tmp_path: Path) -
     assert both == alone * 2
 
 
+@pytest.mark.parametrize("side", [20, 200])  # a body below 8 KiB, and one above
+def test_texts_do_not_wait_while_images_are_decoded(served: Served, llm: LLM, side: int) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    assert llm.vision is not None
+    image = {"type": "image_url", "image_url": f"data:image/png;base64,{encoded(tiny_vision.picture(side, side, 3))}"}
+    with ThreadPoolExecutor(3) as pool:
+        with llm.vision.decoder._small._lock:
+            waiting = [pool.submit(chat, served, [image]) for _ in range(3)]
+            assert chat(served, "see").status_code == chat(served, "see " * 20).status_code == 200
+            counted = served.http.post(
+                "/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": "x"}]}
+            )
+            assert counted.status_code == 200 and not any(task.done() for task in waiting)
+        assert [task.result().status_code for task in waiting] == [200] * 3
+
+
 HOSTILE: list[Any] = [
     None, 5, [], {}, {"url": None}, {"url": 5}, {"url": ["a"]}, "", "data:", "data:,", "data:image/png;base64,",
     "data:image/png;base64,AAAA", "DATA:image/png;base64,%%%", "javascript:alert(1)", "file:///etc/passwd",

@@ -94,9 +94,10 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
 def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
     async def run() -> None:
         desk, done = FairExecutor(1, 10), threading.Event()
-        long = asyncio.create_task(desk.run("a", lambda: done.wait(PATIENCE), long=True))
+        long = asyncio.create_task(desk.run("a", lambda: done.wait(PATIENCE), "long"))
+        seeing = [asyncio.create_task(desk.run(c, lambda: done.wait(PATIENCE), "images")) for c in "abcdefghij"]
         await asyncio.sleep(0)
-        assert await desk.run("b", lambda: 7) == 7 and not long.done()
+        assert await desk.run("b", lambda: 7) == 7 and not long.done() and not any(t.done() for t in seeing)
         done.set()
         assert await long
         desk.close()

@@ -4,8 +4,9 @@
 
 Starts `outrider serve` as a process of its own, measures a well-behaved client alone, then under attack: grammar bombs,
 texts of 4 MB, streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies of up to 4 MB,
-grammars that cost while decoding, bodies of two lengths, half-closed connections, invented addresses. Loopback
-addresses only; every attacker has an address of its own (127.0.0.2 and up), so that the server can tell them apart.
+grammars that cost while decoding, bodies of two lengths, half-closed connections, invented addresses. With a model
+that sees (`random-vision --only images`): hostile image files and requests, next to a client that sends images too.
+Loopback addresses only; every attacker has its own (127.0.0.2 and up), so that the server can tell them apart.
 Fails (exit code 1) when the client's p99 is more than three times its value alone, an answer differs, /health takes 100
 ms, or the resident size is not back within 10 % of its start half a minute after prefixes that nobody uses are dropped
 (`--keep` minutes, the server's `--keep-prefixes`). One JSON object is printed at the end; --out appends it to a file.
@@ -128,7 +129,12 @@ class Target:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 name = next(
-                    (w for w in ("grammar_sandbox", "tokenizer_process", "chat_template") if w in str(words)), "server"
+                    (
+                        w
+                        for w in ("grammar_sandbox", "tokenizer_process", "chat_template", "image_processing")
+                        if w in str(words)
+                    ),
+                    "server",
                 )
                 found[name] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
         return dict(found)
@@ -164,7 +170,9 @@ class Target:
 class Good:
     """SamplingFeatures the same questions again and again; the answers it got alone are the right ones."""
 
-    def __init__(self, port: int, tokens: int) -> None:
+    def __init__(self, port: int, tokens: int, image: str | None = None) -> None:
+        """image: of some questions, as a data URL."""
+        self.image = image
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300)
         self.tokens = tokens
         self.known: dict[int, object] = {}
@@ -179,7 +187,10 @@ class Good:
             "Write a short poem about rain.",
             "What is 12 times 12?",
         )[seed % 4]
-        body: Json = {"messages": [{"role": "user", "content": question}], "seed": seed, "temperature": seed % 3 / 2}
+        content: object = question
+        if self.image is not None and seed in (1, 4):
+            content = [{"type": "image_url", "image_url": {"url": self.image}}, {"type": "text", "text": question}]
+        body: Json = {"messages": [{"role": "user", "content": content}], "seed": seed, "temperature": seed % 3 / 2}
         body |= {"max_tokens": self.tokens, "logprobs": seed % 2 == 0, "stop": ["\n\n"]}
         schema = {
             "type": "object",
@@ -238,11 +249,13 @@ class Attack:
     """Runs until told to stop; what the server answered is counted."""
 
     KINDS = ("bombs", "ambiguous", "long_texts", "unread", "silent", "malformed", "wrong_lists", "odd_heads", "leavers")
+    CLIENTS = {"bombs": 2, "images": 3}  # noqa: RUF012  # one of each other kind
 
     def __init__(self, port: int, stop: asyncio.Event, many: int, kinds: list[str]) -> None:
         self.port, self.stop, self.many, self.kinds = port, stop, many, kinds
         self.counts: Counter[str] = Counter()
         self._address = 1
+        self._images: tuple[list[str], ...] = ()
 
     def address(self) -> str:
         self._address += 1
@@ -250,9 +263,7 @@ class Attack:
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return [
-            asyncio.create_task(getattr(self, kind)())
-            for kind in self.kinds
-            for _ in range(2 if kind == "bombs" else 1)
+            asyncio.create_task(getattr(self, kind)()) for kind in self.kinds for _ in range(self.CLIENTS.get(kind, 1))
         ]
 
     def client(self) -> httpx.AsyncClient:
@@ -421,6 +432,17 @@ class Attack:
                 )
                 await asyncio.sleep(0.1)
 
+    async def images(self) -> None:
+        from hostile_images import bodies, large, small
+
+        if not self._images:
+            self._images = (small(), large())
+        async with self.client() as client:
+            requests = bodies(random.Random(self._address), *map(list, self._images))
+            while not self.stop.is_set():
+                name, body = next(requests)
+                await self.post(client, name, "/v1/chat/completions", json=body)
+
     async def leavers(self) -> None:
         """Ask for something and go."""
         rng = random.Random(3)
@@ -469,8 +491,14 @@ def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
 
+def picture() -> str:
+    from hostile_images import fine
+
+    return fine()
+
+
 async def measure(target: Target, minutes: float, tokens: int, many: int, kinds: str, keep: float) -> Json:
-    good = Good(target.port, tokens)
+    good = Good(target.port, tokens, picture() if "images" in kinds.split(",") else None)
     say(f"serving on port {target.port}; warming up")
     await good.run(0)
     say("alone")
@@ -574,7 +602,9 @@ async def attack(port: int, minutes: float, many: int, kinds: list[str]) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="smollm2", help="as for `outrider serve`, or random-135m")
+    parser.add_argument(
+        "model", nargs="?", default="smollm2", help="as for `outrider serve`, random-135m or random-vision"
+    )
     parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=32, help="of the well-behaved client's answers")

@@ -1,7 +1,8 @@
 """Models with random weights for the stress tests, so that they need nothing outside of this repository.
 
 `MODEL` of a script may be `random` (a few layers: thousands of requests per minute), `random-135m` (the shape of
-SmolLM2-135M) or `random-1.5b` (Qwen2.5-1.5B-Instruct, Q4_K_M): written into the script's folder at its start.
+SmolLM2-135M), `random-1.5b` (Qwen2.5-1.5B-Instruct, Q4_K_M) or `random-vision` (a tiny Gemma 4 that sees): written into
+the script's folder at its start.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from outrider.models.config import Foreign, ModelConfig  # noqa: E402
 from outrider.weights.dummy_file import SHAPES, write_gguf  # noqa: E402
 
@@ -36,6 +37,10 @@ RANDOM: dict[str, tuple[Foreign, str]] = {
 
 def model_file(name: str, folder: Path) -> str:
     """What `outrider serve` is given for MODEL; a random model's file is written if it is not there yet."""
+    if name == "random-vision":
+        from tests import tiny_vision
+
+        return str(tiny_vision.write("gemma4_31b", folder / name))
     if name not in RANDOM:
         return name
     raw, fmt = RANDOM[name]

@@ -27,6 +27,7 @@ HEAD = struct.Struct("<IIIQ")  # bytes of the file; soft tokens and side, see `p
 REPLY = struct.Struct("<?II")  # is it an image? then height and width and pixels follow, else an error's length
 MEMORY, CPU_SECONDS = 3 << 30, 60  # of the decoding process
 MAX_SIDE = 65500
+MAX_SCANS = 64  # of a JPEG; progressive ones have about ten
 
 
 def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, int]:
@@ -46,6 +47,8 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
     """A file's first frame. The header is read first, so that an image that is too large is never decoded."""
     if b"<svg" in data[:1024].lower() or data[:5] == b"<?xml":
         raise ValueError("SVG images are drawings, not pixels: send PNG, JPEG or WebP")
+    if data[:2] == b"\xff\xd8" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:  # each is a pass over all pixels
+        raise ValueError(f"a JPEG of {scans} scans; at most {MAX_SCANS} are read")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -43,7 +43,7 @@ from .recorder import PromptRecorder
 from .response_store import ResponseStore
 from .routes import add_routes
 from .runner import EngineError, where
-from .schema import Named
+from .schema import ChatRequest, Named
 from .scoring import score
 from .settings import ServerSettings
 from .tracing import Tracing
@@ -68,9 +68,9 @@ class ReceivedBody:
     def long(self) -> bool:
         return len(self.raw) > LONG
 
-    async def work(self, function: Callable[[], T]) -> T:
-        """Off the event loop, in the client's turn."""
-        return await self.executor.run(self.client, function, self.long)
+    async def work(self, function: Callable[[], T], images: bool = False) -> T:
+        """Off the event loop, in the client's turn. images: some may be decoded."""
+        return await self.executor.run(self.client, function, "images" if images else "long" if self.long else "short")
 
     async def parsed(self, parse: Callable[[bytes], T]) -> T:
         return await self.work(lambda: read(self.raw, parse))
@@ -131,7 +131,10 @@ class Server:
                 slot = self.resolve(request, named.model)
                 model = await unless_gone(request, self.acquire(slot, got.client, stack))
                 # rendered off the loop, too: a long text has many tokens
-                return await got.work(lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))))
+                return await got.work(
+                    lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))),
+                    images=model.prepare.sees and b"image" in got.raw,
+                )
 
     @asynccontextmanager
     async def received(self, request: Request) -> AsyncIterator[ReceivedBody]:
@@ -197,7 +200,8 @@ class Server:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
         stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
-        job = await got.work(lambda: model.prepare.job(body, stats))
+        images = isinstance(body, ChatRequest) and any(message.images for message in body.messages)
+        job = await got.work(lambda: model.prepare.job(body, stats), images)
         got.room.close()
         if self.recorder is not None:
             await got.work(partial(self.recorder.take, request.state.path, got.raw))

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast
 
 from .errors import ApiError
 
@@ -288,19 +288,21 @@ class _FairThreads:
                 answer.set_result(result)
 
 
+Lane = Literal["short", "long", "images"]
+
+
 class FairExecutor:
     """A few threads that clients use in turn, for work that would block the event loop: reading bodies, tokenising.
-    Long work has its own thread, so that short work never waits behind it."""
+    Long work has its own thread, so that short work never waits behind it. So have images: their threads mostly wait
+    for the processes that decode them."""
 
     def __init__(self, threads: int, most_waiting: int) -> None:
-        self._lanes = {
-            False: _FairThreads(threads, most_waiting, "outrider-desk"),
-            True: _FairThreads(1, most_waiting, "outrider-desk-long"),
-        }
+        of: dict[Lane, int] = {"short": threads, "long": 1, "images": 8}
+        self._lanes = {lane: _FairThreads(n, most_waiting, f"outrider-desk-{lane}") for lane, n in of.items()}
 
-    async def run(self, client: str, work: Callable[[], T], long: bool = False) -> T:
+    async def run(self, client: str, work: Callable[[], T], lane: Lane = "short") -> T:
         """A cancelled caller's work keeps its thread until it is done: a thread can't be stopped."""
-        return await self._lanes[long].run(client, work)
+        return await self._lanes[lane].run(client, work)
 
     def close(self) -> None:
         for lane in self._lanes.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,13 @@ def rotated() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
     return saved(noise(), "JPEG", exif=exif)
+
+
+def scans(times: int, side: int = 40) -> bytes:
+    """A progressive JPEG whose last scan comes many times: a few bytes, and a pass over all pixels for each."""
+    data = saved(Image.new("RGB", (side, side)), "JPEG", progressive=True)
+    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return data[:last] + data[last:end] * times + data[end:]
 
 
 PNG, JPEG = saved(noise(), "PNG"), saved(noise(), "JPEG")
@@ -100,6 +108,7 @@ BAD: dict[str, tuple[Maker, str]] = {
     "no width": (lambda: png(0, 10), ""),
     "wrong checksum": (lambda: PNG[:50] + bytes([PNG[50] ^ 255]) + PNG[51:], ""),
     "no data": (lambda: png(10, 10), "broken"),
+    "jpeg of a thousand scans": (lambda: scans(1000), "1009 scans"),
     "gif without frames": (lambda: b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0) + b";", ""),
     "webp head": (lambda: b"RIFF\x24\0\0\0WEBPVP8 ", ""),
     "tiff to nowhere": (lambda: b"II*\0" + struct.pack("<I", 2**31), ""),
@@ -151,13 +160,28 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     slow.close()
     decoder = ImageDecoder()
     decoder.pixels(PNG, TOKENS, SIDE)
-    assert decoder._process is not None
-    decoder._process.kill()
-    decoder._process.wait()
+    assert decoder._small._process is not None
+    decoder._small._process.kill()
+    decoder._small._process.wait()
     assert decoder.pixels(PNG, TOKENS, SIDE).size
-    process = decoder._process
+    decoder.pixels(PNG, TOKENS, SIDE)
+    process = decoder._small._process
     decoder.close()
     assert process is not None and process.poll() is not None
+
+
+def test_small_images_do_not_wait_for_a_large_one() -> None:
+    """Whoever decodes the large one holds its lock all the time."""
+    decoder = ImageDecoder()
+    large = saved(Image.new("1", (4000, 2000)), "PNG")
+    with decoder._large._lock:
+        thread = threading.Thread(target=decoder.pixels, args=(large, TOKENS, SIDE))
+        thread.start()
+        assert decoder.pixels(PNG, TOKENS, SIDE).size
+        assert thread.is_alive(), "it needs the other process"
+    thread.join()
+    assert decoder.pixels(large, TOKENS, SIDE).size
+    decoder.close()
 
 
 def test_many_at_once_take_turns(decoder: ImageDecoder) -> None:

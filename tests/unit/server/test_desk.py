@@ -25,7 +25,7 @@ async def behind(desk: FairExecutor, client: str) -> tuple[asyncio.Task[Any], th
 def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         desk, order, told = FairExecutor(1, 100), list[str](), list[int]()
-        lane = desk._lanes[False]
+        lane = desk._lanes["short"]
         tell = lane._tell
         monkeypatch.setattr(lane, "_tell", lambda: (told.append(len(lane._done)), tell())[1])
         first, end = await behind(desk, "a")
