@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -37,9 +37,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
         async def handle(request: Request) -> Response:
             return await answer(request)
 
-        schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
-        shown = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
         seen = path.startswith("/v1")
+        shown = _request_body(shape) if seen else None
         app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=seen)(
             handle
         )
@@ -95,6 +94,13 @@ def add_routes(app: FastAPI, server: Server) -> None:
     _information(app, server)
     _ollama_information(app, server)
     _page(app)
+
+
+@cache
+def _request_body(shape: type[BaseModel]) -> dict[str, object]:
+    """What openapi.json says of a body; several routes have the same."""
+    schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
 
 def _load(raw: bytes) -> ollama.LoadBody | None:
