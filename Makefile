@@ -1,6 +1,7 @@
 # Each target works on a fresh clone and is quick the second time.
 PYTHON ?= python3
 BIN := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE  # images set it; workers and commands started by tests would compile every module again
 
 .PHONY: setup demo test test-clients test-arm test-ray check docs dist images packages clean gpu-archs
 
@@ -15,17 +16,18 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/outrider demo
 
-# A core each: two workers, whole files, so that what a module sets up is set up once.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+# A core each: two workers. Unit tests share little, so a worker that is done takes half of what is left to the other;
+# elsewhere whole files, so that what a module sets up (servers, models) is set up once.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 check: setup
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
-	$(TESTS) tests/unit
+	$(TESTS) --dist worksteal tests/unit
 
 test: check
-	$(TESTS) tests/e2e tests/property tests/parity
+	$(TESTS) --dist loadfile tests/e2e tests/property tests/parity
 	$(BIN)/python tests/matrix.py
 
 # Well-known clients as they are, against a server with a tiny model: Python's, and the Vercel AI SDK (needs node).

@@ -5,6 +5,7 @@ slow machine: examples have no deadline, and nobody asks how long it took to mak
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
 import torch
@@ -21,3 +22,12 @@ if not torch.cuda.is_available():
         from tests import interpreter
 
         interpreter.install()
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay: a server that collects garbage between requests need not look at all of torch each time."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # bindings report objects that are alive at exit as leaks

@@ -55,11 +55,13 @@ def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 @emulated
-@pytest.mark.parametrize(("rows", "beside"), [(1, True), (3, False)])
-def test_tokens_are_their_definition(rows: int, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "top", "inner", "beside"), [(1, 2, 520, True), (3, 3, 200, False)])
+def test_tokens_are_their_definition(
+    rows: int, top: int, inner: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiles, chunks, tokens or slots mixed up; a last chunk that is not whole; spans of the dense MLP; ties of logits;
     copies not waited for; sums that are overwritten before they were added up."""
-    count, top, hidden, inner, wide = 48, 3, 1024, 600, 1112
+    count, hidden, wide = 48, 1024, 1032
     (gate_up, gate_up_d), (down, down_d) = experts(count, 2 * inner, hidden, 1), experts(count, hidden, inner, 2)
     (wide_gu, wide_gu_d), (wide_down, wide_down_d) = matrix(2 * wide, hidden, 3), matrix(hidden, wide, 4)
     assert spans(wide_gu)[1] > 1 and spans(wide_down)[1] > 1
