@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,6 @@ from outrider.ops.reference import ReferenceOps
 from outrider.parallel import Leader, ProcessGroup, follow, join
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.train.capture import DenseOps, capture
-from outrider.train.parallel import TrainGroup
-from outrider.train.shards import ShardedWeight, divide
 from outrider.weights import hub, load_target
 
 PROMPT = [5, 17, 40, 3, 22, 9, 31, 8, 60, 2, 11, 45, 7, 30]
@@ -62,19 +58,6 @@ def compare(case: dict[str, Any], team: ProcessGroup) -> dict[str, Any]:
     _, whole, _ = load_target(case["model"])
     want = logits(TextModel(whole_config, whole, ReferenceOps()))
     return {"off": float((mine - want).abs().max()), "largest": float(want.abs().max()), "share": most / size(whole)}
-
-
-def trained_on(case: dict[str, Any], team: ProcessGroup) -> None:
-    """As training sees a target that no process holds whole: the same states, each process of a text of its own."""
-    group = TrainGroup(team.tp.rank, team.tp.world)
-    config, whole, _ = load_target(case["model"])
-    _, pieces, _ = load_target(case["model"], keep=partial(divide, group))
-    ids = torch.tensor([[(7 * i * (group.rank + 1)) % 60 for i in range(9)]])
-    want, got = (capture(TextModel(config, weights, DenseOps()), ids, (0,)) for weights in (whole, pieces))  # type: ignore[arg-type]
-    assert torch.equal(want.hidden, got.hidden) and torch.equal(want.taps[0], got.taps[0])
-    divided = [name for name, weight in pieces.items() if isinstance(weight, ShardedWeight)]
-    held, all_of_it = (sum(weights[name].nbytes for name in divided) for weights in (pieces, whole))
-    assert divided and held <= all_of_it / group.world + 4 * len(divided)
 
 
 def engine(case: dict[str, Any], team: ProcessGroup, graphs: bool) -> Engine:
@@ -117,8 +100,6 @@ def main() -> None:
     team, found = join(int(sys.argv[3]), "cpu", [sys.executable, *sys.argv]), {}
     for case in json.loads(Path(sys.argv[2]).read_text()):
         one = found[case["name"]] = compare(case, team)
-        if case["name"] in ("llama", "moe", "edge"):
-            trained_on(case, team)
         if case.get("plain"):
             continue
         made = engine(case, team, graphs=False)

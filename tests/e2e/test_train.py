@@ -366,14 +366,13 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
 
 
 def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """torchrun: prompts and batches are shared out, gradients averaged, neither process holds the target whole, rank 0
-    alone writes. The same batches, two a step in one process, must give the same drafter."""
+    """torchrun: prompts and batches are shared out, gradients averaged, rank 0 alone writes. The same batches, two a step in one process, must give the same drafter."""
     target, data, _ = world
     out = tmp_path / "two"
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         "unroll = 2\nlayers = 2\nbatch_anchors = 256\nslots = 16\ngreedy_share = 1.0\nheldout = 8\neval_every = 2\n"
-        'dtype = "float32"\nshard_target = true\n'
+        'dtype = "float32"\n'
     )
     options = f"--steps 3 --max-new 16 --recipe {recipe}"
     command = [

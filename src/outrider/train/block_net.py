@@ -31,7 +31,6 @@ from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .design import spread_reads
 from .net import TrainNet, rms, rotate
-from .shards import dense as held_dense
 from .target import TrainTarget
 
 Keys = tuple[Tensor, Tensor]
@@ -240,11 +239,11 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
         ) or theirs.k_eq_v or target.layers[r].intermediate != layer.intermediate or block.gate_up is None:  # fmt: skip
             continue
         rows = theirs.heads * theirs.head_dim
-        qkv = held_dense(block.qkv)
-        for name, weight in (("q", qkv[:rows]), ("kv", qkv[rows:]), ("out", held_dense(block.out))):
+        qkv = as_tensor(block.qkv)
+        for name, weight in (("q", qkv[:rows]), ("kv", qkv[rows:]), ("out", as_tensor(block.out))):
             net.weight(at + name).copy_(weight)
-        net.weight(at + "gate_up").copy_(held_dense(block.gate_up))
-        net.weight(at + "down").copy_(held_dense(block.down))
+        net.weight(at + "gate_up").copy_(as_tensor(block.gate_up))
+        net.weight(at + "down").copy_(as_tensor(block.down))
         net.weight(at + "attn_norm").copy_(block.attn_norm)
         net.weight(at + "mlp_norm").copy_(block.mlp_norm)
         h = rms(seen.taps[i].flatten(0, 1).float(), block.attn_norm.float(), config.norm_eps)

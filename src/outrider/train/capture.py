@@ -8,7 +8,7 @@ returns the target's outputs for a batch: captured on the spot, or once per sequ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.backend import Angles, ExpertWeights, HeadNorms
+from ..ops.backend import Angles, HeadNorms
 from ..ops.formats import DeviceWeight
 from ..ops.reference import ReferenceOps, activation, as_tensor
 from ..types import AttnSpec
 from .data import Sequences, TrainBatch
 from .losses import likely_tokens
-from .shards import dense
 
 
 @dataclass
@@ -63,13 +62,6 @@ class DenseOps(ReferenceOps):
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate).mul_(up)
-
-    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, dense(w), bias)
-
-    def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
-        held = replace(experts, gate_up=dense(experts.gate_up), down=dense(experts.down))
-        return super().moe(router_in, x, held)
 
     def rope_write(  # type: ignore[override]
         self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: DenseKV

@@ -87,7 +87,6 @@ class TrainConfig:
     # where
     device: str = "cpu"
     dtype: str = ""  # float32 or bfloat16; empty: bfloat16 where the device multiplies it
-    shard_target: bool = False  # under torchrun: divide the target over the processes (shards.py)
     command: str = ""
 
     @property
@@ -148,7 +147,7 @@ OPTIONS = "target adapter data out kind recipe init eval_data limit steps minute
 COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
 # Settings that may change freely in a resumed run. A change of CHANGEABLE is reported; all others are refused.
 FREE = COMMAND_ONLY | set(
-    "minutes answer_minutes slots answer_processes dtype shard_target save_minutes save_every log_every".split()
+    "minutes answer_minutes slots answer_processes dtype save_minutes save_every log_every".split()
 )
 CHANGEABLE = set(
     "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip grad_accumulation unroll step_decay "

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
+from ..ops.reference import as_tensor
 from ..types import AttnSpec, OutriderError
 from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
@@ -27,7 +28,6 @@ from .data import Sequences, TrainBatch
 from .evaluate import Judge
 from .losses import exact_logits
 from .net import DrafterModule, rms
-from .shards import dense as held_dense
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 
@@ -146,11 +146,11 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
     for i, layer in enumerate(net.layers):
         block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
         net.weight(at + "attn_norm").copy_(block.attn_norm)
-        net.weight(at + "qkv").copy_(held_dense(block.qkv)[: layer.attn.heads * layer.attn.head_dim])
-        net.weight(at + "out").copy_(held_dense(block.out))
+        net.weight(at + "qkv").copy_(as_tensor(block.qkv)[: layer.attn.heads * layer.attn.head_dim])
+        net.weight(at + "out").copy_(as_tensor(block.out))
         net.weight(at + "mlp_norm").copy_(block.mlp_norm)
-        gate, up = held_dense(block.gate_up).float().chunk(2, dim=0)  # [I, H]
-        down = held_dense(block.down).float()  # [H, I]
+        gate, up = as_tensor(block.gate_up).float().chunk(2, dim=0)  # [I, H]
+        down = as_tensor(block.down).float()  # [H, I]
         keep = (
             (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
         )
@@ -233,7 +233,7 @@ def start_gemma(net: DrafterModule, model: TextModel, batch: TrainBatch) -> None
     Projections at the scale of what they read and write (Gemma's hidden states are large), q norms as the donor
     layers have them."""
     config = net.config
-    table = held_dense(model.head).float()  # [V, Hb]
+    table = as_tensor(model.head).float()  # [V, Hb]
     _, vectors = torch.linalg.eigh(table.T @ table)
     rows = table @ vectors[:, -config.hidden :].flip(-1)  # [V, h]
     net.weight("embed").copy_(rows * (config.hidden**-0.5 / rows.std()))
@@ -253,7 +253,7 @@ def start_gemma(net: DrafterModule, model: TextModel, batch: TrainBatch) -> None
 @torch.no_grad()
 def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
     """token_ordering by balanced k-means of the head's rows; centroids start as the clusters' means."""
-    rows = held_dense(model.head) if net.config.tied_to_target else net.weight("embed")
+    rows = as_tensor(model.head) if net.config.tied_to_target else net.weight("embed")
     order, means = balanced_kmeans(rows, net.config.clusters, seed=seed)
     net.weight("token_ordering").copy_(order)
     net.weight("centroids").copy_(means)

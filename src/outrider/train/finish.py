@@ -68,14 +68,7 @@ def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: floa
 
 
 def load_best(
-    job: TrainConfig,
-    target: TrainTarget,
-    net: TrainNet,
-    aside: Sequences,
-    trainer: Trainer,
-    *,
-    quick: bool,
-    write: bool,
+    job: TrainConfig, target: TrainTarget, net: TrainNet, aside: Sequences, trainer: Trainer, *, quick: bool
 ) -> int:
     """Loads the weights of the best evaluation where they are better than the last ones, so that no better drafter is
     overwritten. `quick`: there is no time to evaluate the last ones; where only the drafter at the start was evaluated,
@@ -91,11 +84,10 @@ def load_best(
         last = judge(target, net, aside, job.temperature)
         trainer.log_row({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
         if best is None or last["score"] >= best["score"]:
-            if write:
-                write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
+            write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
             return step
     assert best is not None
-    if write and best["step"] != step:
+    if best["step"] != step:
         save_drafter(job.out / "last", net.config, net.export())
     net.load_state_dict(best["net"])
     return int(best["step"])
@@ -110,12 +102,10 @@ def finish(
     trainer: Trainer,
     *,
     quick: bool = False,
-    write: bool = True,
 ) -> Row:
     """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used,
-    nothing measured. `write`: this process writes the files; the others of a target that is divided only help to run
-    it."""
-    result: Row = {"step": load_best(job, target, net, aside, trainer, quick=quick, write=write)}
+    nothing measured."""
+    result: Row = {"step": load_best(job, target, net, aside, trainer, quick=quick)}
     traces: list[Trace] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     if len(cold) and not quick:
@@ -137,8 +127,6 @@ def finish(
     if job.kind == "dflash":
         result["draft_unit"] = "pass"
     result["draft_step_share"] = round(net.size.step / model_size(target.config).active, 4)
-    if not write:
-        return result
     if len(cold) and not quick:
         trainer.log_row({"step": trainer.progress.step, "final": result})
     story = provenance(job, target, data, trainer)

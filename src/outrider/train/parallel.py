@@ -60,16 +60,6 @@ class TrainGroup:
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
 
-    def gather(self, mine: Tensor) -> Tensor:
-        """[n] of each -> [world·n], in the order of the ranks."""
-        every = mine.new_empty(self.world * mine.numel())
-        if mine.is_cuda:
-            dist.all_gather_into_tensor(every, mine)
-        else:
-            # as bytes: gloo knows few types
-            dist.all_gather(list(every.view(torch.uint8).chunk(self.world)), mine.view(torch.uint8))
-        return every
-
     def wait(self) -> None:
         if self.world > 1:
             dist.barrier()

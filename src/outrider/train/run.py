@@ -72,10 +72,6 @@ def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) 
         raise OutriderError(f"--out {job.out}: {error.strerror}") from None
     before = read_json(job.out / "spent.json").get("seconds", 0.0)
     with listening() as stop, process_group(job.device) as group:
-        if job.shard_target and group.world == 1:
-            raise OutriderError(
-                "--shard-target divides the target over processes: start them with torchrun --nproc-per-node N"
-            )
         budget = Budget(job.minutes, time.perf_counter() - before)
         run = TrainRun(replace(job, device=group.device).resolved(), budget, stop, group, say, progress)
         try:
@@ -122,7 +118,7 @@ class TrainRun:
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
-        target = open_target(known, job.device, torch_dtype(job), self.group if job.shard_target else None)
+        target = open_target(known, job.device, torch_dtype(job))
         data, aside = split(whole, prompts.index[self.held(prompts)])
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
@@ -324,7 +320,6 @@ class TrainRun:
             log=log,
             export=lambda: finish.export(job, target, net, data, trainer),
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
-            all_ranks_evaluate=job.shard_target,
         )
         trainer = Trainer(target.model, net, data, job, sizes, hooks, group, self.stop)
         resumed = trainer.resume(job.out)
@@ -339,13 +334,10 @@ class TrainRun:
             trainer.minutes = max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
         trainer.run(job.out)
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
-        if not group.first and not job.shard_target:
-            return {}
-        self.progress("evaluating", 0, 1, "")
-        quick = group.any(self.stop.asked) if job.shard_target else self.stop.asked
-        result = finish.finish(job, target, net, data, aside, trainer, quick=quick, write=group.first)
         if not group.first:
             return {}
+        self.progress("evaluating", 0, 1, "")
+        result = finish.finish(job, target, net, data, aside, trainer, quick=self.stop.asked)
         if self.stop.asked:
             self.say(
                 f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes "
@@ -373,9 +365,7 @@ class TrainRun:
         """Chosen once per run: a resumed run must make the same batches as before."""
         path = self.job.out / "sizes.json"
         if self.group.first and not path.exists():
-            sizes = RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes
-            keep = sizes.keep and not self.job.shard_target  # all ranks run a sharded target at every step
-            write_json(path, asdict(replace(sizes, keep=keep)))
+            write_json(path, asdict(RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes))
         self.group.wait()
         try:
             return Sizes(**read_json(path))

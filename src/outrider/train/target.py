@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,8 +22,6 @@ from ..weights.adapter import LoraFile, adapted_hash, read_adapter
 from ..weights.load import load_target, translate
 from .capture import DenseOps
 from .data import Sequences
-from .parallel import TrainGroup
-from .shards import divide
 
 
 @dataclass(frozen=True)
@@ -54,15 +51,11 @@ def describe(name: str, adapter: str | None = None) -> Described:
     return Described(name, files, config, weight_files.text_files(files), hash, adapter)
 
 
-def open_target(name: str | Described, device: str, dtype: torch.dtype, group: TrainGroup | None = None) -> TrainTarget:
-    """group: the processes over which it is divided."""
+def open_target(name: str | Described, device: str, dtype: torch.dtype) -> TrainTarget:
     known = describe(name) if isinstance(name, str) else name
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every shape, and every batch has a different one
-    keep = partial(divide, group) if group is not None else None
-    config, weights, _ = load_target(known.files, device, dtype, keep=keep)
+    config, weights, _ = load_target(known.files, device, dtype)
     if known.adapter is not None:
-        if group is not None:
-            raise OutriderError("--adapter: a target that is divided over processes takes none: leave out shard_target")
         add_adapter(weights, read_adapter(known.adapter, config), config)
     model = TextModel(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
     return TrainTarget(model, config, known.hash)

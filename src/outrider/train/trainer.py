@@ -51,7 +51,6 @@ class Hooks:
     export: Callable[[], None] = lambda: None  # writes the drafter: after each evaluation that is the best so far
     # share of the run that is done, and a line about it
     progress: Callable[[float, str], None] = lambda share, line: None
-    all_ranks_evaluate: bool = False  # since no process has the whole target
 
 
 @dataclass
@@ -270,7 +269,7 @@ class Trainer:
         if self.hooks.evaluate is None:
             return False
         p, score = self.progress, 0.0
-        if self.group.first or self.hooks.all_ranks_evaluate:
+        if self.group.first:
             result = self.hooks.evaluate()
             self.log_row({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
             score = result["score"]

@@ -249,7 +249,7 @@ def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path
 OLD_OPTIONS = (
     "texts answer_minutes style layers reads taps hidden intermediate position_offset clusters recall unroll loss survival thin "
     "four_bits_from warmup hold optimizer anchors accumulate max_prompt temperature greedy slots answer_processes heldout judge "
-    "eval_every patience save_minutes shard_target dtype"
+    "eval_every patience save_minutes dtype"
 )
 
 
