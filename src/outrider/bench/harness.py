@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -31,8 +32,6 @@ class TimedAnswer:
     """One answer. `decode_s` is the time for `decode_tokens` of its tokens (the first step, or first token, is left
     out)."""
 
-    id: str
-    text: str
     token_ids: list[int]
     ttft_s: float
     decode_s: float
@@ -41,21 +40,24 @@ class TimedAnswer:
 
 
 class Contestant(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
         """All answers, and the seconds of the whole batch without its prompts' processing."""
         ...
 
 
+@dataclass(frozen=True)
 class Ours:
     """A loaded LLM with one drafting mode: `draft_tokens` None is auto; `drafting` False is plain decoding; `tree`
     None: as loaded."""
 
-    def __init__(
-        self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True, tree: int | None = None
-    ) -> None:
-        self.name, self.llm, self.draft_tokens, self.drafting, self.tree = name, llm, draft_tokens, drafting, tree
+    name: str
+    llm: LLM
+    draft_tokens: int | None
+    drafting: bool = True
+    tree: int | None = None
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
         llm = self.llm
@@ -63,7 +65,7 @@ class Ours:
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
             requests += llm.requests(llm.encode_chat(prompt.text), params, self.draft_tokens, self.drafting, self.tree)
-        done = {r.id: TimedAnswer(p.id, "", [], 0.0, 0.0, 0) for r, p in zip(requests, prompts, strict=True)}
+        done = {r.id: TimedAnswer([], 0.0, 0.0, 0) for r in requests}
         open_ids = set(done)
         prefill = llm.engine.metrics.prefill_seconds
         began = time.perf_counter()
@@ -72,13 +74,11 @@ class Ours:
         while open_ids:
             for event in llm.engine.step():
                 answer = done[event.id]
-                answer.text += event.text
                 answer.token_ids += event.tokens
-                if event.finish_reason is not None:
-                    if event.finish_reason == "error":
-                        raise OutriderError(f"{answer.id}: {event.error}")
+                if event.finish_reason == "error":
+                    raise OutriderError(f"{prompts[list(done).index(event.id)].id}: {event.error}")
+                if event.stats is not None:  # it has ended
                     open_ids.discard(event.id)
-                    assert event.stats is not None  # a finished request has them
                     answer.ttft_s, answer.decode_s, answer.stats = event.stats.ttft_s, event.stats.decode_s, event.stats
                     answer.decode_tokens = max(0, event.stats.new_tokens - max(1, event.stats.first_emitted))
         whole = time.perf_counter() - began - (llm.engine.metrics.prefill_seconds - prefill)
@@ -111,7 +111,6 @@ class BenchCounts(TypedDict):
     accepted: int
     drafted_by_position: list[int]
     accepted_by_position: list[int]
-    new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,6 @@ class Cell:
     ttft_s: float  # median over the group
     digest: str  # of all token ids: equal digests, equal answers
     stats: BenchCounts
-    texts: Mapping[str, str]  # by prompt id; only of the first repeat
 
     @property
     def key(self) -> tuple[str, float, int, str, int]:
@@ -211,27 +209,22 @@ def run(
     """Run all missing cells. `tick` is called for every cell: with the cell if it was run, with None if it was there
     already."""
     warm: set[str] = set()
-    for temperature in settings.temperatures:
-        for batch in settings.batches:
-            for index, group in enumerate(groups(prompts, batch)):
-                for repeat in range(settings.repeats):
-                    turn = (index + repeat) % len(contestants)
-                    for contestant in [*contestants[turn:], *contestants[:turn]]:
-                        name = "|".join(p.id for p in group)
-                        if (contestant.name, temperature, batch, name, repeat) in store.done:
-                            tick(None)
-                            continue
-                        if contestant.name not in warm:
-                            warm.add(contestant.name)
-                            contestant.answer(
-                                [Prompt("warm-up", "warm-up", group[0].text[:200], 16)], temperature, settings.seed
-                            )
-                        answers, whole = contestant.answer(group, temperature, settings.seed)
-                        cell = _cell(
-                            contestant.name, temperature, batch, group[0].category, name, repeat, answers, whole
-                        )
-                        store.add(cell)
-                        tick(cell)
+    for temperature, batch in product(settings.temperatures, settings.batches):
+        for (index, group), repeat in product(enumerate(groups(prompts, batch)), range(settings.repeats)):
+            turn = (index + repeat) % len(contestants)
+            for contestant in [*contestants[turn:], *contestants[:turn]]:
+                name = "|".join(p.id for p in group)
+                if (contestant.name, temperature, batch, name, repeat) in store.done:
+                    tick(None)
+                    continue
+                if contestant.name not in warm:
+                    warm.add(contestant.name)
+                    short = Prompt("warm-up", "warm-up", group[0].text[:200], 16)
+                    contestant.answer([short], temperature, settings.seed)
+                figures = measured(*contestant.answer(group, temperature, settings.seed))
+                cell = Cell(contestant.name, temperature, batch, group[0].category, name, repeat, **figures)
+                store.add(cell)
+                tick(cell)
 
 
 def total(settings: BenchSettings, prompts: Sequence[Prompt]) -> int:
@@ -239,31 +232,28 @@ def total(settings: BenchSettings, prompts: Sequence[Prompt]) -> int:
     return per_batch * settings.repeats * len(settings.contestants) * len(settings.temperatures)
 
 
-def _cell(
-    contestant: str,
-    temperature: float,
-    batch: int,
-    category: str,
-    group: str,
-    repeat: int,
-    answers: Sequence[TimedAnswer],
-    whole: float,
-) -> Cell:
-    seconds, tokens = (
-        (answers[0].decode_s, answers[0].decode_tokens)
-        if batch == 1
-        else (whole, sum(len(a.token_ids) for a in answers))
-    )
-    first = sorted(a.ttft_s for a in answers)[len(answers) // 2]
-    digest = hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16]
-    texts = {a.id: a.text for a in answers} if repeat == 0 else {}
-    found = [a.stats for a in answers]
-    stats: BenchCounts = {
+class Figures(TypedDict):
+    seconds: float
+    tokens: int
+    ttft_s: float
+    digest: str
+    stats: BenchCounts
+
+
+def measured(answers: Sequence[TimedAnswer], whole: float) -> Figures:
+    """A cell's figures; `whole`: seconds of the batch."""
+    alone, found = len(answers) == 1, [a.stats for a in answers]
+    counts: BenchCounts = {
         "cycles": sum(s.cycles for s in found),
         "drafted": sum(s.drafted for s in found),
         "accepted": sum(s.accepted for s in found),
         "drafted_by_position": [sum(each) for each in zip(*(s.drafted_by_position for s in found), strict=True)],
         "accepted_by_position": [sum(each) for each in zip(*(s.accepted_by_position for s in found), strict=True)],
-        "new_tokens": sum(len(a.token_ids) for a in answers),
     }
-    return Cell(contestant, temperature, batch, category, group, repeat, seconds, tokens, first, digest, stats, texts)
+    return {
+        "seconds": answers[0].decode_s if alone else whole,
+        "tokens": answers[0].decode_tokens if alone else sum(len(a.token_ids) for a in answers),
+        "ttft_s": sorted(a.ttft_s for a in answers)[len(answers) // 2],
+        "digest": hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16],
+        "stats": counts,
+    }

@@ -7,13 +7,11 @@ median over the repeats. The 95 % interval resamples prompts (percentile bootstr
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from statistics import median
 
 from rich.box import SIMPLE_HEAD
@@ -172,22 +170,6 @@ def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:
             out.add_row("" if row.category == last else row.category, *_texts(row))
             last = row.category
     return out
-
-
-def history(folder: Path, settings: Mapping[str, object], rows: Sequence[Row]) -> Path:
-    """Append the summary to the model's file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / (str(settings["model"]).strip("/").replace("/", "--") + ".jsonl")
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(
-                json.dumps(
-                    {"at": stamp, **{k: settings[k] for k in ("model", "suite", "machine", "version")}, **asdict(row)}
-                )
-                + "\n"
-            )
-    return path
 
 
 def html(settings: Mapping[str, object], rows: Sequence[Row], command: str) -> str:

@@ -35,7 +35,7 @@ class BenchOptions:
     ] = "auto"
     temperature: Annotated[str, "Temperatures, comma-separated; 0 is greedy."] = "0"
     batch: Annotated[str, "Sequences at once, comma-separated."] = "1"
-    against: Annotated[str, "transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed."] = ""
+    against: Annotated[str, "Comma-separated: transformers, llama-cpp, where they are installed."] = ""
     repeats: Annotated[int, "Times every cell is run; medians count."] = 3
     limit: Annotated[int | None, "At most N prompts per category."] = None
     categories: Annotated[str, "Only prompts of these categories, comma-separated."] = ""
@@ -47,7 +47,6 @@ class BenchOptions:
     resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = (
         False
     )
-    history: Annotated[Path | None, "Append the summary to a file in this folder (benchmarks/history)."] = None
     seed: common.Seed = 0
     as_json: common.AsJson = False
 
@@ -90,7 +89,8 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     from ..bench import harness
     from ..spec.cost import machine_name
 
-    names = _names(guessers, ks, trees) + list(common.parts(asked.against))
+    ways = _ways(guessers, ks, trees)
+    names = [*([harness.PLAIN] if 0 in ks else []), *(way.name for way in ways), *common.parts(asked.against)]
     settings = harness.BenchSettings(
         asked.model,
         asked.suite,
@@ -107,19 +107,17 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     )
     store = harness.Store(asked.output, settings, asked.resume)
     if len(store.done) < harness.total(settings, prompts):
-        contestants = _contestants(asked.model, guessers, ks, trees, common.parts(asked.against), max(batches), load)
+        contestants = _contestants(asked.model, ways, 0 in ks, common.parts(asked.against), max(batches), load)
         _run(contestants, prompts, settings, store)
-    _report(asked.output, settings, asked.history, asked.as_json, load.verify)
+    _report(asked.output, settings, asked.as_json, load.verify)
 
 
-def _report(output: Path, settings: BenchSettings, history: Path | None, as_json: bool, verify: str) -> None:
+def _report(output: Path, settings: BenchSettings, as_json: bool, verify: str) -> None:
     """Prints a run's results, and writes them as a page."""
     from ..bench import harness, report
 
     rows = report.summarise(list(harness.read_cells(output)))
     (output / "report.html").write_text(report.html(asdict(settings), rows, common.command_line()), encoding="utf-8")
-    if history is not None:
-        common.note(f"appended to {report.history(history, asdict(settings), rows)}")
     if as_json:
         print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows]}))
         _verdict(rows, verify)
@@ -161,59 +159,56 @@ def _run(contestants: list[Contestant], prompts: list[Prompt], settings: BenchSe
         harness.run(contestants, prompts, settings, store, tick)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to draft; tree None: as loaded."""
+
+    name: str
+    drafter: str
+    k: int | None
+    tree: int | None
+
+
+def _ways(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[Way]:
+    """Each drafter is named by its path's last part, or by the whole path if others end alike, as the folders of two
+    training runs do (a/drafter, b/drafter)."""
+    several, last = len(trees) > 1, [Path(drafter).name for drafter in drafters]
+    return [
+        Way(
+            f"{short if last.count(short) == 1 else drafter}/{'auto' if k is None else f'K={k}'}"
+            + (f" tree={tree}" if several else ""),
+            drafter,
+            k,
+            parse_tree(tree) if several else None,
+        )
+        for drafter, short in zip(drafters, last, strict=True)
+        for k in ks
+        for tree in trees
+        if k != 0
+    ]
+
+
 def _contestants(
-    model: str,
-    drafters: tuple[str, ...],
-    ks: list[int | None],
-    trees: tuple[str, ...],
-    peers: tuple[str, ...],
-    batch: int,
-    load: LoadSettings,
+    model: str, ways: list[Way], plain: bool, peers: tuple[str, ...], batch: int, load: LoadSettings
 ) -> list[Contestant]:
     from ..bench import harness
-    from ..bench import peers as others
+    from ..bench.peers import PeerSetup, build
 
     found: list[Contestant] = []
     # the same prompt is repeated: a prefix cache would hide its cost
     engine = replace(load.engine, max_batch=batch, prefix_cache=False)
-    for drafter in drafters:
+    for drafter in dict.fromkeys([way.drafter for way in ways] or [load.drafter]):
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
-        if 0 in ks and not found:
+        if plain and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
-        for name, k, tree in _ways(_label(drafter, drafters), ks, trees):
-            # one for all: it was loaded so
-            found.append(harness.Ours(name, llm, k, tree=parse_tree(tree) if len(trees) > 1 else None))
+        found += [harness.Ours(way.name, llm, way.k, tree=way.tree) for way in ways if way.drafter == drafter]
     if peers:
         from ..weights import hub
 
-        path = Path(hub.resolve(model).path)
-        where = str(llm.engine.device)
-        kind = load.dtype or "bfloat16"
-        found += others.build(peers, path, lambda p: llm.encode_chat(p.text), llm.engine.eos, load.threads, where, kind)
+        path, kind = Path(hub.resolve(model).path), load.dtype or "bfloat16"
+        where, encode = str(llm.engine.device), lambda p: llm.encode_chat(p.text)
+        found += build(peers, PeerSetup(path, encode, llm.engine.eos, load.threads, where, kind))
     return found
-
-
-def _label(drafter: str, among: tuple[str, ...]) -> str:
-    """A drafter's short name: its path's last part, or the whole path if others end alike, as the folders of two
-    training runs do (a/drafter, b/drafter)."""
-    last = Path(drafter).name
-    return last if sum(Path(other).name == last for other in among) == 1 else drafter
-
-
-def _ways(label: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tuple[str, int | None, str]]:
-    """Name, K and tree of each way to draft."""
-    return [
-        (f"{label}/{'auto' if k is None else f'K={k}'}{f' tree={tree}' if len(trees) > 1 else ''}", k, tree)
-        for k in ks
-        if k != 0
-        for tree in trees
-    ]
-
-
-def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[str]:
-    return (["plain"] if 0 in ks else []) + [
-        name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)
-    ]
 
 
 def _accelerator(device: str | None) -> str | None:

@@ -84,9 +84,8 @@ def _llama_cpp(llm: LLM, model: str, threads: int | None) -> Callable[[str, int]
     path = hub.resolve(model).path
     if importlib.util.find_spec("llama_cpp") is None or path.suffix != ".gguf":
         return None
-    (engine,) = peers.build(
-        ["llama-cpp"], path, lambda p: llm.encode_chat(p.text), llm.engine.eos, threads, "cpu", "float32"
-    )
+    setup = peers.PeerSetup(path, lambda p: llm.encode_chat(p.text), llm.engine.eos, threads, "cpu", "float32")
+    engine = peers.LlamaCpp(setup)
 
     def speed(text: str, count: int) -> float:
         answers, seconds = engine.answer([Prompt("demo", "demo", text, count)], 0.0, 0)

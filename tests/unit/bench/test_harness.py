@@ -122,7 +122,7 @@ def test_intervals_hold_the_truth_and_widen_with_noise():
     )
 
 
-def test_report_history_and_table(tmp_path):
+def test_report_and_table(tmp_path):
     cells, _ = figures(tmp_path / "run", FakeLLM(), batches=(1, 2))
     rows = report.summarise(cells)
     info = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -130,8 +130,4 @@ def test_report_history_and_table(tmp_path):
     assert "outrider bench &lt;x&gt;" in page and all(f"<dt>{name}</dt>" in page for name in report.COLUMNS)
     assert f"{info['prompts']} of {info['suite']}" in page and page.count("<div") == page.count("</div>") == 6
     assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    path = report.history(tmp_path / "h", info, rows)
-    report.history(tmp_path / "h", info, rows)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 2 * len(rows) and lines[0]["machine"] == "test" and lines[0]["contestant"] == PLAIN
     assert report.table(rows, 0.0, 1).row_count == 9
