@@ -187,15 +187,6 @@ def check_aliases(words: Sequence[str]) -> None:
             )
 
 
-def check_moved(words: Sequence[str]) -> None:
-    """Refuses a removed option of `outrider train`, and names the setting that replaces it."""
-    from ..train.config import moved
-
-    for word in words:
-        if told := moved(word) if word.startswith("--") else None:
-            raise OutriderError(told)
-
-
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
     """The user's file's values of a command's options, in the parser's form: [defaults] if the command has such an
     option, then the command's own table."""

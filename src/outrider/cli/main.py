@@ -98,8 +98,6 @@ def run() -> int:
         if named in MOVED:
             raise OutriderError(f"`outrider {named}` is called `{MOVED[named]}` now")
         common.check_aliases(sys.argv[2:])
-        if named == "train":
-            common.check_moved(sys.argv[2:])
         shell = app((named,) if named in COMMANDS else COMMANDS)
         return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
     except OutriderError as error:

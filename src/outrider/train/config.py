@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,8 @@ class TrainConfig:
         known = {f.name for f in fields(self)} - COMMAND_ONLY
         for name in values:
             if name not in known:
-                hint = f": it is {RENAMED[name]} now" if name in RENAMED else ""
-                raise OutriderError(f"{where}: unknown key {name!r}{hint}")
+                near = get_close_matches(name, known, 1)
+                raise OutriderError(f"{where}: unknown key {name!r}{f' (did you mean {near[0]}?)' if near else ''}")
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in keep}
         return replace(self, **given).validated()
 
@@ -153,19 +154,6 @@ CHANGEABLE = set(
     "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip grad_accumulation unroll step_decay "
     "survival_weight loss_row_share anchor_share "
     "loss greedy_loss cluster_grad_share eval_every patience cluster_recall cluster_top".split()
-)
-# Options and keys of earlier versions that have another name now.
-RENAMED = dict(
-    pair.split("=")
-    for pair in (
-        "reads=kv_layers hidden=hidden_size intermediate=intermediate_size recall=cluster_recall top=cluster_top "
-        "judge=eval_data "
-        "survival=survival_weight thin=loss_row_share four_bits_from=qat_start warmup=warmup_steps hold=lr_hold "
-        "final=lr_final "
-        "clip=grad_clip anchors=batch_anchors accumulate=grad_accumulation greedy=greedy_share "
-        "processes=answer_processes "
-        "decay=step_decay draws=answers_per_prompt carry_sampled=carry_share cluster_pull=cluster_grad_share"
-    ).split()
 )
 CHECKS: dict[str, Callable[[float], bool]] = {
     "a whole number of at least 1": lambda n: n >= 1 and n == int(n),
@@ -198,15 +186,3 @@ CHOICES = {
 def label(name: str) -> str:
     """How a user writes a field."""
     return "--" + name.replace("_", "-") if name in OPTIONS else f"{name} (a key of the recipe)"
-
-
-def moved(option: str) -> str | None:
-    """The new place of an option that earlier versions had."""
-    option = option.partition("=")[0]
-    name = option.removeprefix("--").replace("-", "_")
-    now = RENAMED.get(name, name)
-    if name in OPTIONS or name in COMMAND_ONLY or now not in {f.name for f in fields(TrainConfig)}:
-        return None
-    if now in OPTIONS:
-        return f"{option} is {label(now)} now"
-    return f"{option} is the key {now} of a recipe now: --recipe FILE.toml with a line such as {now} = ..."
