@@ -110,7 +110,7 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
     )
     job = TrainConfig("", tmp_path, tmp_path, init="some", eval_every=every)
     target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
-    taken = finish.load_best(job, target, net, run.data, run, quick=True, write=True)
+    taken = finish.load_best(job, target, net, run.data, run, quick=True)
     assert all((w == 0).all() for w in net.state_dict().values()) == loaded
     assert taken == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
 
