@@ -64,10 +64,6 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["cluster-head", "d", "--out", "o", "--clusters", "0"], "--clusters must be at least 1, got 0"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--lr", "nan"], "--lr must be above 0, got nan"),
         (["train", "--target", "m", "--data", "d", "--out", "o", "--limit", "0"], "at least 1, got 0"),
-        (
-            ["train", "--target", "m", "--data", "d", "--out", "o", "--temperature", "-1"],
-            "the key temperature of a recipe",
-        ),
     ],
 )
 def test_one_line_and_exit_code_2(
