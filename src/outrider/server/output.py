@@ -7,10 +7,14 @@ gives the same parts (adjacent pieces of one part are joined). `tests/property/t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
+T = TypeVar("T")
+Reading = Generator[None, str, T]  # gets a character at every `yield`
 Kind = Literal["reasoning", "content", "call", "args"]
 
 
@@ -27,6 +31,52 @@ class Parser(Protocol):
 
     def feed(self, text: str) -> list[OutputPart]: ...
     def finish(self, complete: bool) -> list[OutputPart]: ...
+
+
+class EndOfText(Exception):
+    """Raised in a parser where its text ends. complete: the model stopped by itself, so what is open is closed."""
+
+    def __init__(self, complete: bool) -> None:
+        self.complete = complete
+
+
+class CharParser(ABC):
+    """A parser as a coroutine: `_read` gets one character after the other and appends to `_out`."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._out: list[OutputPart] = []
+        self._reading = self._read()
+        next(self._reading)
+
+    @abstractmethod
+    def _read(self) -> Reading[None]: ...
+
+    def feed(self, text: str) -> list[OutputPart]:
+        for char in text:
+            self._reading.send(char)
+        return self._take()
+
+    def finish(self, complete: bool) -> list[OutputPart]:
+        with suppress(StopIteration, EndOfText):
+            self._reading.throw(EndOfText(complete))
+        return self._take()
+
+    def _until(self, tags: TagParser, text: Callable[[str], None]) -> Reading[str]:
+        """The next tag. What stands before it, or before the end, goes to `text`."""
+        tag = None
+        try:
+            while tag is None:
+                free, tag = tags.feed((yield))
+                text(free)
+        except EndOfText:
+            text(tags.flush())
+            raise
+        return tag
+
+    def _take(self) -> list[OutputPart]:
+        out, self._out = self._out, []
+        return join(out)
 
 
 class PlainText:
@@ -69,16 +119,16 @@ class TagParser:
     another."""
 
     def __init__(self, *tags: str) -> None:
-        self._tags = tags
+        self.tags = tags
         self.held = ""
 
     def feed(self, char: str) -> tuple[str, str | None]:
         """(text that is certainly not a tag, the tag that just ended or None)."""
         self.held += char
         free = ""
-        while self.held and not any(tag.startswith(self.held) for tag in self._tags):
+        while self.held and not any(tag.startswith(self.held) for tag in self.tags):
             free, self.held = free + self.held[0], self.held[1:]
-        if self.held in self._tags:
+        if self.held in self.tags:
             tag, self.held = self.held, ""
             return free, tag
         return free, None

@@ -7,8 +7,10 @@ Other models write `<think>` ... `</think>` at the start of the answer only. Bla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
-from .output import OutputPart, TagParser, join
+from .output import CharParser, EndOfText, OutputPart, Reading, TagParser
 from .tools import GEMMA_OPEN
 
 MAX_HEADER = 24  # characters of a channel's name
@@ -27,82 +29,75 @@ GEMMA4_CHANNEL = ThoughtFormat("<|channel>", "<channel|>", header=True, only_fir
 THINK_TAGS = ThoughtFormat("<think>", "</think>", header=False, only_first=True)
 
 
-class Thoughts:
-    """States: `content`, `header` (the channel's name is being read), `reasoning`."""
-
-    calls = 0
-
+class Thoughts(CharParser):
     def __init__(self, form: ThoughtFormat, prompt_tail: str = "") -> None:
-        self._form = form
-        self._state = "reasoning" if opened_by(form, prompt_tail) else "content"
-        self._open = TagParser(form.open)
-        self._close = TagParser(form.close, *form.ended_by)
+        self._form, self._opening = form, TagParser(form.open)
+        self._began = False  # a thought or content
         self._blank = ""  # white space held back: it is dropped at the edges of thoughts
         self._fresh = True  # nothing but white space since the last edge
-        self._began = self._state != "content"  # a thought or content has begun
-        self._header = ""
+        self._inside = opened_by(form, prompt_tail)
+        if self._inside:
+            self._begin()
+        super().__init__()
 
-    def feed(self, text: str) -> list[OutputPart]:
-        out: list[OutputPart] = []
-        for char in text:
-            self._char(char, out)
-        return join(out)
+    def _read(self) -> Reading[None]:
+        inside = self._inside
+        while True:
+            if not inside:
+                yield from self._content()
+            closing, tag = TagParser(self._form.close, *self._form.ended_by), None
+            if self._form.header and not inside:
+                tag = yield from self._header(closing)
+            if tag is None:
+                tag = yield from self._until(closing, partial(self._text, "reasoning"))
+            self._edge()
+            if tag in self._form.ended_by:
+                self._fresh = False
+                self._out.append(OutputPart("content", tag))
+            inside = False
 
-    def finish(self, complete: bool) -> list[OutputPart]:
-        out: list[OutputPart] = []
-        if self._state == "reasoning":
-            self._text("reasoning", self._close.flush(), out)
-        elif self._state == "content":
-            self._text("content", self._open.flush(), out)
+    def _content(self) -> Reading[None]:
+        """Up to an opening tag."""
+        try:
+            yield from self._until(self._opening, partial(self._text, "content"))
+        except EndOfText:
             if not self._began:
-                out.append(OutputPart("content", self._blank))
-        self._blank = ""
-        return join(out)
+                self._out.append(OutputPart("content", self._blank))
+            raise
+        self._begin()
+        self._edge()
 
-    def _char(self, char: str, out: list[OutputPart]) -> None:
-        if self._state == "content":
-            if self._form.only_first and self._began:
-                self._text("content", char, out)
-                return
-            free, tag = self._open.feed(char)
-            self._text("content", free, out)
-            if tag:
-                self._began = True
-                self._edge("header" if self._form.header else "reasoning")
-        elif self._state == "header" and char == "\n":
-            self._edge("reasoning")
-        else:
-            free, tag = self._close.feed(char)
-            if self._state == "reasoning":
-                self._text("reasoning", free, out)
-            else:
-                self._header += free
-                if len(self._header) > MAX_HEADER:  # no channel's name: thoughts began on the first line
-                    self._edge("reasoning")
-                    self._text("reasoning", self._header, out)
-            if tag:  # an empty channel may close without a newline
-                self._edge("content")
-                if tag in self._form.ended_by:
-                    self._fresh = False
-                    out.append(OutputPart("content", tag))
+    def _header(self, closing: TagParser) -> Reading[str | None]:
+        """The channel's name. An empty channel may close without a newline: then the tag that did."""
+        name = ""
+        while (char := (yield)) != "\n":
+            free, tag = closing.feed(char)
+            name += free
+            if tag is not None:
+                return tag
+            if len(name) > MAX_HEADER:  # no channel's name: thoughts began on the first line
+                self._text("reasoning", name)
+                break
+        return None
 
-    def _edge(self, state: str) -> None:
-        self._state, self._blank, self._fresh = state, "", True
-        if state == "header":
-            self._header = ""
+    def _edge(self) -> None:
+        self._blank, self._fresh = "", True
 
-    def _text(self, kind: str, text: str, out: list[OutputPart]) -> None:
+    def _begin(self) -> None:
+        self._began = True
+        if self._form.only_first:
+            self._opening.tags = ()
+
+    def _text(self, kind: Literal["reasoning", "content"], text: str) -> None:
         for char in text:
             if char.isspace() and (kind == "reasoning" or self._fresh):
                 self._blank += char
                 continue
-            if kind == "content" and not self._began:
-                self._began = True  # leading blanks belong to the answer when no thought came before it
-                char = self._blank + char
-            elif not self._fresh:
-                char = self._blank + char
+            if not self._began:
+                self._begin()
+                self._fresh = False  # leading blanks belong to the answer when no thought came before it
+            self._out.append(OutputPart(kind, char if self._fresh else self._blank + char))
             self._blank, self._fresh = "", False
-            out.append(OutputPart("reasoning" if kind == "reasoning" else "content", char))
 
 
 def opened_by(form: ThoughtFormat, prompt_tail: str) -> bool:

@@ -52,6 +52,10 @@ def test_thoughts(name: str) -> None:
     assert run(Thoughts(form, prompt), text) == want
 
 
+def test_what_looked_like_a_tag_stays_in_its_place() -> None:
+    assert run(Thoughts(THINK_TAGS), "<<b and") == [("content", "<<b and")]
+
+
 GEMMA = {
     "all kinds of values": (
         'call:f{s:<|"|>a "b" \\ {c}, [d]\n<|"|>,n:-1.5e3,i:7,t:true,z:null,l:[1,<|"|>x<|"|>,[]],o:{k:{}}}',
