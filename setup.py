@@ -39,7 +39,7 @@ class BuildWithKernels(build_py):
         def one(level):
             try:
                 build.compile_to(folder / build.file_name(level), level)
-            except build.Refused as error:  # a compiler that does not know the newest processors yet
+            except build.CompilerRefused as error:  # a compiler that does not know the newest processors yet
                 print(f"warning: no {level} kernels in this wheel: {error}", file=sys.stderr)
 
         try:

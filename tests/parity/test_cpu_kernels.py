@@ -25,9 +25,8 @@ from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.backend import ExpertWeights
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
-from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
+from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.cpu.packing import KINDS as PACKED
 from outrider.ops.cpu.packing import PackedWeight
 from outrider.ops.formats import BLOCKS
 from outrider.ops.noise import gumbel
@@ -39,7 +38,7 @@ from outrider.types import AttnSpec, DraftNoise, DraftTree, KVView, SamplingPara
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.load import dummy_weights, load_target
 
-KINDS = (*PACKED, "mixed", "float32", "bfloat16", "float16")
+KINDS = (*BLOCKS, "mixed", "float32", "bfloat16", "float16")
 REF = ReferenceOps()
 
 
@@ -51,9 +50,9 @@ def weight(ops: CpuOps, kind: str, n: int, k: int) -> PackedWeight | Tensor:
     if kind.startswith(("float", "bfloat")):
         return ops.prepare((seeded(n, k, seed=1) * 0.05).to(getattr(torch, kind)))
     if kind == "mixed":
-        packed = ops.pack([part("Q4_K", 16, k), part("Q6_K", 16, k, 1), part("Q5_0", n - 32, k, 2)])
+        packed = ops.packer.pack([part("Q4_K", 16, k), part("Q6_K", 16, k, 1), part("Q5_0", n - 32, k, 2)])
     else:
-        packed = ops.pack([part(kind, n, k)])
+        packed = ops.packer.pack([part(kind, n, k)])
     assert packed is not None
     return packed
 
@@ -68,7 +67,7 @@ def whole(rows: int, k: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(48, 96), (40, 288), (40, 512)])
 def test_linear_is_exact_on_whole_numbers(ops: CpuOps, kind: str, n: int, k: int) -> None:
-    if k % 256 and (kind == "mixed" or (kind in PACKED and BLOCKS[kind][0] == 256)):
+    if k % 256 and (kind == "mixed" or (kind in BLOCKS and BLOCKS[kind][0] == 256)):
         k = 256
     w, x, bias = weight(ops, kind, n, k), whole(11, k), seeded(n)
     want = x.double() @ ops.unpack(w).double().T + bias
@@ -79,9 +78,9 @@ def test_linear_is_exact_on_whole_numbers(ops: CpuOps, kind: str, n: int, k: int
 def test_extremes_do_not_saturate(ops: CpuOps) -> None:
     """All weights and activations at their ends: 16-bit sums would overflow."""
     half = torch.tensor([0.5, -1.0], dtype=torch.float16).view(torch.uint8).numpy()
-    for kind in PACKED:
+    for kind in BLOCKS:
         p = part(kind, 16, 256)
-        blocks = p.data.reshape(-1, BLOCKS[kind][1])
+        blocks = p.tensors["blocks"].numpy().reshape(-1, BLOCKS[kind][1])
         for fill in (0xFF, 0x80, 0x00):
             blocks[:] = fill
             if kind == "Q6_K":
@@ -90,8 +89,8 @@ def test_extremes_do_not_saturate(ops: CpuOps) -> None:
                 blocks[:, :2] = half[:2]
                 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
                     blocks[:, 2:4] = half[2:]
-            w = ops.pack([p])
-            assert torch.equal(ops.unpack(w), torch.from_numpy(p.dense()))
+            w = ops.packer.pack([p])
+            assert torch.equal(ops.unpack(w), p.dense())
             for sign in (1.0, -1.0):
                 x = torch.full((3, 256), 127.0 * sign)
                 want = x.double() @ ops.unpack(w).double().T
@@ -136,7 +135,7 @@ def test_row_ops(ops: CpuOps) -> None:
 
 
 def test_logits_and_embedding(ops: CpuOps) -> None:
-    table = ops.pack([part("Q8_0", 100, 64)])
+    table = ops.packer.pack([part("Q8_0", 100, 64)])
     dense, h = ops.unpack(table), whole(4, 64)
     assert torch.allclose(ops.logits(h, table, None), h @ dense.T, rtol=1e-5, atol=1e-4)
     assert torch.allclose(ops.logits(h, table, 30.0), torch.tanh(h @ dense.T / 30.0) * 30.0, atol=1e-4)
@@ -542,7 +541,11 @@ def ended(confidence: list[float], stop: float, drop: float, trust: list[float])
 def test_a_drafter_trained_for_four_bits_gets_them(ops: CpuOps) -> None:
     """Its layers only, and only where 8 were asked for: what chooses the token keeps 8."""
     config = replace(drafter_configs()["own_taps_clusters"][1], weight_bits=4)
-    for asked, layers, head in (("int8", W_Q4M, W_Q8), ("int4", W_Q4M, W_Q4M), (None, W_DENSE, W_DENSE)):
+    for asked, layers, head in (
+        ("int8", PackedKind.Q4_1, PackedKind.Q8_0),
+        ("int4", PackedKind.Q4_1, PackedKind.Q4_1),
+        (None, PackedKind.DENSE, PackedKind.DENSE),
+    ):
         weights = dummy_weights(config, "cpu", torch.float32, ops, asked)
         kinds = {
             name: ops.c_weight(weights[name]).kind for name in ("layers.0.qkv", "layers.0.down", "pre", "centroids")

@@ -72,7 +72,7 @@ WEIGHTS = {
     "fp8 g128": lambda n, k: Float8Format(128).quantise(rand(n, k, seed=1)),
     "nvfp4": lambda n, k: NvFp4Format().quantise(rand(n, k, seed=1)),
     **{
-        kind: lambda n, k, kind=kind: part(kind, n, k).weight
+        kind: lambda n, k, kind=kind: part(kind, n, k)
         for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
     },
 }
@@ -180,7 +180,7 @@ def test_a_checkpoint_stays_quantised_and_multiplies_as_it_means(scheme: str, tm
 
 
 def test_rows_of_unlike_formats_are_multiplied_part_by_part(tmp_path: Path) -> None:
-    parts = [part("Q4_K", 32, 256).weight, part("Q6_K", 16, 256).weight]
+    parts = [part("Q4_K", 32, 256), part("Q6_K", 16, 256)]
     ops = TritonOps(DEVICE, pdl=False)
     held = ops.pack_weights(parts, DEVICE)
     assert isinstance(held, Parts) and held.shape == (48, 256)

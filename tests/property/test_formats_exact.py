@@ -20,8 +20,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.cpu.packing import KINDS
-from outrider.ops.formats import BLOCKS, QuantPart
+from outrider.ops.formats import BLOCKS, Weight
 from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.types import Draft
 from outrider.weights.load import dummy_weights
@@ -62,10 +61,10 @@ MIDDLE = {
 }  # the offset, in steps, with which weights are about 0 on average
 
 
-def balanced(kind: str, n: int, k: int, seed: int) -> QuantPart:
+def balanced(kind: str, n: int, k: int, seed: int) -> Weight:
     made = part(kind, n, k, seed)
     if kind in MIDDLE:
-        blocks = made.data.reshape(-1, BLOCKS[kind][1])
+        blocks = made.tensors["blocks"].numpy().reshape(-1, BLOCKS[kind][1])
         step = np.ascontiguousarray(blocks[:, :2]).view(np.float16)
         blocks[:, 2:4] = (step * np.float16(MIDDLE[kind])).view(np.uint8)
     return made
@@ -78,7 +77,7 @@ def compiled(ops: CpuOps, kind: str) -> CompiledModel:
             packed = (
                 w.to(getattr(torch, kind))
                 if kind in HALVES
-                else ops.pack([balanced(kind, w.shape[0], w.shape[1], seed)])
+                else ops.packer.pack([balanced(kind, w.shape[0], w.shape[1], seed)])
             )
             assert packed is not None
             weights[name] = packed
@@ -96,7 +95,7 @@ def answers(engine: Engine, count: int, k: int, drafter: bool) -> list[list[int]
     return [done[str(i)] for i in range(count)]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *HALVES])
+@pytest.mark.parametrize("kind", [*BLOCKS, *HALVES])
 def test_drafts_leave_the_plain_tokens(kind: str) -> None:
     ops = CpuOps(threads=2)
     model = compiled(ops, kind)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from outrider.ops.cpu.lib import W_PARTS
+from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.cpu.packing import KINDS, in_file
-from outrider.ops.formats.gguf import BLOCKS, QuantPart
+from outrider.ops.cpu.packing import in_file
+from outrider.ops.formats import BLOCKS, Weight
+from outrider.ops.formats.gguf import from_rows
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +20,7 @@ def ops() -> CpuOps:
     return CpuOps(threads=1)
 
 
-def part(kind: str, n: int, k: int, seed: int = 0) -> QuantPart:
+def part(kind: str, n: int, k: int, seed: int = 0) -> Weight:
     """Random bytes with sane scales."""
     rng = np.random.default_rng(seed)
     size, nbytes = BLOCKS[kind]
@@ -26,23 +29,23 @@ def part(kind: str, n: int, k: int, seed: int = 0) -> QuantPart:
     halves = (208,) if kind == "Q6_K" else (0,) if kind in one else (0, 2)
     for at in halves:
         b[:, at : at + 2] = rng.uniform(0.001, 0.02, len(b)).astype(np.float16)[:, None].view(np.uint8)
-    return QuantPart(kind, (n, k), b.reshape(n, -1))
+    return from_rows(kind, b.reshape(n, -1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_keeps_every_value_and_its_width(ops: CpuOps, kind: str) -> None:
     k = 96 if BLOCKS[kind][0] == 32 else 512
     p = part(kind, 40, k)
-    w = ops.pack([p])
-    assert w is not None and w.c.kind == KINDS[kind] and w.shape == (40, k)
-    assert torch.equal(ops.unpack(w), torch.from_numpy(p.dense()))
-    assert w.nbytes <= 1.03 * p.data.size * 48 / 40  # 40 rows lie in three groups of 16
+    w = ops.packer.pack([p])
+    assert w is not None and w.c.kind == PackedKind[kind] and w.shape == (40, k)
+    assert torch.equal(ops.unpack(w), p.dense())
+    assert w.nbytes <= 1.03 * p.nbytes * 48 / 40  # 40 rows lie in three groups of 16
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_of_a_file_are_read_where_they_lie(ops: CpuOps, kind: str) -> None:
     p = part(kind, 7, 512)
-    assert torch.equal(ops.unpack(in_file(p)), torch.from_numpy(p.dense()))
+    assert torch.equal(ops.unpack(in_file(p)), p.dense())
 
 
 MIXED = [("Q4_1", "Q4_1", "Q4_1"), ("Q4_0", "Q4_1"), ("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_1", "IQ4_XS")]
@@ -53,27 +56,27 @@ MIXED = [("Q4_1", "Q4_1", "Q4_1"), ("Q4_0", "Q4_1"), ("Q4_K", "Q4_K", "Q6_K"), (
 def test_fused_parts(ops: CpuOps, kinds: tuple[str, ...], n: int) -> None:
     """Rows of unlike kinds stay as they are, unless a group of 16 would have rows of two kinds."""
     parts = [part(kind, n, 256, seed) for seed, kind in enumerate(kinds)]
-    w = ops.pack(parts)
+    w = ops.packer.pack(parts)
     assert w is not None and w.shape == (n * len(kinds), 256)
-    want = torch.cat([torch.from_numpy(p.dense()) for p in parts]).view(w.shape[0], -1, 32)
+    want = torch.cat([p.dense() for p in parts]).view(w.shape[0], -1, 32)
     got = ops.unpack(w).view_as(want)
     whole = len(set(kinds)) == 1 or n % 16 == 0 or kinds == ("Q4_K", "Q4_K", "Q6_K")
-    assert (w.c.kind == W_PARTS) == (whole and len(set(kinds)) > 1)
+    assert (w.c.kind == PackedKind.PARTS) == (whole and len(set(kinds)) > 1)
     assert ((got - want).abs() <= (0 if whole else 1 / 250) * want.abs().amax(-1, keepdim=True)).all()
 
 
 def test_file_pages_are_given_back_as_rows_are_packed(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.ops.cpu.packing.SLICE", 4096)
     p, given = part("Q4_K", 100, 512), []
-    w = ops.pack([QuantPart(p.kind, p.shape, p.data, lambda lo, hi: given.append((lo, hi)))])
-    assert w is not None and torch.equal(ops.unpack(w), torch.from_numpy(p.dense()))
+    w = ops.packer.pack([replace(p, release=lambda lo, hi: given.append((lo, hi)))])
+    assert w is not None and torch.equal(ops.unpack(w), p.dense())
     assert given == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 80), (80, 96), (96, 100)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_in_another_order(ops: CpuOps, kind: str) -> None:
     p, order = part(kind, 37, 256), torch.randperm(37, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(ops.unpack(ops.take_rows(ops.pack([p]), order)), torch.from_numpy(p.dense())[order])
+    assert torch.equal(ops.unpack(ops.take_rows(ops.packer.pack([p]), order)), p.dense()[order])
 
 
 def test_refuses_odd_widths(ops: CpuOps) -> None:
@@ -91,5 +94,5 @@ def test_quantize(ops: CpuOps, mode: str, error: float) -> None:
 
 
 def test_memory_is_what_the_format_needs(ops: CpuOps) -> None:
-    w = ops.pack([part("Q4_1", 64, 256), part("Q4_1", 64, 256)])
+    w = ops.packer.pack([part("Q4_1", 64, 256), part("Q4_1", 64, 256)])
     assert w is not None and w.nbytes == 128 * 256 * 5 // 8

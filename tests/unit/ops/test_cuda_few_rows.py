@@ -188,7 +188,7 @@ FORMATS = {
         Float8Format(128),
         NvFp4Format(),
     )
-} | {kind: lambda n, k, kind=kind: part(kind, n, k).weight for kind in ("Q4_K", "Q5_0", "Q5_K", "Q6_K")}
+} | {kind: lambda n, k, kind=kind: part(kind, n, k) for kind in ("Q4_K", "Q5_0", "Q5_K", "Q6_K")}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -39,7 +39,7 @@ SAMPLES = {
     "int8 channel": IntegerFormat(8, 0).quantise(torch.randn(6, 512)),
     "fp8 g128": Float8Format(128).quantise(torch.randn(6, 512)),
     "nvfp4": NvFp4Format().quantise(torch.randn(6, 512)),
-    **{kind: part(kind, 6, 512).weight for kind in BLOCKS},
+    **{kind: part(kind, 6, 512) for kind in BLOCKS},
 }
 
 

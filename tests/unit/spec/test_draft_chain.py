@@ -10,8 +10,9 @@ from tests.unit.spec.test_draft_model import batch
 
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
+from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.cpu.packing import W_Q4, PackedWeight
+from outrider.ops.cpu.packing import PackedWeight
 from outrider.spec import draft_model
 from outrider.spec.draft_model import DraftModel, shortlist
 from outrider.spec.plan import CostPart
@@ -136,7 +137,7 @@ def test_rounded_copies_keep_no_memory_of_what_they_are_made_from():
     held = OPS.packer.arena.block
     assert (
         isinstance(rounded, PackedWeight)
-        and rounded.c.kind == W_Q4
+        and rounded.c.kind == PackedKind.Q4_0
         and held is not None
         and (block is None or held is block)
     )
@@ -159,7 +160,10 @@ def test_weights_in_four_bits():
     eight = OPS.quantize(dense, "int8")
     made = OPS.coarse(eight)
     assert (
-        isinstance(made, PackedWeight) and made.c.kind == W_Q4 and made.shape == (40, 64) and OPS.coarse(made) is made
+        isinstance(made, PackedWeight)
+        and made.c.kind == PackedKind.Q4_0
+        and made.shape == (40, 64)
+        and OPS.coarse(made) is made
     )
     error = OPS.unpack(made) - dense
     block = dense.view(-1, 32)

@@ -17,7 +17,7 @@ from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.forward import CompiledModel
-from outrider.ops.cpu.lib import W_FILE, W_PARTS
+from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight
 from outrider.types import OutriderError
@@ -104,13 +104,15 @@ def test_tables_that_are_only_looked_up_stay_in_the_file(tmp_path: Path) -> None
         path = tmp_path / "d.gguf"
         write_gguf(path, ModelConfig.from_hf(raw), "q4_k_m")
         _, weights, _ = load_target(path, "cpu", torch.float32, ops)
-        assert {name for name, w in weights.items() if not isinstance(w, torch.Tensor) and w.c.kind == W_FILE} == names
+        assert {
+            name for name, w in weights.items() if not isinstance(w, torch.Tensor) and w.c.kind == PackedKind.FILE
+        } == names
         dense = load_target(path, "cpu", torch.float32)[1]
         for name, w in weights.items():
             if not isinstance(w, torch.Tensor):
                 assert torch.equal(ops.unpack(w), dense[name])
         if raw is QWEN:
-            assert weights["layers.0.qkv"].c.kind == W_PARTS  # q and k in 4 bits, v in 6
+            assert weights["layers.0.qkv"].c.kind == PackedKind.PARTS  # q and k in 4 bits, v in 6
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_k_m", "q8_0"])

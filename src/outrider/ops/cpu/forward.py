@@ -24,6 +24,10 @@ from .lowrank import PassAdapters, table
 from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
 from .packing import cluster_hashes
 
+# fields of CLayer that a model's block has under the same name
+MATRICES = ("qkv", "out", "gate_up", "down")
+VECTORS = [field[0] for field in CLayer._fields_ if field[1] is c_void_p and field[0] != "ple_post_norm"]
+
 
 class Stack:
     """Decoder layers as C structs; keeps the memory behind its pointers alive."""
@@ -37,21 +41,14 @@ class Stack:
         self.layers = (CLayer * len(blocks))()
         for c, block in zip(self.layers, blocks, strict=True):
             c.attn, c.rope, c.inter = c_spec(block.spec), block.rope, ops.c_weight(block.down).k
-            for name in ("qkv", "out", "gate_up", "down"):
+            for name in MATRICES:
                 setattr(c, name, ops.c_weight(getattr(block, name)))
-            for name in (
-                "attn_norm",
-                "q_norm",
-                "k_norm",
-                "post_attn_norm",
-                "mlp_norm",
-                "post_mlp_norm",
-                "scalar",
-                "next_norm",
-            ):
-                setattr(c, name, at(getattr(block, name)))
-            for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias"):
-                setattr(c, name, at(self.hold(getattr(block, name))))
+            for name in VECTORS:
+                vector = getattr(block, name)
+                if vector is not None:  # biases come in the load dtype; the library reads float32
+                    vector = floats(vector)
+                    self.keep.append(vector)
+                setattr(c, name, at(vector))
         self.freqs = (c_void_p * len(inv_freqs))(*[f.data_ptr() for f in inv_freqs])
         self.halves = (c_int32 * len(inv_freqs))(*[f.shape[0] for f in inv_freqs])
         self.c = CStack(
@@ -71,13 +68,6 @@ class Stack:
         if adapter not in self.changed:
             self.changed[adapter] = table(adapter, len(self.layers))
         return self.changed[adapter]
-
-    def hold(self, bias: Tensor | None) -> Tensor | None:
-        """Biases come in the load dtype; the library reads float32."""
-        if bias is not None:
-            bias = floats(bias)
-            self.keep.append(bias)
-        return bias
 
     def run(
         self,

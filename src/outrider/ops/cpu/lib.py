@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 from ...types import AttnSpec, KVPages, KVView
 from .build import SHIPPED, shared_object
 
-# formats.h
-W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(14)
+# how a weight is laid out, in the order of formats.h; GGUF's formats by their names
+PackedKind = IntEnum("PackedKind", "DENSE Q4_1 Q4_0 Q8_0 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS PARTS FILE")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
 
 
@@ -22,21 +23,13 @@ def fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class CWeight(Structure):
-    _fields_ = [
-        ("kind", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("dtype", c_int32),
-        ("data", c_void_p),
-        ("scale", c_void_p),
-    ]
+    _fields_ = [*fields(c_int32, "kind n k dtype"), *fields(c_void_p, "data scale")]
 
 
 class CSpec(Structure):
     _fields_ = [
         *fields(c_int32, "heads kv_heads dim kv_layer writes group window k_eq_v norm_v"),
-        ("scale", c_float),
-        ("eps", c_float),
+        *fields(c_float, "scale eps"),
     ]
 
 
@@ -46,10 +39,7 @@ class CBatch(Structure):
         *fields(c_void_p, "ids positions row_seq row_start"),
         ("tables", c_void_p * 2),
         ("width", c_int32 * 2),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("places", c_void_p),
-        ("paths", c_void_p),
+        *fields(c_void_p, "keys values places paths"),
         ("path_width", c_int64),
     ]
 
@@ -58,16 +48,14 @@ class CMoe(Structure):
     _fields_ = [
         *fields(CWeight, "router gate_up down"),
         *fields(c_void_p, "router_norm norm expert_scale post_norm post_dense_norm"),
-        ("experts", c_int32),
-        ("top", c_int32),
+        *fields(c_int32, "experts top"),
     ]
 
 
 class CLayer(Structure):
     _fields_ = [
         ("attn", CSpec),
-        ("rope", c_int32),
-        ("inter", c_int32),
+        *fields(c_int32, "rope inter"),
         *fields(CWeight, "qkv out gate_up down ple_gate ple_out"),
         ("moe", CMoe),
         *fields(c_void_p, "attn_norm qkv_bias q_norm k_norm out_bias post_attn_norm"),
@@ -136,8 +124,7 @@ class CCycle(Structure):
 class CChain(Structure):
     _fields_ = [
         ("call", CCall),
-        ("head", CWeight),
-        ("all", CWeight),
+        *fields(CWeight, "head all"),
         *fields(c_void_p, "listed seen seen_start"),
         ("cap", c_float),
         ("steps", c_int32),
@@ -208,24 +195,14 @@ def load(isa: str | None = None) -> ctypes.CDLL:
 
 def c_spec(spec: AttnSpec) -> CSpec:
     assert spec.head_dim <= 1024 and spec.heads // spec.kv_heads <= 32, "beyond the kernels' buffers"
-    return CSpec(
-        spec.heads,
-        spec.kv_heads,
-        spec.head_dim,
-        spec.kv_layer,
-        spec.writes,
-        spec.window is not None,
-        spec.window or 0,
-        spec.k_eq_v,
-        spec.norm_v,
-        spec.scale,
-        spec.eps,
-    )
+    named = {name: getattr(spec, name) for name in ("heads", "kv_heads", "kv_layer", "writes", "k_eq_v", "norm_v")}
+    group, window = spec.window is not None, spec.window or 0
+    return CSpec(dim=spec.head_dim, group=group, window=window, scale=spec.scale, eps=spec.eps, **named)
 
 
 def dense_weight(w: Tensor) -> CWeight:
     """[..., K] of any float type, read in place."""
-    return CWeight(W_DENSE, w.numel() // w.shape[-1], w.shape[-1], DTYPES[w.dtype], w.data_ptr(), None)
+    return CWeight(PackedKind.DENSE, w.numel() // w.shape[-1], w.shape[-1], DTYPES[w.dtype], w.data_ptr(), None)
 
 
 class CBatchBuffers:

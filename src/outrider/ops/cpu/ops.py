@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
 from ..backend import EVERY_ROW, Angles, Capabilities, ExpertWeights, HeadNorms, M
-from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, QuantPart, Weight
+from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, Weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
 from ..reference import ReferenceOps, as_tensor
@@ -110,15 +110,12 @@ class CpuOps(ReferenceOps):
         if any(not isinstance(p.format, GGUFBlockFormat) for p in parts):
             return None
         if len(parts[0].shape) == 2:
-            return self.pack([stored_rows(p) for p in parts])
+            return self.packer.pack(parts)
         # an expert's rows, and the gates among them, must be whole groups
         if len(parts) != 1 or parts[0].shape[1] % 32:
             return None
-        packed = self.pack([stored_rows(parts[0])])
+        packed = self.packer.pack(parts)
         return None if packed is None else packed.view(*parts[0].shape)
-
-    def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
-        return self.packer.pack(parts)
 
     def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
         """A table in place in the file: it takes no memory except the pages that are read."""
@@ -126,7 +123,7 @@ class CpuOps(ReferenceOps):
             return packing.dense_rows(table.tensors["values"], 0)
         if len(table.shape) != 2 or not isinstance(table.format, GGUFBlockFormat):
             return None
-        return packing.in_file(stored_rows(table))
+        return packing.in_file(table)
 
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
         if mode not in ("int8", "int4"):
@@ -422,17 +419,6 @@ class CpuOps(ReferenceOps):
         out = torch.empty((z.shape[0], 1 + 2 * top))
         self.lib.or_logprobs(self.team, z.data_ptr(), z.shape[0], z.shape[1], tokens.data_ptr(), top, out.data_ptr())
         return out
-
-
-def stored_rows(w: Weight) -> QuantPart:
-    """All rows of a matrix, or of all experts."""
-    blocks = w.tensors["blocks"]
-    return QuantPart(
-        w.format.name,
-        (w.nbytes // blocks.shape[-1], w.shape[-1]),
-        blocks.reshape(-1, blocks.shape[-1]).numpy(),
-        w.release,
-    )
 
 
 def halves(w: Weight) -> bool:

@@ -1,7 +1,7 @@
 """Quantised weights in the layout of formats.h: the file's own bits, repacked by the library while they are loaded.
 
 Every block format of GGUF keeps its values and its width (6-bit scales become bytes: at most 1.03 times the file). Rows
-of several tensors fused into one weight stay in their own formats (W_PARTS).
+of several tensors fused into one weight stay in their own formats (PackedKind.PARTS).
 """
 
 from __future__ import annotations
@@ -10,48 +10,21 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..formats import Weight, dense
-from ..formats.gguf import BLOCKS, QuantPart
+from ..formats.gguf import from_rows, stored_rows
 from ..noise import token_hash
-from .lib import (
-    W_DENSE,
-    W_FILE,
-    W_IQ4,
-    W_IQ4X,
-    W_PARTS,
-    W_Q4,
-    W_Q4K,
-    W_Q4M,
-    W_Q5,
-    W_Q5K,
-    W_Q5M,
-    W_Q6K,
-    W_Q8,
-    CWeight,
-    dense_weight,
-)
+from .lib import CWeight, PackedKind, dense_weight
 from .memory import Arena
 
 LANES, BLOCK = 16, 32
 COARSE_BITS = 4.75  # a weight; what is no wider is left as it is where others are rounded to four
 SLICE = 16 << 20  # bytes of the file that are packed before their pages are dropped
-KINDS = {
-    "Q4_0": W_Q4,
-    "Q4_1": W_Q4M,
-    "Q5_0": W_Q5,
-    "Q5_1": W_Q5M,
-    "Q8_0": W_Q8,
-    "Q4_K": W_Q4K,
-    "Q5_K": W_Q5K,
-    "Q6_K": W_Q6K,
-    "IQ4_NL": W_IQ4,
-    "IQ4_XS": W_IQ4X,
-}
 
 
 @dataclass(frozen=True)
@@ -80,38 +53,30 @@ class Packer:
         self.lib, self.team, self.arena = lib, team, arena
         self.rounded = Arena()  # copies of weights that are freed: in `arena` they would keep their memory
 
-    def pack(self, parts: Sequence[QuantPart]) -> PackedWeight | None:
-        """Rows of all parts in order; None where the width does not divide into blocks."""
-        k = parts[0].shape[1]
-        if k % BLOCK or any(p.kind not in KINDS for p in parts):
+    def pack(self, parts: Sequence[Weight]) -> PackedWeight | None:
+        """Rows of all parts (GGUF blocks) in order; None where the width does not divide into blocks."""
+        if parts[0].shape[-1] % BLOCK:
             return None
-        runs: list[list[QuantPart]] = []  # neighbours of one kind become one weight
-        for part in parts:
-            if runs and runs[-1][0].kind == part.kind:
-                runs[-1].append(part)
-            else:
-                runs.append([part])
+        runs = [list(run) for _, run in groupby(parts, lambda part: part.format)]  # each becomes one weight
         if any(sum(p.shape[0] for p in run) % LANES for run in runs[:-1]):  # a group would have rows of two kinds
-            runs = [[quantize_rows(p.dense(), "int8") for p in parts]]
-        made = [self._one(run, k) for run in runs]
+            runs = [[quantize_rows(p.dense().numpy(), "int8") for p in parts]]
+        made = [self._one(run) for run in runs]
         return made[0] if len(made) == 1 else join(made)
 
-    def _one(self, parts: Sequence[QuantPart], k: int) -> PackedWeight:
-        out = self._empty(KINDS[parts[0].kind], sum(p.shape[0] for p in parts), k)
-        at = 0
-        for part in parts:
-            self._fill(out, at, part)
-            at += part.shape[0]
+    def _one(self, parts: Sequence[Weight]) -> PackedWeight:
+        rows = [math.prod(part.shape[:-1]) for part in parts]
+        out = self._empty(PackedKind[parts[0].format.name], sum(rows), parts[0].shape[-1])
+        for first, part in zip(accumulate(rows, initial=0), parts):
+            self._fill(out, first, part)
         return out
 
-    def _fill(self, out: PackedWeight, first: int, part: QuantPart) -> None:
-        rows, row_bytes = part.data.shape
+    def _fill(self, out: PackedWeight, first: int, part: Weight) -> None:
+        stored = stored_rows(part)
+        rows, row_bytes = stored.shape
         step = max(LANES, SLICE // max(1, row_bytes) // LANES * LANES)
         for lo in range(0, rows, step):
             hi = min(rows, lo + step)
-            data = part.data[lo:hi]
-            if not data.flags.c_contiguous:
-                data = np.ascontiguousarray(data)
+            data = np.ascontiguousarray(stored[lo:hi])
             self.lib.or_pack(self.team, out.ref, first + lo, data.ctypes.data, row_bytes, hi - lo)
             if part.release is not None:
                 part.release(lo, hi)
@@ -143,7 +108,7 @@ class Packer:
         n, k = dense.shape
         if k % BLOCK:
             return None
-        out = self._empty(W_Q8 if mode == "int8" else W_Q4M, n, k)
+        out = self._empty(PackedKind.Q8_0 if mode == "int8" else PackedKind.Q4_1, n, k)
         step = max(LANES, (1 << 22) // k // LANES * LANES)
         for lo in range(0, n, step):
             self._fill(out, lo, quantize_rows(dense[lo : lo + step].float().numpy(), mode))
@@ -153,20 +118,20 @@ class Packer:
         """The same rows in four bits (Q4_0), with the scales that fit best; the weight itself where it is about as
         small already, or lies in a file."""
         n, k = w.c.n, w.c.k
-        if k % BLOCK or w.c.kind == W_FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
+        if k % BLOCK or w.c.kind == PackedKind.FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
             return w
-        out = self._empty(W_Q4, n, k, self.rounded)
+        out = self._empty(PackedKind.Q4_0, n, k, self.rounded)
         if self.lib.or_coarse(self.team, w.ref, out.ref):
             raise MemoryError("scratch of rounding")
         return out.view(*w.shape)
 
     def take(self, w: PackedWeight, order: np.ndarray) -> PackedWeight:
         """Rows `order` of a packed weight, bit for bit."""
-        if w.c.kind == W_DENSE:
+        if w.c.kind == PackedKind.DENSE:
             (rows,) = w.keep
             assert isinstance(rows, Tensor)
             return self.halves([dense(rows[torch.from_numpy(order)])])
-        assert w.c.kind not in (W_PARTS, W_FILE), "rows of one kind only"
+        assert w.c.kind not in (PackedKind.PARTS, PackedKind.FILE), "rows of one kind only"
         out = self._empty(w.c.kind, len(order), w.c.k)
         rows = np.ascontiguousarray(order, dtype=np.int64)
         self.lib.or_take(w.ref, rows.ctypes.data, out.ref)
@@ -179,17 +144,19 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     array = (CWeight * len(parts))(*[p.c for p in parts])
     return PackedWeight(
         (n, k),
-        CWeight(W_PARTS, n, k, len(parts), ctypes.addressof(array), None),
+        CWeight(PackedKind.PARTS, n, k, len(parts), ctypes.addressof(array), None),
         sum(p.nbytes for p in parts),
         (array, *parts),
     )
 
 
-def in_file(part: QuantPart) -> PackedWeight:
+def in_file(part: Weight) -> PackedWeight:
     """Rows in place in the file, for a table that is only looked up: the system reads the pages that are needed."""
-    assert part.data.flags.c_contiguous
-    n, k = part.shape
-    return PackedWeight((n, k), CWeight(W_FILE, n, k, KINDS[part.kind], part.data.ctypes.data, None), 0, (part,))
+    (n, k), blocks = part.shape, part.tensors["blocks"]
+    assert blocks.is_contiguous()
+    return PackedWeight(
+        (n, k), CWeight(PackedKind.FILE, n, k, PackedKind[part.format.name], blocks.data_ptr(), None), 0, (part,)
+    )
 
 
 def dense_rows(rows: Tensor, nbytes: int) -> PackedWeight:
@@ -197,7 +164,7 @@ def dense_rows(rows: Tensor, nbytes: int) -> PackedWeight:
     return PackedWeight(tuple(rows.shape), dense_weight(rows), nbytes, (rows,))
 
 
-def quantize_rows(dense: np.ndarray, mode: str) -> QuantPart:
+def quantize_rows(dense: np.ndarray, mode: str) -> Weight:
     """float32 [N, K]: int8 by the largest magnitude of a block (Q8_0); int4 between a block's smallest and largest
     value (Q4_1)."""
     b = np.ascontiguousarray(dense, dtype=np.float32).reshape(len(dense), -1, BLOCK)
@@ -215,12 +182,10 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
     return np.divide(1.0, scale, out=np.zeros(scale.shape, np.float32), where=scale > 0, dtype=np.float32)[:, :, None]
 
 
-def _part(kind: str, halves: tuple[np.ndarray, ...], q: np.ndarray) -> QuantPart:
+def _part(kind: str, halves: tuple[np.ndarray, ...], q: np.ndarray) -> Weight:
     """float16 [N, KB] each and codes uint8 [N, KB, bytes] -> rows as a file would hold them."""
     blocks = np.concatenate([h[:, :, None].view(np.uint8) for h in halves] + [q], axis=2)
-    n, kb, nbytes = blocks.shape
-    assert nbytes == BLOCKS[kind][1]
-    return QuantPart(kind, (n, kb * BLOCK), blocks.reshape(n, kb * nbytes))
+    return from_rows(kind, blocks.reshape(len(blocks), -1))
 
 
 def cluster_hashes(tokens: Tensor) -> Tensor:

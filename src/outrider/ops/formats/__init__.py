@@ -4,7 +4,7 @@ a backend."""
 from .base import DeviceWeight, Format, Packed, Unit, Weight, join, stack, stays_dense
 from .dense import DenseFormat, dense
 from .fp8 import Float8Format
-from .gguf import BLOCKS, GGUFBlockFormat, QuantPart
+from .gguf import BLOCKS, GGUFBlockFormat
 from .integer import IntegerFormat
 from .nvfp4 import NvFp4Format
 from .rounded import MODES, rounded_to
@@ -20,7 +20,6 @@ __all__ = [
     "IntegerFormat",
     "NvFp4Format",
     "Packed",
-    "QuantPart",
     "Unit",
     "Weight",
     "dense",

@@ -6,8 +6,8 @@ Decoding happens in float32 with one rounding per operation, in the order writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,28 +46,21 @@ class GGUFBlockFormat(Format):
         return {"blocks": Unit(size, nbytes)}
 
     def dequantise(self, weight: Weight) -> Tensor:
-        blocks = weight.tensors["blocks"]
-        rows = blocks.reshape(-1, blocks.shape[-1]).cpu().numpy()
-        return torch.from_numpy(dequantize(self.kind, rows)).view(weight.shape).to(blocks.device)
+        values = torch.from_numpy(dequantize(self.kind, stored_rows(weight)))
+        return values.view(weight.shape).to(weight.tensors["blocks"].device)
 
 
-@dataclass(frozen=True)
-class QuantPart:
-    """N rows of K quantised weights as they are stored; `data` is often a view of the file."""
+def stored_rows(weight: Weight) -> np.ndarray:
+    """uint8 [N, bytes per row]: all rows of a matrix, or of all experts."""
+    blocks = weight.tensors["blocks"]
+    return blocks.reshape(-1, blocks.shape[-1]).cpu().numpy()
 
-    kind: str
-    shape: tuple[int, int]  # (N, K)
-    data: np.ndarray  # uint8 [N, bytes per row]
-    # rows [lo, hi) have been read: forget their pages
-    release: Callable[[int, int], None] | None = field(default=None, compare=False)
 
-    @property
-    def weight(self) -> Weight:
-        return Weight(GGUFBlockFormat(self.kind), self.shape, {"blocks": torch.from_numpy(self.data)})
-
-    def dense(self) -> np.ndarray:
-        """float32 [N, K]"""
-        return dequantize(self.kind, self.data)
+def from_rows(kind: str, rows: np.ndarray) -> Weight:
+    """The matrix of these rows, uint8 [N, bytes per row]."""
+    size, nbytes = BLOCKS[kind]
+    shape = (len(rows), rows.shape[1] // nbytes * size)
+    return Weight(GGUFBlockFormat(kind), shape, {"blocks": torch.from_numpy(rows)})
 
 
 def dequantize(kind: str, rows: np.ndarray) -> np.ndarray:
