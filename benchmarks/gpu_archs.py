@@ -36,7 +36,7 @@ from outrider.models.drafter import MTPNet
 from outrider.models.names import tensor_plan
 from outrider.ops.adapter_slots import SlotWeight
 from outrider.ops.backend import Epilogue
-from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise
+from outrider.ops.trees import WIDTH, Frontier, Nodes
 from outrider.ops.triton import TritonOps, attention, gemm, moe, quant
 from outrider.ops.triton import ops as triton_ops
 from outrider.ops.triton.lowrank import expand, shrink
@@ -44,7 +44,7 @@ from outrider.ops.triton.quant import quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
 from outrider.ops.triton.routing import list_pairs
-from outrider.types import KVView
+from outrider.types import DraftNoise, KVView
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take
 SPILLS, ATTENTION_SPILLS = (
@@ -174,7 +174,7 @@ def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int =
     """What a captured step with a tree adds: growing it, attention along paths, the walk, and K/V put in line."""
     at, count, vocab = shell(1, dtype=torch.int64), nodes + 1, config.vocab_size
     front, found = Frontier.root(at), Nodes.of(1, depth, torch.device("meta"))
-    noise = Noise(at, at, shell(1, dtype=torch.float32), shell(1, dtype=torch.bool))
+    noise = DraftNoise(shell(1, dtype=torch.float32), shell(1, dtype=torch.bool), at, at)
     front = ops.branch(shell(WIDTH, vocab, dtype=torch.float32), None, noise, front, found, 0)
     ops.branch(shell(WIDTH, 4096, dtype=torch.float32), shell(WIDTH, 4096, dtype=torch.int64), None, front, found, 1)
     ops.build_fixed_tree(

@@ -225,12 +225,12 @@ DraftEnd: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 
 
 class DraftNoise(NamedTuple):
-    """Sampling of a draft round's tokens, [B] each: the same as the target's."""
+    """Sampling of draft tokens, [B] each: the same as the target's, z / temperature + noise(seed, position, token)."""
 
     temperature: Tensor  # float32
     sampled: Tensor  # bool; otherwise greedy
     seed: Tensor  # int64
-    position: Tensor  # int64: of the first draft token
+    position: Tensor  # int64: of the draft token, or of a round's first one
 
 
 class DraftPlan(NamedTuple):

@@ -19,9 +19,9 @@ from tests.kv import build_kv  # noqa: E402
 
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
-from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise, TreeRows  # noqa: E402
+from outrider.ops.trees import WIDTH, Frontier, Nodes, TreeRows  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.types import DraftTree  # noqa: E402
+from outrider.types import DraftNoise, DraftTree  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 REF = ReferenceOps()
@@ -47,8 +47,8 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
         logits[1, ::3] = float("-inf")
         if level == 1:
             logits[2] = float("nan")
-        drawn = ([3, 4], [10 + level, 20 + level], [0.7, 1.0], [True, False])
-        noise = Noise(*(torch.tensor(t, device=DEVICE) for t in drawn)) if sampled else None
+        drawn = ([0.7, 1.0], [True, False], [3, 4], [10 + level, 20 + level])
+        noise = DraftNoise(*(torch.tensor(t, device=DEVICE) for t in drawn)) if sampled else None
         fronts = [
             x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)
         ]

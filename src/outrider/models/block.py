@@ -14,7 +14,7 @@ The definitions are the published ones: dflash (z-lab), DeepSpec (deepseek-ai), 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -247,24 +247,8 @@ def _layer(weights: Mapping[str, DeviceWeight], i: int, config: BlockConfig, sto
     here = f"layers.{i}."
     own = {name.removeprefix(here): weight for name, weight in weights.items() if name.startswith(here)}
     conv = lambda name: Conv(as_tensor(own[name]), own[name + "_projection"]) if name in own else None  # noqa: E731
-    return DraftLayer(
-        attn=BlockAttn(
-            stored, config.layers[i].attn.window, config.causal[i], vector(own, "q_norm"), vector(own, "k_norm")
-        ),
-        rope=rope,
-        attn_norm=as_tensor(own["attn_norm"]),
-        q=own["q"],
-        kv=own["kv"],
-        q_bias=vector(own, "q_bias"),
-        kv_bias=vector(own, "kv_bias"),
-        out=own["out"],
-        out_bias=vector(own, "out_bias"),
-        post_attn_norm=vector(own, "post_attn_norm"),
-        mlp_norm=as_tensor(own["mlp_norm"]),
-        gate_up=own["gate_up"],
-        down=own["down"],
-        post_mlp_norm=vector(own, "post_mlp_norm"),
-        scalar=vector(own, "scalar"),
-        attn_conv=conv("attn_conv"),
-        mlp_conv=conv("mlp_conv"),
-    )
+    causal, window = config.causal[i], config.layers[i].attn.window
+    attn = BlockAttn(stored, window, causal, vector(own, "q_norm"), vector(own, "k_norm"))
+    made = {"attn": attn, "rope": rope, "attn_conv": conv("attn_conv"), "mlp_conv": conv("mlp_conv")}
+    plain = {field.name: own.get(field.name) for field in fields(DraftLayer) if field.name not in made}
+    return DraftLayer(**made, **plain)  # type: ignore[arg-type]  # as it is planned

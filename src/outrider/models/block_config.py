@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
-from .config import GEMMA4_ROPE, Foreign, ForeignDict, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _rope
+from .config import Foreign, ForeignDict, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _gemma4_layers, _rope
 
 Kind = Literal["dflash", "dflash2", "dspark", "eagle3"]
 Markov = Literal["vanilla", "gated", "rnn"]
@@ -275,18 +275,11 @@ def _layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple
 
 def _gemma_layers(body: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
     """deepseek-ai's Gemma 4 drafters: layers of Gemma 4's full attention, without a window."""
-    count, heads = _field(body, "num_hidden_layers", int), _field(body, "num_attention_heads", int)
-    same, head_dim = bool(body.get("attention_k_eq_v", False)), int(body.get("global_head_dim", 512))
-    kv_heads = int((same and body.get("num_global_key_value_heads")) or body.get("num_key_value_heads", 4))
-    if kv_heads < 1 or heads % kv_heads:
-        raise OutriderError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} K/V heads")
     if body.get("enable_moe_block") or body.get("hidden_size_per_layer_input"):
         raise OutriderError("config.json: a Gemma 4 drafter with experts or per-layer embeddings is not supported")
-    ropes = body.get("rope_parameters") or {}
-    rope = _rope(ropes.get("full_attention") or GEMMA4_ROPE["full_attention"], 1e6, head_dim)
-    eps, inter = float(body.get("rms_norm_eps", 1e-6)), _field(body, "intermediate_size", int)
-    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=1.0, k_eq_v=same, norm_v=True, eps=eps)
-    return tuple(LayerSpec(replace(spec, kv_layer=i), rope, inter) for i in range(count)), (False,) * count
+    count = _field(body, "num_hidden_layers", int)
+    alike = {"layer_types": ["full_attention"] * count, "num_kv_shared_layers": 0, "per_layer_config": None}
+    return _gemma4_layers({**body, **alike}), (False,) * count
 
 
 def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign, extra: Foreign) -> tuple[bool, ...]:

@@ -109,19 +109,12 @@ class VisionModel:
 
     def _unified(self, x: Tensor) -> Tensor:
         """[h, w, 3] -> [n, d]: one projection, three layer norms, positions by column and row."""
-        merged, positions = patches(x, self.config.side)
-        h = self._layer_norm(merged.to(self.dtype), "patch_ln1")
-        h = F.linear(h, self._own("patch_dense.weight"), self._own("patch_dense.bias"))
-        h = self._layer_norm(h, "patch_ln2")
-        table = self._own("pos_embedding")
+        (merged, positions), here, eps = patches(x, self.config.side), "vision_embedder.", 1e-5
+        h = self._layer_norm(merged.to(self.dtype), here + "patch_ln1", eps)
+        h = self._layer_norm(self._biased(h, here + "patch_dense"), here + "patch_ln2", eps)
+        table = self.weights[here + "pos_embedding"]
         h = h + (table[positions[:, 0], 0] + table[positions[:, 1], 1])
-        return self._layer_norm(h, "pos_norm")
-
-    def _own(self, name: str) -> Tensor:
-        return self.weights["vision_embedder." + name]
-
-    def _layer_norm(self, x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self._own(f"{name}.weight"), self._own(f"{name}.bias"))
+        return self._layer_norm(h, here + "pos_norm", eps)
 
     def _tower(self, x: Tensor) -> Tensor:
         """[h, w, 3] -> [n, d]: patches, positions, encoder layers, mean of pool x pool patches."""
@@ -153,7 +146,7 @@ class VisionModel:
         h = h + weights[f"{tower}embeddings.position_embedding.weight"]
         for i in range(config.layers):
             h = self._siglip_layer(f"{tower}encoder.layers.{i}.", h)
-        h = self._biased_norm(h, f"{tower}post_layernorm")
+        h = self._layer_norm(h, f"{tower}post_layernorm", config.eps)
         across = x.shape[1] // config.side
         pooled = h.view(-1, config.pool, across, config.pool, config.hidden).mean((1, 3)).view(-1, config.hidden)
         scale = 1.0 + weights["multi_modal_projector.mm_soft_emb_norm.weight"].float()
@@ -162,21 +155,19 @@ class VisionModel:
 
     def _siglip_layer(self, here: str, x: Tensor) -> Tensor:
         config, linear = self.config, lambda h, name: self._biased(h, here + name)
-        h = self._biased_norm(x, here + "layer_norm1")
+        h = self._layer_norm(x, here + "layer_norm1", config.eps)
         q, k, v = (linear(h, f"self_attn.{n}_proj").view(-1, config.heads, config.head_dim) for n in "qkv")
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v)[0]
         x = x + linear(mixed.transpose(0, 1).reshape(x.shape), "self_attn.out_proj")
-        h = self._biased_norm(x, here + "layer_norm2")
+        h = self._layer_norm(x, here + "layer_norm2", config.eps)
         return x + linear(F.gelu(linear(h, "mlp.fc1"), approximate="tanh"), "mlp.fc2")
 
     def _biased(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
-    def _biased_norm(self, x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(
-            x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], self.config.eps
-        )
+    def _layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], eps)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [P, D/2] float32: the first half of the pairs turns with x, the second with y."""

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..types import AttnSpec, DraftTree, KVView
+from ..types import AttnSpec, DraftNoise, DraftTree, KVView
 from .noise import gumbel
 
 WIDTH = 4  # nodes per level that are expanded
@@ -29,17 +29,6 @@ def max_nodes(depth: int) -> int:
     for _ in range(depth):
         found, front = found + BRANCH * front, min(WIDTH, BRANCH * front)
     return found
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Sampling state of each sequence (spec.choose.SamplingBatch), and the position; z / temperature + noise(seed,
-    position, token)."""
-
-    seed: Tensor  # int64 [B]
-    position: Tensor  # int64 [B]
-    temperature: Tensor  # float32 [B]
-    sampled: Tensor  # bool [B]
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ class TreeOps:
     """The definitions."""
 
     def branch(
-        self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
+        self, logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes, level: int
     ) -> Frontier:
         """Adds the BRANCH best tokens after each row of the frontier, by logits [B·WIDTH, N] of the tokens `ids` (None:
         0..N-1), to `nodes`; the likeliest of them are the next frontier. A child's probability is its parent's times
@@ -125,10 +114,7 @@ class TreeOps:
         batch, wide, first = front.node.shape[0], WIDTH * BRANCH, level * WIDTH * BRANCH
         z = logits.float()
         if noise is not None:
-            seed, position, heat, sampled = (
-                t.repeat_interleave(WIDTH)[:, None]
-                for t in (noise.seed, noise.position, noise.temperature, noise.sampled)
-            )
+            heat, sampled, seed, position = (t.repeat_interleave(WIDTH)[:, None] for t in noise)
             tokens = torch.arange(z.shape[1], device=z.device) if ids is None else ids
             z = torch.where(sampled, z / heat + gumbel(seed, position, tokens), z)
         best = z.topk(BRANCH, dim=-1).indices  # [B·W, BRANCH]

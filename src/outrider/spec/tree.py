@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.trees import WIDTH, Frontier, Nodes, Noise, TreeRows
-from ..types import Draft, DraftTree, KVView
+from ..ops.trees import WIDTH, Frontier, Nodes, TreeRows
+from ..types import Draft, DraftNoise, DraftTree, KVView
 from .acceptance import BINS
 from .drafter import DraftBatch
 
@@ -128,7 +128,9 @@ def build_fixed_tree(
         if filtered is not None:
             logits = filtered.apply_temperature(logits)
         noise = (
-            Noise(sampling.seed, batch.position + 1 + level, heat, sampling.sampled) if sampling.any_sampled else None
+            DraftNoise(heat, sampling.sampled, sampling.seed, batch.position + 1 + level)
+            if sampling.any_sampled
+            else None
         )
         front = ops.branch(logits, ids, noise, front, found, level)
     return ops.build_fixed_tree(found, nodes, depth)

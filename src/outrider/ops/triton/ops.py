@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, KVView, OutriderError
+from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, DraftNoise, KVView, OutriderError
 from ..adapter_slots import SlotWeight
 from ..backend import (
     NO_EPILOGUE,
@@ -26,7 +26,7 @@ from ..backend import (
 )
 from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
-from ..trees import Frontier, Nodes, Noise, TreeRows
+from ..trees import Frontier, Nodes, TreeRows
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
 from .gemm import FUSED_ROWS, GemmDevice, GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
@@ -162,7 +162,7 @@ class TritonOps(ReferenceOps):
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     def branch(
-        self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int
+        self, logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes, level: int
     ) -> Frontier:
         return trees.branch(logits, ids, noise, front, nodes, level, self.pdl)
 

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...types import AttnSpec, KVView
-from ..trees import BRANCH, WIDTH, Frontier, Nodes, Noise, TreeRows
+from ...types import AttnSpec, DraftNoise, KVView
+from ..trees import BRANCH, WIDTH, Frontier, Nodes, TreeRows
 from .choose import gumbel
 from .common import pdl_start
 
@@ -111,7 +111,7 @@ def branch_kernel(
 
 
 def branch(
-    logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int, pdl: bool
+    logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes, level: int, pdl: bool
 ) -> Frontier:
     (rows, n), device = logits.shape, logits.device
     chunks = triton.cdiv(n, CHUNK)
