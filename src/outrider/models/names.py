@@ -91,15 +91,15 @@ def tensor_plan(config: Config) -> dict[str, TensorPlan]:
     return _target(config) if isinstance(config, ModelConfig) else _drafter(config)
 
 
-class _Plan(dict[str, TensorPlan]):
+class PlanBuilder(dict[str, TensorPlan]):
     """Collects the weights of a plan. `at` and `inside`: the prefixes of our names and of the sources' names."""
 
     def __init__(self, hidden: int, plus_one: bool = False) -> None:
         super().__init__()
         self.hidden, self.plus_one, self.at, self.inside = hidden, plus_one, "", ""
 
-    def layer(self, i: int) -> None:
-        self.at, self.inside = f"layers.{i}.", f"model.layers.{i}."
+    def layer(self, i: int, root: str = "model.") -> None:
+        self.at, self.inside = f"layers.{i}.", f"{root}layers.{i}."
 
     def add(self, name: str, shape: tuple[int, ...], source: str, role: Role = "matrix") -> None:
         plus_one = self.plus_one and role == "norm"
@@ -159,7 +159,7 @@ class _Plan(dict[str, TensorPlan]):
 
 def _target(config: ModelConfig) -> dict[str, TensorPlan]:
     hidden, vocab, ple = config.hidden, config.vocab_size, config.ple_dim
-    plan = _Plan(hidden, plus_one=config.family == "gemma3")
+    plan = PlanBuilder(hidden, plus_one=config.family == "gemma3")
     plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
     if not config.tied:
         plan.add("head", (vocab, hidden), "lm_head.weight")
@@ -189,7 +189,7 @@ def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
     """Gemma 4's assistants, and our own drafters: no head when it is tied to the target's embedding, inputs from
     tapped layers next to the last hidden state, and the plain style without sandwich norms, q norm and scalar."""
     hidden, wide, vocab = config.hidden, config.backbone_hidden, config.vocab_size
-    plan = _Plan(hidden)
+    plan = PlanBuilder(hidden)
     if not config.tied_to_target:
         plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
     plan.add("pre", (hidden, (2 + len(config.taps)) * wide), "pre_projection.weight")

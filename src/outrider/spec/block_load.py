@@ -19,7 +19,7 @@ from ..models.block_config import BlockConfig
 from ..models.config import LayerSpec
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize
-from ..models.names import Role, TensorPlan
+from ..models.names import PlanBuilder, TensorPlan
 from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
 from ..types import OutriderError
@@ -119,84 +119,67 @@ def renamed(source: TensorSource) -> TensorSource:
 def block_plan(config: BlockConfig, names: Collection[str]) -> dict[str, TensorPlan]:
     """Every weight, its shape and its sources. names: of the checkpoint, where parts are optional."""
     hidden, vocab, drafted, taps = config.hidden, config.vocab_size, config.draft_vocab, len(config.taps or ())
-    plan: dict[str, TensorPlan] = {}
-
-    def one(name: str, shape: tuple[int, ...], source: str, role: Role = "matrix") -> None:
-        plan[name] = TensorPlan(shape, (source,), role)
-
+    plan = PlanBuilder(hidden)
     eagle, apart = config.kind == "eagle3", hidden != config.target_hidden
     if config.needs_own or apart or "embed_tokens.weight" in names:
-        one("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
+        plan.add("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
     if config.needs_own or apart or drafted < vocab or "lm_head.weight" in names:
-        one("head", (drafted, hidden), "lm_head.weight")
+        plan.add("head", (drafted, hidden), "lm_head.weight")
     if drafted < vocab or "d2t" in names:
-        one("d2t", (drafted,), "d2t", "index")
-    one("fc", (hidden, taps * config.target_hidden), "fc.weight")
-    one("hidden_norm", (hidden,), "layers.0.hidden_norm.weight" if eagle else "hidden_norm.weight", "norm")
-    one("norm", (hidden,), "norm.weight", "norm")
+        plan.add("d2t", (drafted,), "d2t", "index")
+    plan.add("fc", (hidden, taps * config.target_hidden), "fc.weight")
+    plan.norm("hidden_norm", "layers.0.hidden_norm" if eagle else "hidden_norm")
+    plan.norm("norm", "norm")
     if config.norm_before_fc:
-        one("input_norm", (taps * config.target_hidden,), "input_norm.weight", "norm")
+        plan.norm("input_norm", "input_norm", taps * config.target_hidden)
     for i in range(taps if config.fc_norms else 0):
-        one(f"fc_norm.{i}", (config.target_hidden,), f"fc_norm.{i}.weight", "norm")
+        plan.norm(f"fc_norm.{i}", f"fc_norm.{i}", config.target_hidden)
     for i, layer in enumerate(config.layers):
-        _layer(plan, i, layer, config)
+        plan.layer(i, root="")
+        _layer(plan, layer, config)
+    plan.at = plan.inside = ""
     if config.kind == "dflash2":
         rank = config.selector_rank
-        one("predecessor", (vocab, rank), "candidate_selector.predecessor_codebook.weight", "embedding")
-        one("successor", (drafted, rank), "candidate_selector.successor_codebook.weight", "embedding")
-        one("selector", (rank, hidden), "candidate_selector.hidden_projection.weight")
+        plan.add("predecessor", (vocab, rank), "candidate_selector.predecessor_codebook.weight", "embedding")
+        plan.add("successor", (drafted, rank), "candidate_selector.successor_codebook.weight", "embedding")
+        plan.add("selector", (rank, hidden), "candidate_selector.hidden_projection.weight")
     if rank := config.markov_rank:
-        one("markov_w1", (vocab, rank), "markov_head.markov_w1.weight", "embedding")
-        one("markov_w2", (drafted, rank), "markov_head.markov_w2.weight")
+        plan.add("markov_w1", (vocab, rank), "markov_head.markov_w1.weight", "embedding")
+        plan.add("markov_w2", (drafted, rank), "markov_head.markov_w2.weight")
         wide = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
         if config.markov in wide:
             source, rows, columns = wide[config.markov]
-            one("markov_joint", (rows, columns), f"markov_head.{source}.weight")
-            one("markov_bias", (rows,), f"markov_head.{source}.bias", "bias")
+            plan.stack("markov_joint", (rows,), (f"markov_head.{source}",), columns)
+            plan.stack("markov_bias", (rows,), (f"markov_head.{source}",))
     if config.confidence:
         wide_input = hidden + (config.markov_rank if config.confidence_reads_markov else 0)
-        one("confidence", (1, wide_input), "confidence_head.proj.weight", "vector")
-        one("confidence_bias", (1,), "confidence_head.proj.bias", "vector")
+        plan.add("confidence", (1, wide_input), "confidence_head.proj.weight", "vector")
+        plan.add("confidence_bias", (1,), "confidence_head.proj.bias", "vector")
     return plan
 
 
-def _layer(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, config: BlockConfig) -> None:
-    attn, here, there = layer.attn, f"layers.{i}.", f"layers.{i}."
-    hidden, inter, inside = config.hidden, layer.intermediate, f"layers.{i}.self_attn."
+def _layer(plan: PlanBuilder, layer: LayerSpec, config: BlockConfig) -> None:
+    attn, hidden = layer.attn, config.hidden
     width = 2 * hidden if config.kind == "eagle3" else hidden
-    q, kv = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
-    both = ("k_proj",) if attn.k_eq_v else ("k_proj", "v_proj")
-    parts = (kv,) * len(both) if len(both) > 1 else ()
-    plan[here + "q"] = TensorPlan((q, width), (inside + "q_proj.weight",), "matrix")
-    plan[here + "kv"] = TensorPlan(
-        (kv * len(both), width), tuple(f"{inside}{name}.weight" for name in both), "matrix", parts=parts
-    )
+    rows, kv = (attn.heads * attn.head_dim,), "k" if attn.k_eq_v else "kv"
+    kv_rows = (attn.kv_heads * attn.head_dim,) * len(kv)
+    q_proj, kv_proj, o_proj = (tuple(f"self_attn.{which}_proj" for which in names) for names in ("q", kv, "o"))
+    plan.stack("q", rows, q_proj, width)
+    plan.stack("kv", kv_rows, kv_proj, width)
     if config.qkv_bias:
-        plan[here + "q_bias"] = TensorPlan((q,), (inside + "q_proj.bias",), "bias")
-        plan[here + "kv_bias"] = TensorPlan(
-            (kv * len(both),), tuple(f"{inside}{name}.bias" for name in both), "bias", parts=parts
-        )
-    plan[here + "out"] = TensorPlan((hidden, q), (inside + "o_proj.weight",), "matrix")
+        plan.stack("q_bias", rows, q_proj)
+        plan.stack("kv_bias", kv_rows, kv_proj)
+    plan.stack("out", (hidden,), o_proj, rows[0])
     if config.out_bias:
-        plan[here + "out_bias"] = TensorPlan((hidden,), (inside + "o_proj.bias",), "bias")
-    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        plan.stack("out_bias", (hidden,), o_proj)
     if config.gemma:
-        norms = {"attn_norm": "input_layernorm", "post_attn_norm": "post_attention_layernorm"}
-        norms |= {"mlp_norm": "pre_feedforward_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
-        plan[here + "scalar"] = TensorPlan((1,), (there + "layer_scalar",), "vector")
-    for name, source in norms.items():
-        plan[here + name] = TensorPlan((hidden,), (f"{there}{source}.weight",), "norm")
-    for name in ("q_norm", "k_norm") if config.qk_norm else ():
-        plan[here + name] = TensorPlan((attn.head_dim,), (f"{inside}{name}.weight",), "norm")
-    mlp = (f"{there}mlp.gate_proj.weight", f"{there}mlp.up_proj.weight")
-    plan[here + "gate_up"] = TensorPlan((2 * inter, hidden), mlp, "matrix", parts=(inter, inter))
-    plan[here + "down"] = TensorPlan((hidden, inter), (there + "mlp.down_proj.weight",), "matrix")
+        plan.add("scalar", (1,), "layer_scalar", "vector")
+    plan.norms(attn, sandwich=config.gemma, qk_norm=config.qk_norm)
+    plan.mlp(layer.intermediate, bias=False)
     for name, source in (("attn_conv", "attention_conv"), ("mlp_conv", "mlp_conv")) if config.conv_taps else ():
         taps, groups = config.conv_taps, hidden // config.conv_group
-        plan[here + name] = TensorPlan((2, taps, hidden), (f"{there}{source}.base_kernel",), "vector")
-        plan[here + name + "_projection"] = TensorPlan(
-            (2 * taps * groups, hidden), (f"{there}{source}.kernel_projection.weight",), "matrix"
-        )
+        plan.add(name, (2, taps, hidden), f"{source}.base_kernel", "vector")
+        plan.add(f"{name}_projection", (2 * taps * groups, hidden), f"{source}.kernel_projection.weight")
 
 
 def dummy_block(
