@@ -25,7 +25,7 @@ from ..server.anthropic import AnthropicWire
 from ..server.call import ClientGone, unless_gone
 from ..server.errors import ApiError
 from ..server.limits import SECURITY_HEADERS, RequestGuard
-from ..server.names import route_of
+from ..server.metrics import route_of
 from ..server.ollama import OllamaWire
 from ..server.openai import OpenAIWire
 from ..server.responses import ResponsesWire

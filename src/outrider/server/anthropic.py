@@ -17,6 +17,8 @@ from .prepare import Preparer
 from .schema import ChatRequest, Lenient, Strict
 from .wire import Json, arguments_of, sse
 
+# fields that have the same name and meaning in a chat request
+SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -93,18 +95,7 @@ def parse(raw: bytes) -> ChatRequest:
         messages.append({"role": "system", "content": _text(body.system)})
     for message in body.messages:
         messages += _messages(message)
-    out: Json = {
-        "model": body.model,
-        "messages": messages,
-        "max_tokens": body.max_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": body.stop_sequences,
-        "stream": body.stream,
-        "metadata": body.metadata,
-        "service_tier": body.service_tier,
-    }
+    out: Json = {**body.model_dump(include=SAME), "messages": messages, "stop": body.stop_sequences}
     if body.messages[-1].role == "assistant":
         out["continue_final_message"] = True  # a prefill: the answer goes on from it
     for tool in body.tools or []:
@@ -229,10 +220,7 @@ class AnthropicWire:
         return self._stop() + ended + _event("message_stop")
 
     def error(self, error: ApiError) -> str:
-        return sse(self.refusal(error), "error")
-
-    def refusal(self, error: ApiError) -> Json:
-        return error.body_for("/v1/messages")
+        return sse(error.body_for("/v1/messages"), "error")
 
     def _block(self, kind: str, begin: Json) -> str:
         if kind == self._open:

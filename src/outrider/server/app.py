@@ -32,12 +32,10 @@ from .call import Call, EventStream, timed_out, unless_gone, whole
 from .errors import ApiError, read, shutting_down
 from .fair import FairExecutor, FairGate
 from .files import FileStore
-from .keys import Keys
-from .limits import Admission, RequestGuard
-from .metrics import ServerMetrics
+from .limits import Admission, Keys, RequestGuard
+from .metrics import ServerMetrics, route_of
 from .model_info import ServedModel
 from .model_pool import LoadedModel, ModelPool, PoolSlot
-from .names import route_of
 from .prepare import Preparer
 from .recorder import PromptRecorder
 from .response_store import ResponseStore
@@ -111,8 +109,7 @@ class Server:
         except ClientDisconnect:
             raise
         except Exception as e:
-            error = _told(request, e)
-            return JSONResponse(wire.refusal(error), status_code=error.status, headers=error.headers)
+            return _told(request, e).response(request.state.path)
 
     async def completed(self, request: Request, wire: Wire) -> tuple[int, Json]:
         """The answer's status and body when it is done, for a caller without a connection."""
@@ -120,7 +117,7 @@ class Server:
             return 200, json.loads(await (await self._call(request, wire)).whole())
         except Exception as e:
             error = _told(request, e)
-            return error.status, wire.refusal(error)
+            return error.status, error.body()
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""

@@ -64,6 +64,8 @@ class ApiError(Exception):
         if path.startswith("/v1/messages"):
             kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
+        if path.endswith("/responses") and self.param == "messages":
+            self.param = "input"
         return self.body()
 
     def response(self, path: str = "") -> JSONResponse:

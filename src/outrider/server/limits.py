@@ -6,6 +6,8 @@ else needs a key when keys are set.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import re
 import socket
@@ -20,10 +22,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..types import OutriderError
 from .errors import ApiError, bad, shutting_down
 from .fair import WaitEstimate
-from .keys import Keys
-from .settings import LOOPBACK, ServerSettings
+from .settings import LOOPBACK, ServerSettings, read_keys
 
 log = logging.getLogger("outrider.server")
 OPEN_PATHS = ("/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version")
@@ -86,6 +88,42 @@ class Admission:
                 del self._of[client]
 
 
+class Keys:
+    """The valid API keys: those of the command line, and those of a file, which is read again on SIGHUP."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._keys = [k.encode() for k in settings.api_keys]
+        self._own, self._file = settings.api_key, settings.api_key_file
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, given: bytes) -> str | None:
+        """The client of a key. Compares with every key, in constant time each, so that timing reveals nothing."""
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        return f"key {matches.index(True)}" if any(matches) else None
+
+    def namespace(self, who: str) -> bytes:
+        """A salt that separates this key's prefixes from other keys': stable over restarts, and not the key itself."""
+        number = who.removeprefix("key ")
+        if not self._keys or who == number or int(number) >= len(self._keys):
+            return b""
+        return hashlib.blake2b(self._keys[int(number)], digest_size=16, person=b"outrider-prefix").digest()
+
+    def reload(self) -> None:
+        """Read the file again. One that can't be read leaves the keys as they were: a typing error must not open the
+        server."""
+        if self._file is None:
+            log.warning("there is no --api-key-file to read again")
+            return
+        try:
+            self._keys = [k.encode() for k in read_keys(self._own, self._file)]
+        except OutriderError as e:
+            log.error("the API keys stay as they were: %s", e)
+        else:
+            log.info("read %d API keys again", len(self._keys))
+
+
 class RequestGuard:
     """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind
     it."""
@@ -116,7 +154,12 @@ class RequestGuard:
             before, path = scope["path"].removesuffix(path), f"/{path.strip('/')}"
             path = SLASHES.sub("/", path)
             scope = {**scope, "path": before + path}
-        state = {**scope.get("state", {}), "request_id": id, "client": _address(scope), "path": path}
+        state = {
+            **scope.get("state", {}),
+            "request_id": id,
+            "client": str((scope.get("client") or ("local",))[0]),
+            "path": path,
+        }
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers)
         got, refused = 0, False
@@ -204,7 +247,7 @@ class RequestGuard:
         """A web page elsewhere must not drive this server. A preflight is answered all the same: only so can the page
         read the refusal."""
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
-        if origin and urlsplit_netloc(origin) != host and not self._may_call(origin):
+        if origin and _split(origin).netloc != host and not self._may_call(origin):
             raise ApiError(
                 403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin"
             )
@@ -255,10 +298,6 @@ class RequestGuard:
         return who
 
 
-def _address(scope: Scope) -> str:
-    return str((scope.get("client") or ("local",))[0])
-
-
 def _split(address: str) -> SplitResult:
     try:
         return urlsplit(address)
@@ -279,7 +318,3 @@ def local_origin(origin: str) -> bool:
     if scheme in LOCAL_SCHEMES:
         return bool(rest)
     return scheme in ("http", "https") and _hostname(rest) in LOOPBACK
-
-
-def urlsplit_netloc(origin: str) -> str:
-    return _split(origin).netloc

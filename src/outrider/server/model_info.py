@@ -19,9 +19,9 @@ from ..weights import hub
 from ..weights.files import Files, fingerprint
 from ..weights.sizes import StoredSize, stored_size
 from .adapters import with_adapters
-from .defaults import OLLAMA, OPENAI
 from .runner import EngineLike
 from .settings import without_paths
+from .spellings import OLLAMA, OPENAI
 from .wire import Json
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pydantic import JsonValue
 
 from .answer import Answer, AnswerChoice, Delta, ToolCall
-from .defaults import OLLAMA
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
+from .spellings import OLLAMA
 from .wire import Json, arguments_of
 
 VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
@@ -196,10 +196,7 @@ class OllamaWire:
         return _dumped({**self._line(answer.model), **self._end(answer)})
 
     def error(self, error: ApiError) -> str:
-        return _dumped(self.refusal(error))
-
-    def refusal(self, error: ApiError) -> Json:
-        return error.body_for("/api/")
+        return _dumped(error.body_for("/api/"))
 
     def loaded(self, model: str) -> Json:
         """The answer to a call that asks nothing. (`keep_alive: 0` asks for the model to go; here it goes when its

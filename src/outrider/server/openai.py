@@ -30,9 +30,6 @@ class OpenAIWire:
     def error(self, error: ApiError) -> str:
         return sse(error.body())
 
-    def refusal(self, error: ApiError) -> Json:
-        return error.body()
-
     # ---- whole
 
     def whole(self, answer: Answer) -> Json:

@@ -24,6 +24,8 @@ from .wire import Json, sse
 BODY = TypeAdapter(dict[str, object])
 # in addition to those of schema.py
 UNHEEDED = ("background", "max_tool_calls", "client_metadata", "context_management", "access_programs")
+# fields that have the same name and meaning in a chat request
+SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls", "outrider", "seed", "tool_choice"}
 BETWEEN = "__"  # a namespace and a name
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
@@ -248,18 +250,11 @@ class ResponsesWire:
             more = f"\n\n{read.pop(0)['content']}" if read[:1] and read[0]["role"] == "system" else ""
             read.insert(0, {"role": "system", "content": body.instructions + more})
         out: Json = {
-            "model": body.model,
+            **body.model_dump(include=SAME),
             "messages": read,
             "max_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "stream": body.stream,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "outrider": body.outrider,
-            "seed": body.seed,
             "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
             "tools": [{"type": "function", "function": f} for f in offered(body.tools or [])] or None,
-            "tool_choice": body.tool_choice,
             **{k: given[k] for k in INERT if k in given},
         }
         if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
@@ -311,10 +306,6 @@ class ResponsesWire:
 
     def error(self, error: ApiError) -> str:
         return self._event("error", code=error.code, message=error.message, param=error.param)
-
-    def refusal(self, error: ApiError) -> Json:
-        error.param = "input" if error.param == "messages" else error.param
-        return error.body()
 
     def _kept(self, response: Json) -> Json:
         """Stored for the requests that go on from it, unless its sender does not want that."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ..engine.grammar import AllowedTokens
 from ..types import OutriderError, SamplingParams
-from .defaults import UNCHANGED
 from .errors import bad
 from .schema import ChatRequest, Common, CompletionRequest
+from .spellings import UNCHANGED
 
 if TYPE_CHECKING:
     from .model_info import ServedModel

@@ -23,9 +23,8 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from ..types import MAX_DRAFT
-from .defaults import OPENAI
 from .grammar_source import Kind
-from .spellings import MOST_LOGPROBS, Biases, Integer, Top, chat, sampling, split_prompts
+from .spellings import MOST_LOGPROBS, OPENAI, Biases, Integer, Top, chat, sampling, split_prompts
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
