@@ -6,6 +6,7 @@ to another sequence, or a prefix computed for another request would show.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,25 @@ def plain(variant: str, requests: list[Request]) -> dict[str, list[int]]:
     return {r.id: run(engine, [Request(r.id, r.prompt, r.params, 0, False)])[r.id] for r in requests}
 
 
+PARAMS: dict[str, dict[str, Any]] = {"greedy": {}, "T0.7": {"temperature": 0.7, "seed": 5}, "T1.3+all": HOT}
+
+
+def three(params: str) -> list[Request]:
+    return [request(f"{k}", PROMPT[k:], k=k, **{**PARAMS[params], "max_tokens": 12}) for k in (1, 3, 16)]
+
+
+@cache
+def wanted(variant: str, params: str) -> dict[str, list[int]]:
+    return plain(variant, three(params))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "seed": 5}, HOT], ids=["greedy", "T0.7", "T1.3+all"])
-def test_every_layout(folder: Path, layout: str, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", PARAMS)
+def test_every_layout(folder: Path, layout: str, params: str) -> None:
     variant = "dense" if "gemma" in layout else "llama"
     made = audited(folder, layout, variant)
     engine = tiny_engine(variant, made, names=(), model=MODELS[variant])
-    jobs = [request(f"{k}", PROMPT[k:], k=k, **{**params, "max_tokens": 12}) for k in (1, 3, 16)]
-    assert run(engine, jobs) == plain(variant, jobs)
+    assert run(engine, three(params)) == wanted(variant, params)
     assert made.audits and engine.metrics.drafted > 0 and engine.metrics.drafter_failures == 0
     assert engine.executors[0].name == "eager"
 

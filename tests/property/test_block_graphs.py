@@ -152,11 +152,12 @@ def test_no_value_is_looked_at(layout: str) -> None:
     sampling = SlotSampling(5, VOCAB, (1,), torch.device("meta"))
     state = State.of(torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"), sampling)
     inputs = Inputs.of(torch.device("meta"), 4, 2)
-    for choosing in ("greedy", "sampled", "sort"):
-        for k, nodes in ((0, 0), (2, 0), (16, 0), (4, min(15, made.max_nodes(4)))):
-            key = Key(2, k, 512, choosing, "drafter" if k else None, nodes=nodes)  # type: ignore[arg-type]
-            logits = DecodeStep(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
-            assert logits is not None and logits.shape == (2 * (key.drafted + 1), VOCAB)
+    chains, tree = ((0, 0), (2, 0), (16, 0)), (4, min(15, made.max_nodes(4)))
+    steps = [("sampled", *shape) for shape in (*chains, tree)] + [("greedy", *tree), ("sort", *tree)]
+    for choosing, k, nodes in steps:
+        key = Key(2, k, 512, choosing, "drafter" if k else None, nodes=nodes)  # type: ignore[arg-type]
+        logits = DecodeStep(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
+        assert logits is not None and logits.shape == (2 * (key.drafted + 1), VOCAB)
 
 
 def test_a_block_s_own_width_has_a_graph(folder: Path) -> None:

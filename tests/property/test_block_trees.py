@@ -3,6 +3,7 @@ stood beside it. In single operations, and in the function that a graph captures
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("block")
 
 
+@cache
+def wanted(variant: str, params: str) -> dict[str, list[int]]:
+    return plain(variant, [request("a", PROMPT, **PARAMS[params])])
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("layout", KINDS)
 def test_every_layout(folder: Path, layout: str, graphs: bool) -> None:
@@ -33,8 +39,7 @@ def test_every_layout(folder: Path, layout: str, graphs: bool) -> None:
     for name, params in PARAMS.items():
         made = audited(folder, layout, variant)
         engine = tiny_engine(variant, made, names=(), model=MODELS[variant], graphs=graphs)
-        want = plain(variant, [request("a", PROMPT, **params)])
-        assert run(engine, [tree_request("a", PROMPT, 3, 7, **params)]) == want, name
+        assert run(engine, [tree_request("a", PROMPT, 3, 7, **params)]) == wanted(variant, name), name
         chains = graphs and name in ("T1.3+all", "grammar", "logprobs")
         assert engine.metrics.drafter_failures == 0 and engine.metrics.drafted > 0
         assert (engine.metrics.trees == 0) == chains

@@ -81,7 +81,7 @@ def test_every_variant_and_k(variant: str, params: dict[str, Any]) -> None:
     want = plain(variant, PROMPT, params)
     drafters = [None] + ([mtp_drafter(MODELS[variant], variant, c) for c in (False, True)] if variant in GEMMA4 else [])
     for drafter in drafters:
-        for k in (1, 2, 3, 5, 8, 16):
+        for k in (1, 5, 16):  # the ends and one between; the rest is drawn in test_random_batches
             engine = tiny_engine(variant, drafter, model=MODELS[variant])
             assert run(engine, [request("a", PROMPT, k=k, **params)])["a"] == want, (variant, drafter, k)
             if drafter is not None:

@@ -43,7 +43,7 @@ def test_alone_in_a_batch_and_with_drafts(folders: tuple[str, str], ops: str, te
     for prompt in prompts():
         llm.engine.store.prefix.clear()
         alone.append(llm.generate(prompt, params, drafter=False)[0].token_ids)
-    for k in (1, 4, 8) if ops == "cpu" else (4,):
+    for k in (1, 8) if ops == "cpu" else (4,):
         llm.engine.store.prefix.clear()
         if ops == "cpu":  # torch's products may round otherwise for another number of rows
             batch = llm.generate(prompts(), params, draft_tokens=k)

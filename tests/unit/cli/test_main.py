@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -144,14 +145,22 @@ def outrider(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-m", "outrider", *words], stderr=subprocess.PIPE, timeout=120, **more)
 
 
-def test_input_and_output_that_are_no_text_or_closed() -> None:
-    done = outrider("generate", "m", "-", input=b"\xff\xfe")
-    assert (done.returncode, done.stderr) == (
-        2,
-        b"outrider: standard input is not UTF-8: invalid start byte at byte 0\n",
-    )
-    done = outrider("generate", "m", "-", preexec_fn=lambda: os.close(0))
-    assert (done.returncode, done.stderr) == (2, b"outrider: standard input is closed: nothing can be read from it\n")
+@pytest.mark.parametrize(
+    ("stdin", "told"),
+    [
+        (io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"), "not UTF-8: invalid start byte at byte 0"),
+        (None, "closed: nothing can be read from it"),  # what Python makes of a descriptor 0 that is closed
+    ],
+    ids=["no text", "closed"],
+)
+def test_input_that_is_no_text_or_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stdin: io.TextIOWrapper | None, told: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert called(monkeypatch, capsys, "generate", "m", "-") == (2, f"outrider: standard input is {told}\n")
+
+
+def test_output_that_has_not_every_letter() -> None:
     done = outrider("inspect", MODEL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and b" ? 5: " in done.stdout and done.stderr == b""  # a dot that ASCII has not
 
@@ -167,7 +176,7 @@ def test_a_reader_who_leaves_is_not_worth_a_word() -> None:
 def test_output_that_cannot_be_written_is_one_line() -> None:
     """Whether it is noticed while the command runs or, as of what is short, when it is over."""
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    for words in (["inspect", MODEL], ["--version"]):
+    for words in (["generate", "--help"], ["--version"]):
         with open("/dev/full", "wb") as full:
             done = outrider(*words, stdout=full, env=buffered)
         assert (done.returncode, done.stderr) == (2, b"outrider: No space left on device\n")

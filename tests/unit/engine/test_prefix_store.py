@@ -94,23 +94,30 @@ def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
         assert torch.equal(x[wrote["full"]], y[read["full"]])
 
 
+ANSWER = """
+import sys
+from outrider.config import EngineConfig
+from outrider.llm import LLM
+from outrider.types import SamplingParams
+
+def answer(model, store):
+    llm = LLM.load(model, device="cpu", threads=1, drafter="none", engine=EngineConfig(prefix_store=store))
+    asked = SamplingParams(temperature=1.0, seed=3, max_tokens=12)
+    done = llm.generate([[5 + i % 200 for i in range(300)]], asked)[0]
+    llm.engine.store.disk.flush()
+    return [done.token_ids, done.stats.cached_tokens, llm.engine.store.disk.pages_read]
+"""
+
+
 def test_a_new_process_reads_pages_from_disk(tmp_path: Path) -> None:
     model = tiny.write(tiny.target("llama"), tmp_path / "model")
-    script = (
-        "import sys\nfrom outrider.llm import LLM\nfrom outrider.config import EngineConfig\nfrom outrider.types import SamplingParams\n"
-        "llm = LLM.load(sys.argv[1], device='cpu', threads=1, drafter='none', engine=EngineConfig(prefix_store=sys.argv[2]))\n"
-        "done = llm.generate([[5 + i % 200 for i in range(300)]], SamplingParams(temperature=1.0, seed=3, max_tokens=12))[0]\n"
-        "llm.engine.store.disk.flush()\n"
-        "print(done.token_ids, done.stats.cached_tokens, llm.engine.store.disk.pages_read)"
-    )
-    told = []
-    for _ in range(2):
-        command = [sys.executable, "-c", script, str(model), str(tmp_path / "store")]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert ran.returncode == 0, ran.stderr
-        told.append(ran.stdout.strip().rsplit(" ", 2))
-    assert told[0][0] == told[1][0], "the same text"
-    assert told[0][1:] == ["0", "0"] and told[1][1:] == ["288", "9"], "nine pages of 32 tokens"
+    places, here = [str(model), str(tmp_path / "store")], dict[str, Any]()
+    exec(ANSWER, here)
+    text, cached, read = here["answer"](*places)
+    command = [sys.executable, "-c", f"{ANSWER}\nprint(answer(*sys.argv[1:]))", *places]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert (cached, read) == (0, 0) and ran.stdout.strip() == str([text, 288, 9]), "nine pages of 32 tokens"
 
 
 def test_files_are_their_owners_alone(tmp_path: Path) -> None:
