@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 import typer.main
 from rich.console import Console
+from typer.models import ArgumentInfo, OptionInfo
 
 from ..config import ALIASES, OPTIONS, LoadSettings, Option, options, user_file
 from ..prompts import read_prompts
@@ -116,13 +117,15 @@ def serving(settings: type) -> Callable[[Command], Command]:
 
 def taking(settings: type) -> Callable[[Command], Command]:
     """Gives a command the fields of a dataclass as arguments and options; it gets them as its parameter `asked`. An
-    annotation carries the help of its option, or a typer option."""
+    annotation ends with the help of its option, or a typer option; fields without such a one are no options."""
     hints = get_type_hints(settings, include_extras=True)
     parameters = {}
     for field in fields(settings):
-        kind, about = get_args(hints[field.name])
+        kind, *notes = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (None,)
+        if not notes or not isinstance(notes[-1], str | OptionInfo | ArgumentInfo):
+            continue
         default = Parameter.empty if field.default is MISSING else field.default
-        about = typer.Option(help=about) if isinstance(about, str) else about
+        about = typer.Option(help=notes[-1]) if isinstance(notes[-1], str) else notes[-1]
         parameters[field.name] = Parameter(
             field.name,
             Parameter.KEYWORD_ONLY,

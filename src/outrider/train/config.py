@@ -1,7 +1,5 @@
 """The settings of a training run: one frozen dataclass, filled by the command line and by the TOML of a recipe.
 Torch-free.
-
-A dozen of the fields are options of `outrider train`. All others are keys of a recipe, under the same names.
 """
 
 # ruff: noqa: SIM905  # tables of names are easier to read as words
@@ -11,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from ..types import OutriderError
 
@@ -19,72 +17,93 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Bound:
+    """The allowed values of a field, in words and as a test."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+COUNT = Bound("a whole number of at least 1", lambda n: n >= 1 and n == int(n))
+SIZE = Bound("a whole number of at least 0", lambda n: n >= 0 and n == int(n))
+SHARE = Bound("in [0, 1]", lambda n: 0.0 <= n <= 1.0)
+POSITIVE = Bound("above 0", lambda n: 0.0 < n < float("inf"))
+
+
+@dataclass(frozen=True)
 class TrainConfig:
-    target: str
-    data: Path
-    out: Path
+    """A field with a text in its annotation is an option of the command, and the text is its help."""
+
+    target: Annotated[str, "The model to draft for: smollm2, a folder, a .gguf file, or a Hugging Face id."]
+    data: Annotated[Path, "Prompts as JSON lines ({'prompt': ...}), gzipped or not."]
+    out: Annotated[Path, "Folder of the run; the same command continues it."]
     # the data
     texts: bool = False  # plain texts instead of prompts to answer
-    eval_data: Path | None = None  # prompts to evaluate on instead of held-out ones
-    limit: int | None = None  # prompts
-    heldout: int = 256  # prompts kept for evaluation, a fifth of all at most
-    max_prompt: int = 0  # longer prompts are left out; 0: 512 tokens, on a CPU 256
-    max_new: int = 0  # tokens per answer; 0: 192, on a CPU 96
-    temperature: float = 0.8  # of sampled answers
-    greedy_share: float = 0.5  # of the answers
-    answers_per_prompt: float = 1.0  # on average; those after the first are sampled
+    eval_data: Annotated[Path | None, "Prompts to evaluate on, a file like --data. Default: held-out ones."] = None
+    limit: Annotated[int | None, COUNT, "Use only the first prompts."] = None
+    heldout: Annotated[int, SIZE] = 256  # prompts kept for evaluation, a fifth of all at most
+    max_prompt: Annotated[int, SIZE] = 0  # longer prompts are left out; 0: 512 tokens, on a CPU 256
+    max_new: Annotated[int, SIZE, "Maximum tokens per answer; 0: 192, on a CPU 96."] = 0
+    temperature: Annotated[float, Bound("in [0, 100]", lambda n: 0.0 <= n <= 100.0)] = 0.8  # of sampled answers
+    greedy_share: Annotated[float, SHARE] = 0.5  # of the answers
+    answers_per_prompt: Annotated[float, POSITIVE] = 1.0  # on average; those after the first are sampled
     answer_seed: int | None = None  # None: seed
-    answer_processes: int = 1  # that answer, each with an engine of its own (many.py)
-    slots: int | None = None  # prompts answered at a time by a process; None: 8, on a GPU 256
+    answer_processes: Annotated[int, COUNT] = 1  # that answer, each with an engine of its own (many.py)
+    slots: Annotated[int | None, COUNT] = None  # prompts answered at a time by a process; None: 8, on a GPU 256
     categories: dict[str, float] = field(default_factory=dict)  # answers per prompt of a category, where others get 1
     carry: tuple[Path, ...] = ()  # data of earlier phases to learn from too
-    carry_share: float = 1.0  # share of their sampled answers that is taken
+    carry_share: Annotated[float, SHARE] = 1.0  # share of their sampled answers that is taken
     # the drafter
-    kind: str = "mtp"  # or dflash, eagle3
-    init: str | None = None  # a drafter to start from
-    adapter: str | None = None  # a LoRA adapter of the target: the drafter is for the model with it
+    kind: Annotated[str, "mtp: reads the target's K/V. dflash, eagle3: kinds that other engines load too."] = "mtp"
+    init: Annotated[str | None, "Start from this drafter (for a fine-tuned or quantised target)."] = None
+    adapter: Annotated[str | None, "A LoRA adapter (folder, .gguf file, id): draft for the target with it."] = None
     style: str = "auto"  # auto, plain (reads any layers, head of the target) or gemma (Gemma 4's layout)
-    layers: int = 0  # 0: 6; dflash: 4; eagle3 always has one
+    layers: Annotated[int, SIZE] = 0  # 0: 6; dflash: 4; eagle3 always has one
     kv_layers: tuple[int, ...] = ()  # plain style: the target layers to read; empty: spread over the upper half
     taps: tuple[int, ...] = ()  # target layers whose hidden state is fed in; empty: none; dflash, eagle3: 5, 3 of them
-    hidden_size: int | None = None  # None: the target's (plain), 256 (gemma)
-    intermediate_size: int | None = None
-    position_offset: int = 2  # plain style: the constant position is L - offset
-    clusters: int | None = None  # of the head; None: by the vocabulary; 0: none
+    hidden_size: Annotated[int | None, COUNT] = None  # None: the target's (plain), 256 (gemma)
+    intermediate_size: Annotated[int | None, COUNT] = None
+    position_offset: Annotated[int, SIZE] = 2  # plain style: the constant position is L - offset
+    clusters: Annotated[int | None, SIZE] = None  # of the head; None: by the vocabulary; 0: none
     recluster: bool = False  # with init: cluster the vocabulary again, by which tokens are likely together
-    cluster_recall: float = 0.99  # cluster_top is the cheapest that finds the full head's token this often
-    cluster_top: int | None = None  # clusters scored per step instead, whatever they find
+    cluster_recall: Annotated[float, SHARE] = 0.99  # cluster_top is the cheapest that finds the full head's token
+    cluster_top: Annotated[int | None, COUNT] = None  # clusters scored per step instead, whatever they find
     # the loss
-    unroll: int = 0  # draft tokens per anchor; 0: 5, on a CPU 3; dflash: 7, a block of 8
-    anchor_share: float = 0.0  # share of a batch's positions that are drafted from; 0: all; dflash, eagle3: a quarter
+    unroll: Annotated[int, SIZE] = 0  # draft tokens per anchor; 0: 5, on a CPU 3; dflash: 7, a block of 8
+    # share of a batch's positions that are drafted from; 0: all; dflash, eagle3: a quarter
+    anchor_share: Annotated[float, SHARE] = 0.0
     loss: str = "soft=1,tv=0.5"  # weights of the terms soft, tv, hard, lk, second
     greedy_loss: str = ""  # the same for greedy answers; empty: as for the others
-    step_decay: float = 0.8  # weight of draft step j: step_decay^(j-1)
-    survival_weight: float = (
-        0.0  # 0..1: how far a step's weight follows the chance that the steps before it are accepted
-    )
-    loss_row_share: float = 1.0  # share of a draft step's rows that the next step's loss looks at, drawn by weight
-    cluster_grad_share: float = 0.0  # share of the clustered head's gradient that reaches the drafter
-    qat_start: float = 1.0  # share of the run after which the layers are trained in 4 bits; 1: never
+    step_decay: Annotated[float, SHARE] = 0.8  # weight of draft step j: step_decay^(j-1)
+    # how far a step's weight follows the chance that the steps before it are accepted
+    survival_weight: Annotated[float, SHARE] = 0.0
+    # share of a draft step's rows that the next step's loss looks at, drawn by weight
+    loss_row_share: Annotated[float, SHARE] = 1.0
+    cluster_grad_share: Annotated[float, SHARE] = 0.0  # share of the clustered head's gradient that reaches the drafter
+    qat_start: Annotated[float, SHARE] = 1.0  # share of the run after which the layers are trained in 4 bits; 1: never
     # the optimizer
-    steps: int = 2000
-    minutes: float | None = None  # wall-clock time of everything instead, over all runs that continue one another
-    answer_minutes: float | None = None  # of these, at most for answering
+    steps: Annotated[int, COUNT, "Optimizer steps."] = 2000
+    minutes: Annotated[
+        float | None,
+        POSITIVE,
+        "Wall-clock time of everything (loading, answering, training, evaluation), instead of --steps.",
+    ] = None
+    answer_minutes: Annotated[float | None, POSITIVE] = None  # of these, at most for answering
     optimizer: str = "adamw"  # or muon
-    lr: float = 2e-3
-    warmup_steps: int = 0  # 0: 50, on a CPU 10
-    lr_hold: float = 0.3  # share of the run at the full rate; then it falls linearly
-    lr_final: float = 0.02  # to this share of it
+    lr: Annotated[float, POSITIVE, "Learning rate."] = 2e-3
+    warmup_steps: Annotated[int, SIZE] = 0  # 0: 50, on a CPU 10
+    lr_hold: Annotated[float, SHARE] = 0.3  # share of the run at the full rate; then it falls linearly
+    lr_final: Annotated[float, SHARE] = 0.02  # to this share of it
     weight_decay: float = 0.01
-    grad_clip: float = 1.0
-    batch_anchors: int | None = None  # positions drafted from per batch; None: what memory and speed allow
-    grad_accumulation: int = 1  # batches per step
+    grad_clip: Annotated[float, POSITIVE] = 1.0
+    batch_anchors: Annotated[int | None, COUNT] = None  # drafted from per batch; None: what memory and speed allow
+    grad_accumulation: Annotated[int, COUNT] = 1  # batches per step
     seed: int = 0
-    log_every: int = 20
-    eval_every: int = 500  # steps; 0: only at the end
-    patience: int = 0  # evaluations without a better result before stopping; 0: never
-    save_every: int = 0  # steps between checkpoints; 0: by time alone
-    save_minutes: float = 1.0
+    log_every: Annotated[int, COUNT] = 20
+    eval_every: Annotated[int, SIZE] = 500  # steps; 0: only at the end
+    patience: Annotated[int, SIZE] = 0  # evaluations without a better result before stopping; 0: never
+    save_every: Annotated[int, SIZE] = 0  # steps between checkpoints; 0: by time alone
+    save_minutes: Annotated[float, POSITIVE] = 1.0
     # where
     device: str = "cpu"
     dtype: str = ""  # float32 or bfloat16; empty: bfloat16 where the device multiplies it
@@ -109,13 +128,12 @@ class TrainConfig:
 
     def validated(self) -> TrainConfig:
         """Itself; OutriderError names the first field that is out of range."""
-        for name, value in vars(self).items():
-            bound = next((bound for bound, names in BOUNDS.items() if name in names), None)
-            if value is None or bound is None:
-                continue
+        for name, notes in notes_by_field().items():
+            value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not CHECKS[bound](value):
-                raise OutriderError(f"{label(name)} must be {bound}, got {value!r}")
+            for bound in (note for note in notes if isinstance(note, Bound) and value is not None):
+                if not number or not bound.holds(value):
+                    raise OutriderError(f"{label(name)} must be {bound.words}, got {value!r}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise OutriderError(
@@ -144,7 +162,6 @@ OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
     "dflash": {"layers": (4, 4), "unroll": (7, 7), "anchor_share": (0.25, 0.25)},
     "eagle3": {"layers": (1, 1), "anchor_share": (0.25, 0.25)},
 }
-OPTIONS = "target adapter data out kind recipe init eval_data limit steps minutes lr max_new device".split()
 COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
 # Settings that may change freely in a resumed run. A change of CHANGEABLE is reported; all others are refused.
 FREE = COMMAND_ONLY | set(
@@ -155,26 +172,6 @@ CHANGEABLE = set(
     "survival_weight loss_row_share anchor_share "
     "loss greedy_loss cluster_grad_share eval_every patience cluster_recall cluster_top".split()
 )
-CHECKS: dict[str, Callable[[float], bool]] = {
-    "a whole number of at least 1": lambda n: n >= 1 and n == int(n),
-    "a whole number of at least 0": lambda n: n >= 0 and n == int(n),
-    "in [0, 1]": lambda n: 0.0 <= n <= 1.0,
-    "above 0": lambda n: 0.0 < n < float("inf"),
-    "in [0, 100]": lambda n: 0.0 <= n <= 100.0,
-}
-BOUNDS = {
-    "a whole number of at least 1": "limit answer_processes slots hidden_size intermediate_size cluster_top "
-    "steps batch_anchors "
-    "grad_accumulation log_every".split(),
-    "a whole number of at least 0": "heldout max_prompt max_new layers unroll warmup_steps position_offset clusters "
-    "eval_every patience "
-    "save_every".split(),
-    "in [0, 1]": "greedy_share anchor_share carry_share cluster_recall step_decay survival_weight loss_row_share "
-    "cluster_grad_share qat_start lr_hold "
-    "lr_final".split(),
-    "above 0": "minutes answer_minutes lr save_minutes grad_clip answers_per_prompt".split(),
-    "in [0, 100]": ["temperature"],
-}
 CHOICES = {
     "kind": ("mtp", "dflash", "eagle3"),
     "style": ("auto", "plain", "gemma"),
@@ -183,6 +180,13 @@ CHOICES = {
 }
 
 
+def notes_by_field() -> dict[str, tuple[object, ...]]:
+    """Of each field: its bound and its option's help, as far as it has them."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
 def label(name: str) -> str:
     """How a user writes a field."""
-    return "--" + name.replace("_", "-") if name in OPTIONS else f"{name} (a key of the recipe)"
+    option = any(isinstance(note, str) for note in notes_by_field()[name])
+    return "--" + name.replace("_", "-") if option else f"{name} (a key of the recipe)"
