@@ -122,7 +122,7 @@ class LoadSettings:
     ] = None
     ops: Annotated[
         str,
-        "Kernels: auto | reference (plain torch) | cpu | cpu:LEVEL (`outrider inspect --cpu` lists them) | triton | "
+        "Kernels: auto | reference (plain torch) | cpu | cpu:LEVEL (`outrider doctor` lists them) | triton | "
         "triton:dense (16-bit weights).",
     ] = "auto"
     threads: Annotated[int | None, "CPU threads. Default, and at most: the cores this process may use."] = None

@@ -98,12 +98,15 @@ def _extras() -> Iterator[Diagnosis]:
 
 
 def _cpu(build: bool) -> Iterator[Diagnosis]:
-    from ..ops.cpu.build import BuildError, best_isa, compiler, found, processor, shared_object
+    from ..ops.cpu.build import BuildError, best_isa, compiler, found, levels, processor, shared_object
 
     isa, cores = best_isa(), len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
     about = f"{processor()}, {cores} cores for this process, kernels: {isa}"
     yield Diagnosis("note" if isa in slow else "ok", "processor", about, slow.get(isa, ""))
+    for level in levels():
+        lacks = f"this processor lacks {', '.join(level.missing)}" if level.missing else f"--ops cpu:{level.name}"
+        yield Diagnosis("ok", f"level {level.name}", "in use" if level.in_use else lacks)
     load = os.getloadavg()[0]
     if load > cores / 2:
         advice = "other processes will slow decoding and spoil measured costs"

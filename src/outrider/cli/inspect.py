@@ -28,28 +28,6 @@ if TYPE_CHECKING:
 VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
 
 
-def show_cpu(asked: bool) -> None:
-    """The levels of the C kernels: which one runs here, what the others lack."""
-    if not asked:
-        return
-    from ..ops.cpu.build import SHIPPED, levels, processor
-    from ..ops.cpu.ops import default_threads
-
-    out.print(Text.assemble((processor(), "bold"), f", {default_threads()} threads"))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for title in ("kernels", "", "library"):
-        table.add_column(title)
-    for level in levels():
-        lacks = f"this processor lacks {', '.join(level.missing)}" if level.missing else "can run"
-        state = "in use" if level.in_use else lacks
-        shipped = level.built is not None and level.built.parent == SHIPPED
-        kept = "shipped" if shipped else str(level.built or "compiled at first use")
-        table.add_row(level.name, state, "–" if level.missing else kept)
-    out.print(table)
-    out.print("The first that the processor can run is used; --ops cpu:LEVEL asks for another.", style="dim")
-    raise typer.Exit
-
-
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
     model: common.Model
@@ -69,15 +47,6 @@ class InspectOptions:
         "Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8.",
     ] = None
     as_json: common.AsJson = False
-    _: Annotated[
-        bool,
-        typer.Option(
-            "--cpu",
-            help="Which CPU kernels this machine uses and why; needs no model.",
-            is_eager=True,
-            callback=show_cpu,
-        ),
-    ] = False
 
 
 @common.loading("kv_dtype", "vision")

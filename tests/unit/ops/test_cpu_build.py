@@ -302,13 +302,13 @@ def test_levels_say_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     assert build.runnable() == ("avxvnni", "avx2", "generic")
 
 
-def test_inspect_cpu() -> None:
+def test_doctor_lists_the_levels() -> None:
     from typer.testing import CliRunner
 
     from outrider.cli.main import app
 
-    result = CliRunner().invoke(app(), ["inspect", "--cpu"])
-    assert result.exit_code == 0 and "in use" in result.output and build.best_isa() in result.output
+    result = CliRunner().invoke(app(), ["doctor", "--no-build"])
+    assert f"level {build.best_isa()}" in result.output and result.output.count("in use") == 1
 
 
 def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
