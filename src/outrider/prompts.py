@@ -77,3 +77,12 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
         raise OutriderError(f"{where}: max_tokens must be a whole number, 1 or more, got {json.dumps(most)}")
     name = row.get("id", f"spec_bench/{row['question_id']}" if "question_id" in row else number)
     return Prompt(str(name), str(row.get("category", "all")), text, most, row)
+
+
+def mend_end(path: Path) -> None:
+    """Cuts off a last line that was torn as its process was killed, so that appended text starts on a new line."""
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from ..prompts import Prompt
+from ..prompts import Prompt, mend_end
 from ..types import OutriderError, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
@@ -152,16 +152,8 @@ class Store:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-        self._mend()
+        mend_end(self.path)
         self.done = {cell.key for cell in read_cells(folder)}
-
-    def _mend(self) -> None:
-        """Drop a last line that was cut off in the middle."""
-        if self.path.exists():
-            data = self.path.read_bytes()
-            if data and not data.endswith(b"\n"):
-                with self.path.open("r+b") as file:
-                    file.truncate(data.rfind(b"\n") + 1)
 
     def add(self, cell: Cell) -> None:
         with self.path.open("a", encoding="utf-8") as file:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from ..config import LoadSettings
 from ..types import OutriderError
 from . import common
 from .common import err
+from .progress import StageProgress
 
 if TYPE_CHECKING:
     from ..server.batch import BatchProgress
@@ -58,21 +57,13 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
     common.check_file("--out", asked.out)
     if not asked.ray:
         llm = common.load_llm(chosen, replace(load, engine=replace(load.engine, max_batch=asked.max_concurrent)))
-    columns = [
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    ]
     began = time.monotonic()
-    with Bar(*columns, console=err) as bar:
-        task = bar.add_task("", total=None, speed="")
+    with StageProgress() as shown:
 
         def tell(p: BatchProgress) -> None:
             speed = p.new_tokens / max(1e-9, time.monotonic() - began)
             failed = f", {p.failed} failed" if p.failed else ""
-            bar.update(task, total=p.total, completed=p.done, speed=f"{speed:.0f} tokens/s{failed}")
+            shown("answering", p.done, p.total, f"{speed:.0f} tokens/s{failed}")
 
         if asked.ray:
             given = {

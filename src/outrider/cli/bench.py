@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import LoadSettings, parse_tree
 from ..types import OutriderError
 from . import common
-from .common import err, out
+from .common import out
+from .progress import StageProgress
 
 if TYPE_CHECKING:
-    from ..bench.harness import BenchSettings, Cell, Contestant, Store
+    from ..bench.harness import BenchSettings, Contestant
     from ..bench.report import Row
-    from ..prompts import Prompt
 
 LOADED = ("verify", "dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
 
@@ -108,7 +107,16 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     store = harness.Store(asked.output, settings, asked.resume)
     if len(store.done) < harness.total(settings, prompts):
         contestants = _contestants(asked.model, ways, 0 in ks, common.parts(asked.against), max(batches), load)
-        _run(contestants, prompts, settings, store)
+        done, count = 0, harness.total(settings, prompts)
+        with StageProgress() as progress:
+
+            def tick(cell: harness.Cell | None) -> None:
+                nonlocal done
+                done += 1
+                if cell is not None:
+                    progress("bench", done, count, f"{cell.category} · {cell.contestant}")
+
+            harness.run(contestants, prompts, settings, store, tick)
     _report(asked.output, settings, asked.as_json, load.verify)
 
 
@@ -138,25 +146,6 @@ def _verdict(rows: list[Row], verify: str) -> None:
         name, same = wrong[0]
         share = 100 * (1 - same)
         raise OutriderError(f"{name} gave another text than plain decoding on {share:.1f} % of prompts: a bug")
-
-
-def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=err, transient=True)
-
-
-def _run(contestants: list[Contestant], prompts: list[Prompt], settings: BenchSettings, store: Store) -> None:
-    from ..bench import harness
-
-    with _bar() as progress:
-        task = progress.add_task("bench", total=harness.total(settings, prompts))
-
-        def tick(cell: Cell | None) -> None:
-            progress.advance(task)
-            if cell is not None:
-                progress.update(task, description=f"{cell.category} · {cell.contestant}")
-
-        harness.run(contestants, prompts, settings, store, tick)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from ..engine.step import Request
 from ..llm import LLM
 from ..models.inspect import kv_bytes
 from ..ops.cpu.ops import default_threads
+from ..prompts import mend_end
 from ..types import OutriderError, SamplingParams
 from .clock import Stop
 from .config import TrainConfig
@@ -111,14 +112,6 @@ def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
             ) from None
         found[answer.key] = answer
     return found
-
-
-def mend_end(path: Path) -> None:
-    """Cuts off a torn last line, so that appended text starts on a new line."""
-    if path.exists():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: int) -> Sequences:
