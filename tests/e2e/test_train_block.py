@@ -20,9 +20,9 @@ from outrider.llm import LLM
 from outrider.models.block_config import BlockConfig
 from outrider.prompts import read_prompts
 from outrider.train import run
-from outrider.train.block_export import block_dict
 from outrider.train.data import Sequences
 from outrider.train.evaluate import Judge, walk
+from outrider.train.export import block_dict
 from outrider.train.target import describe, encode, open_target
 from outrider.train.tools import EvalRequest, evaluate_drafter, export_drafter, load_net
 from outrider.types import OutriderError, SamplingParams

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 from math import exp
 
 import torch
@@ -25,39 +26,6 @@ from ..types import OutriderError
 from ..weights import load_target
 
 MOST = 512  # tokens of the sample
-SAMPLE = """\
-The harbour was quiet when the ferry left. Most of the passengers had gone below, where it was warm, and only a few \
-stayed on deck to
-watch the lights of the town grow small. A woman in a grey coat leaned on the rail and counted the lamps along the \
-pier: eleven, one of
-them broken since the storm in March. She had lived here for nine years, and in that time the price of bread had \
-doubled, the school had
-closed, and the old cinema had become a warehouse for bicycles. None of this was remarkable; it had happened in every \
-town on the coast.
-
-How does a heat pump work? It moves heat instead of making it. A fluid with a low boiling point evaporates in the \
-coils outside and takes up
-energy even from cold air; a compressor then raises its pressure, and with the pressure its temperature; inside the \
-house it condenses again
-and gives the heat away. Because one unit of electricity moves three or four units of heat, the machine costs less to \
-run than a boiler, as
-long as the difference between the two temperatures stays small.
-
-def median(values):
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return ordered[middle]
-    return (ordered[middle - 1] + ordered[middle]) / 2
-
-In 1854 a doctor in London marked every death from cholera on a map of the streets and saw that they lay around a \
-single water pump. The
-handle was taken off, and the epidemic, which was already fading, ended. The map convinced few people at the time. \
-Today it is shown in
-the first lecture of nearly every course on statistics, usually without the awkward detail that the number of deaths \
-had been falling
-for days.
-"""
 
 
 @dataclass(frozen=True)
@@ -95,11 +63,12 @@ def measure(
     model: str,
     quantize: str | None = None,
     threads: int | None = None,
-    text: str = SAMPLE,
+    text: str | None = None,
     kv_dtype: str = "auto",
     gpu: bool = False,
 ) -> Rounding:
-    """gpu: rounded as there, instead of as the CPU kernels do."""
+    """text: None is the package's sample. gpu: rounded as there, instead of as the CPU kernels do."""
+    text = text or resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
     held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu", threads)
     exact = ops_module.choose("cpu", "reference")
     rounded, ids = forced(model, held, quantize, text, kv_dtype)

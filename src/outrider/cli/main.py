@@ -22,7 +22,10 @@ COMMANDS = (
     *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "cluster-head", "export", "make-dummy"),
     *("demo", "doctor"),
 )
-FUNCTIONS = {"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"}
+FUNCTIONS = {
+    **{"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"},
+    **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "cluster-head", "export")},
+}
 MOVED = {  # commands that were renamed
     "cluster": "outrider cluster-head",
     "load": "outrider bench-server",

@@ -70,7 +70,7 @@ class DenseOps(ReferenceOps):
         normed = any(norm is not None for norm in norms)
         if not qkv.is_cuda or normed or not spec.writes or spec.k_eq_v or spec.norm_v:
             return super().rope_write(qkv, angles, norms, spec, kv)  # type: ignore[arg-type]
-        from .rotary import turn
+        from .kernels import turn
 
         q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
         self.write_kv(turn(k, *angles, 1.0), v, spec, kv)

@@ -1,7 +1,9 @@
 """Writes a trained drafter to disk.
 
-Gemma 4 targets: the `gemma4_assistant` layout that transformers and vLLM load. Other targets: the same files under our
-own model_type. `config_dict` and `DrafterConfig.from_hf` are inverses.
+An MTP drafter of a Gemma 4 target: the `gemma4_assistant` layout that transformers and vLLM load. Of other targets: the
+same files under our own model_type. Block drafters: the layouts of speculators (read by vLLM and the speculators
+package) and vLLM (z-lab's DFlash and SafeAILab's EAGLE-3; also read by SGLang and llama.cpp's converter). `config_dict`
+and `block_dict` are the inverses of `from_hf`; what a layout cannot express is an error that names it.
 """
 
 from __future__ import annotations
@@ -11,17 +13,22 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from stat import S_IMODE
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..models.block_config import BlockConfig
+from ..models.block_config import BlockConfig, Layout
 from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
 from ..models.names import tensor_plan
 from ..spec.block_load import block_plan
 from ..types import OutriderError
-from .block_export import Json, block_dict
 
+Json = dict[str, Any]
+LAYOUTS: dict[str, dict[str, Layout]] = {  # by kind of drafter
+    "speculators": {"dflash": "speculators", "eagle3": "speculators"},
+    "vllm": {"dflash": "z-lab", "eagle3": "eagle3"},
+}
 KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
 
 
@@ -85,7 +92,7 @@ def config_dict(config: DrafterConfig) -> Json:
         "num_global_key_value_heads": full.attn.kv_heads,
         "attention_k_eq_v": full.attn.k_eq_v or full.attn.kv_heads != sliding.attn.kv_heads,
         "sliding_window": sliding.attn.window or 512,
-        "rope_parameters": {KINDS[k]: rope_dict(l.rope) for k, l in (("sliding", sliding), ("full", full))},
+        "rope_parameters": {KINDS[k]: rope_dict(l.rope, gemma=True) for k, l in (("sliding", sliding), ("full", full))},
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -120,18 +127,98 @@ def config_dict(config: DrafterConfig) -> Json:
     return {**raw, "style": "gemma", **own}
 
 
-def rope_dict(rope: RopeSpec) -> Json:
-    if rope.scaling == "linear":
-        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.factor}
-    if rope.scaling == "llama3":
-        raise OutriderError("rotary frequencies of Llama 3 have no place in Gemma's layout")
-    if rope.rotated == rope.head_dim // 2:
-        return {"rope_type": "default", "rope_theta": rope.theta}
-    return {
-        "rope_type": "proportional",
-        "rope_theta": rope.theta,
-        "partial_rotary_factor": 2 * rope.rotated / rope.head_dim,
+def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
+    """config.json in the layout that the configuration names. verifier: name of the target."""
+    if config.kind not in ("dflash", "eagle3") or config.layout == "deepseek" or config.gemma:
+        raise OutriderError(f"a {config.kind} drafter of {config.layout}'s layout cannot be written")
+    some, taps, eagle = config.layers[0], list(config.taps or ()), config.kind == "eagle3"
+    windows = [layer.attn.window for layer in config.layers]
+    ropes = {layer.rope for layer in config.layers}
+    sliding = [w is not None or (c and not eagle) for w, c in zip(windows, config.causal, strict=True)]
+    flags = {causal for causal, near in zip(config.causal, sliding, strict=True) if near}
+    given = {w for w, near in zip(windows, sliding, strict=True) if near}
+    unsaid = len(given) > 1 or (config.layout == "speculators" and (len(flags) > 1 or None in given))
+    if len(ropes) > 1 or unsaid:
+        raise OutriderError("layers with different windows, rotary frequencies or masks cannot be written")
+    body: Json = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "hidden_size": config.hidden,
+        "intermediate_size": some.intermediate,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": some.attn.heads,
+        "num_key_value_heads": some.attn.kv_heads,
+        "head_dim": some.attn.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu" if config.activation == "silu" else "gelu_pytorch_tanh",
+        "attention_bias": config.qkv_bias,
+        "max_position_embeddings": 131072,
+        "rope_theta": some.rope.theta,
+        "rope_parameters": rope_dict(some.rope, gemma=False),
+        "tie_word_embeddings": False,
     }
+    if not eagle:
+        body["layer_types"] = ["sliding_attention" if near else "full_attention" for near in sliding]
+        body |= {"use_sliding_window": True, "sliding_window": max(w or 0 for w in windows)} if any(windows) else {}
+    norms = {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output") if eagle}
+    drafted = {"draft_vocab_size": config.draft_vocab, "num_target_layers": config.target_layers, "dtype": "bfloat16"}
+    if config.target_hidden != config.hidden:
+        drafted["target_hidden_size"] = config.target_hidden
+    if config.layout == "speculators":
+        if config.embed_scale is not None or config.output_scale != 1.0:
+            raise OutriderError("scaled embeddings or logits have no place in the speculators layout")
+        key = "eagle_aux_hidden_state_layer_ids" if eagle else "aux_hidden_state_layer_ids"
+        own: Json = {} if eagle else {
+            "block_size": config.block, "mask_token_id": config.mask_id, "sample_from_anchor": config.from_anchor,
+            "sliding_window_non_causal": flags == {False},
+        }  # fmt: skip
+        method = {"proposal_type": "greedy", "speculative_tokens": 5 if eagle else config.max_tokens}
+        return {
+            "architectures": ["Eagle3Speculator" if eagle else "DFlashDraftModel"],
+            "speculators_model_type": config.kind,
+            "speculators_config": {
+                "algorithm": config.kind,
+                "proposal_methods": [method],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": verifier, "architectures": []},
+            },
+            "transformer_layer_config": body,
+            key: [tap + 1 for tap in taps],
+            **own,
+            **norms,
+            **drafted,
+        }
+    if eagle:
+        ids = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps], "fc_norm": config.fc_norms}
+        return {**body, "architectures": ["LlamaForCausalLMEagle3"], **ids, **norms, **drafted}
+    nested: Json = {"mask_token_id": config.mask_id, "target_layer_ids": taps, "block_size": config.block}
+    if config.embed_scale is not None:
+        nested["input_embedding_scale"] = config.embed_scale
+    if config.output_scale != 1.0:
+        nested["output_multiplier"] = config.output_scale
+    if config.softcap is not None:
+        nested["final_logit_softcapping"] = config.softcap
+    top: Json = {"architectures": ["DFlashDraftModel"], "block_size": config.block, "dflash_config": nested}
+    if len(set(config.causal)) == 1:  # vLLM reads the one, SGLang the other
+        nested["causal"] = top["is_causal"] = config.causal[0]
+    return {**body, **top, **{k: v for k, v in drafted.items() if v is not None}}
+
+
+def rope_dict(rope: RopeSpec, gemma: bool) -> Json:
+    """gemma: in Gemma's layout, which has partly rotated heads, but not Llama 3's frequencies."""
+    partly = rope.rotated != rope.head_dim // 2
+    if partly and not gemma:
+        raise OutriderError("partly rotated heads cannot be written in this layout")
+    if rope.scaling == "llama3" and gemma:
+        raise OutriderError("rotary frequencies of Llama 3 have no place in Gemma's layout")
+    if rope.scaling == "none":
+        share = {"partial_rotary_factor": 2 * rope.rotated / rope.head_dim} if partly else {}
+        return {"rope_type": "proportional" if partly else "default", "rope_theta": rope.theta, **share}
+    made: Json = {"rope_type": rope.scaling, "rope_theta": rope.theta, "factor": rope.factor}
+    if rope.scaling == "llama3":
+        made |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        made["original_max_position_embeddings"] = rope.original_context
+    return made
 
 
 def save_drafter(

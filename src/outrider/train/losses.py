@@ -215,7 +215,7 @@ class HeadLoss(torch.autograd.Function):
             if bias is not None:
                 z = z + bias.to(z.dtype)
             if z.is_cuda:
-                from .head_kernel import head_terms
+                from .kernels import head_terms
 
                 head_terms(z, teacher.logp, teacher.best, rows[lo:hi], weight[lo:hi], mix[lo:hi], terms[lo:hi])
             else:

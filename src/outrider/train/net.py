@@ -216,7 +216,7 @@ def four_bits_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, T, heads, D]; cos, sin [T, 1, D/2] float32."""
     if x.is_cuda:
-        from .rotary import Rotate
+        from .kernels import Rotate
 
         return Rotate.apply(x, cos[:, 0], sin[:, 0])
     a, b = x.float().chunk(2, dim=-1)

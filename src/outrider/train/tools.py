@@ -22,14 +22,13 @@ from ..weights.load import translate
 from ..weights.quant_scheme import recipe
 from ..weights.source_tensor import tensor
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
-from .block_export import LAYOUTS, Json, block_dict
 from .block_net import BlockModule, block_config, load_block_weights
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .config import Say
 from .data import Sequences
 from .design import default_clusters
 from .evaluate import Judge, best_k, summary
-from .export import read_json, save_drafter, write_folder
+from .export import LAYOUTS, Json, block_dict, read_json, save_drafter, write_folder
 from .net import DrafterModule, TrainNet, load_mtp
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Row

@@ -36,7 +36,6 @@ from .export import Json
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
 from .memory import GPU_ANCHORS, Sizes
 from .net import TrainNet
-from .optim import make_optimizers
 from .parallel import TrainGroup
 
 Row = Json  # of the log
@@ -316,6 +315,28 @@ class Trainer:
                 f"{path}: does not fit this run ({why}): choose another --out or the same settings"
             ) from None
         return True
+
+
+def make_optimizers(
+    params: dict[str, torch.nn.Parameter], lr: float, weight_decay: float, muon: bool
+) -> list[torch.optim.Optimizer]:
+    """By canonical name: matrices of the network to Muon (Jordan et al. 2024), with a step scaled to AdamW's (as in
+    Moonlight), so that one learning rate serves both; heads, centroids, norms and scalars to AdamW."""
+    matrices = {n: p for n, p in params.items() if muon and p.ndim == 2 and n not in ("embed", "centroids")}
+    rest = [p for n, p in params.items() if n not in matrices]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(
+            torch.optim.Muon(matrices.values(), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    if rest:
+        groups = [
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [g for g in groups if g["params"]]
+        made.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=rest[0].is_cuda))
+    return made
 
 
 def write(path: Path, content: Row) -> None:

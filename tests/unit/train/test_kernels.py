@@ -9,10 +9,9 @@ pytest.importorskip("triton")
 
 from outrider.ops.cpu.packing import quantize_rows
 from outrider.ops.reference import rotate as plain_rotate
-from outrider.train.head_kernel import head_terms
+from outrider.train.kernels import Rotate, head_terms, turn
 from outrider.train.losses import row_terms
 from outrider.train.net import four_bits, four_bits_all, rotate
-from outrider.train.rotary import Rotate, turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

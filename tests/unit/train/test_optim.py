@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from outrider.train.optim import make_optimizers
+from outrider.train.trainer import make_optimizers
 
 
 def test_muon_takes_the_step_of_earlier_versions() -> None:
