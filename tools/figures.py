@@ -122,7 +122,6 @@ def choosing() -> str:
         "chance that a drafted token is right, in percent",
         "times plain",
         series,
-        log=False,
     )
 
 

@@ -68,11 +68,7 @@ def cycles(rows: list[Row]) -> str | None:
     series = [
         (name, [(float(k), t / times["0"]) for k, t in times.items() if float(k) > 0]) for name, times in newest.items()
     ]
-    return (
-        svg.lines("cycle / plain step, by drafted tokens K", "K", "times a plain step", series, log=False)
-        if series
-        else None
-    )
+    return svg.lines("cycle / plain step, by drafted tokens K", "K", "times a plain step", series) if series else None
 
 
 def passes(rows: list[Row]) -> str | None:
@@ -83,9 +79,7 @@ def passes(rows: list[Row]) -> str | None:
             if what in ("pass", "llama.cpp") and count.endswith(" rows") and isinstance(value, int | float):
                 newest.setdefault("Outrider" if what == "pass" else what, {})[float(count.split()[0])] = float(value)
     series = [(name, sorted(points.items())) for name, points in newest.items()]
-    return (
-        svg.lines("one pass of smollm2", "rows (tokens verified at once)", "ms", series, log=False) if series else None
-    )
+    return svg.lines("one pass of smollm2", "rows (tokens verified at once)", "ms", series) if series else None
 
 
 def figures(row: Row) -> str:
