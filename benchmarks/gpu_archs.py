@@ -188,7 +188,7 @@ def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int =
         (s.group, s.heads, s.kv_heads, s.head_dim): s for s in (layer.attn for layer in config.layers)
     }.values():
         ops.attend(shell(count, spec.heads * spec.head_dim), spec, kv)
-    _, _, rows = ops.accept_path(kv.positions, kv.positions, planted.parent_rows, kv.row_seq, kv.row_start, depth, at)
+    _, _, rows = ops.accept_path(kv.positions, kv.positions, planted, kv.row_start, at)
     ops.compact_kv(rows, at, at, [config.layers[i].attn for i in config.kv_layers], kv)
 
 

@@ -87,13 +87,10 @@ def test_walked_alike(ops: TritonOps) -> None:
     g = torch.Generator().manual_seed(1)
     counts = torch.tensor([len(p) + 1 for p in parents])
     start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(DEVICE, torch.int32)
-    seq = torch.repeat_interleave(torch.arange(len(parents)), counts).to(DEVICE)
     for limit in (None, torch.tensor([3, 1, 2, 2], device=DEVICE)):
         for _ in range(12):
-            chosen, ids = (torch.randint(0, 2, (len(seq),), generator=g).to(DEVICE) for _ in range(2))
-            got, want = (
-                x.accept_path(chosen, ids, tree.parent_rows, seq, start, tree.deepest, limit) for x in (ops, REF)
-            )
+            chosen, ids = (torch.randint(0, 2, (len(tree.depth),), generator=g).to(DEVICE) for _ in range(2))
+            got, want = (x.accept_path(chosen, ids, tree, start, limit) for x in (ops, REF))
             assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 

@@ -164,9 +164,7 @@ def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
         lines = ids[rows.start[:-1][rows.seq][:, None] + tree.ancestors[:, 1:]] if sampling.looks_back else None
         z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, lines, x.ops)
         chosen = sampling.choose(z, rows.seq, position, x.ops)
-        accepted, tokens, path = x.ops.accept_path(
-            chosen, ids, tree.parent_rows, rows.seq, rows.start, tree.deepest, draft.lengths
-        )
+        accepted, tokens, path = x.ops.accept_path(chosen, ids, tree, rows.start, draft.lengths)
         return Verdict(accepted, tokens, accepted + 1, path)
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask, ops=x.ops)
     chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]

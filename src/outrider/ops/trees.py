@@ -173,25 +173,19 @@ class TreeOps:
         return TreeRows(nodes.tokens.gather(1, kept), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
 
     def accept_path(
-        self,
-        chosen: Tensor,
-        ids: Tensor,
-        parent_rows: Tensor,
-        seq: Tensor,
-        start: Tensor,
-        deepest: int,
-        limit: Tensor | None,
+        self, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From each root to the child that holds the target's choice, while there is one, at most `limit` [B] steps.
-        chosen, ids, parent_rows [R]. Returns the number of steps [B]; the chosen tokens on the path [B, deepest + 1]
-        and their rows, counted within the sequence; padded with the last one."""
+        chosen, ids [R]; start [B + 1], where each sequence's rows begin. Returns the number of steps [B]; the chosen
+        tokens on the path [B, deepest + 1] and their rows, counted within the sequence; padded with the last one."""
         first = start[:-1].long()
         batch, rows = first.shape[0], chosen.shape[0]
+        seq = torch.repeat_interleave(start.diff(), output_size=rows).long()  # [R]
         at, number = first, torch.arange(rows, device=chosen.device)
         path = [at]
         accepted, going = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
-        for depth in range(deepest):
-            right = (parent_rows == at[seq]) & (ids == chosen[at][seq])  # [R]
+        for depth in range(tree.deepest):
+            right = (tree.parent_rows == at[seq]) & (ids == chosen[at][seq])  # [R]
             child = first.new_full((batch,), rows).scatter_reduce(0, seq, torch.where(right, number, rows), "amin")
             going = going & (child < rows)
             if limit is not None:

@@ -134,15 +134,11 @@ class CpuOps(ReferenceOps):
         return self.prepare(dense) if packed is None else packed.view(*dense.shape)
 
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
-        """Rows in another order, in the same format: a head by clusters."""
-        return (
-            self.packer.take(weight, order.numpy())
-            if isinstance(weight, PackedWeight)
-            else super().take_rows(weight, order)
-        )
+        if isinstance(weight, PackedWeight):
+            return self.packer.take(weight, order.numpy())
+        return super().take_rows(weight, order)
 
     def coarse(self, weight: DeviceWeight) -> DeviceWeight:
-        """About four bits per weight, for a draft model, whose outputs need not be exact."""
         if len(weight.shape) == 3 and weight.shape[1] % 32:
             return weight  # experts of such a height are multiplied as they are
         if isinstance(weight, PackedWeight):
@@ -258,14 +254,11 @@ class CpuOps(ReferenceOps):
 
     # ---- whole models ---------------------------------------------------------------------------------------------
     def compile(self, model: M) -> M:
-        """A wrapper of a target model whose forward is one call; the model itself if the library lacks a part."""
         from .forward import compile_model
 
         return cast(M, compile_model(self, model) or model)
 
     def compile_drafter(self, drafter: M) -> M:
-        """A wrapper of an MTP drafter: `step` in one call, and `draft` for a whole round; the drafter itself if the
-        library lacks a part."""
         from .forward import compile_drafter
 
         return cast(M, compile_drafter(self, drafter) or drafter)
@@ -280,8 +273,7 @@ class CpuOps(ReferenceOps):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> CpuCycle | None:
-        """For a compiled model; None if it was not compiled. `drafter`: an MTP drafter's model; one that was not
-        compiled is left out."""
+        """For a compiled model; an MTP drafter that was not compiled is left out."""
         from .cycle import CpuCycle
         from .forward import CompiledDrafter, CompiledModel
 
@@ -290,7 +282,6 @@ class CpuOps(ReferenceOps):
         return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> CpuChain | None:
-        """For a compiled model; None if it was not compiled."""
         from .draft_model import CpuChain
         from .forward import CompiledModel
 

@@ -173,10 +173,9 @@ class TritonOps(ReferenceOps):
         return trees.build_fixed_tree(nodes, count, depth, self.pdl)
 
     def accept_path(
-        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int,
-        limit: Tensor | None
+        self, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return trees.accept_path(chosen, ids, parent_rows, MAX_DRAFT + 1, start, deepest, limit, self.pdl)
+        return trees.accept_path(chosen, ids, tree.parent_rows, MAX_DRAFT + 1, start, tree.deepest, limit, self.pdl)
 
     def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
         trees.compact_kv(rows, accepted, length, specs, kv, self.pointers, self.pdl)
