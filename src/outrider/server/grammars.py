@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
-import uuid
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -144,10 +144,9 @@ class Grammars:
 class _SandboxProcess:
     """The server's handle of the sandbox process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._waiting: dict[str, asyncio.Future[dict[str, object]]] = {}
-        self._reader = asyncio.create_task(self._read())
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self._process, self._control = process, control
+        self.trials = 0  # under way
 
     @classmethod
     async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _SandboxProcess:
@@ -156,68 +155,60 @@ class _SandboxProcess:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "outrider.server.grammar_sandbox",
-            env=environment,
-            limit=64 << 20,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        made = cls(process)
+        control, its = socket.socketpair()
+        with its:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "outrider.server.grammar_sandbox",
+                env=environment,
+                stdin=its.fileno(),
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
         setup = {"vocab": vocab_size, "eos": sorted(tokenizer.eos_ids)}
         setup |= {"seconds": SECONDS, "memory": MEMORY, "patience": PATIENCE}
-        made._write(await asyncio.to_thread(lambda: json.dumps({"tokenizer": tokenizer.json, **setup})))
-        return made
+
+        def tell() -> None:
+            data = json.dumps({"tokenizer": tokenizer.json, **setup}).encode()
+            with contextlib.suppress(OSError):  # it has ended: its first trial tells
+                control.sendall(len(data).to_bytes(8) + data)
+
+        await asyncio.to_thread(tell)
+        return cls(process, control)
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None and not self._reader.done()
+        return self._process.returncode is None
 
     async def trial(self, source: GrammarSource) -> dict[str, object]:
-        id = uuid.uuid4().hex
-        answer: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
-        self._waiting[id] = answer
-        self._send({"id": id, "kind": source.kind, "payload": source.payload, "field": source.field})
+        """Through a connection of its own. Cancelled, it closes, and what it has set going ends."""
+        self.trials += 1
         try:
-            return await answer
+            mine, its = socket.socketpair()
+            with its:
+                reader, writer = await asyncio.open_unix_connection(sock=mine)
+                socket.send_fds(self._control, [b"."], [its.fileno()])
+            try:
+                writer.write(json.dumps([source.kind, source.payload, source.field]).encode() + b"\n")
+                answer: dict[str, object] = json.loads(await reader.read())
+                return answer
+            finally:
+                writer.transport.abort()
+        except (OSError, ValueError):
+            raise ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1) from None
         finally:
-            if self._waiting.pop(id, None) is not None and self.alive:
-                self._send({"cancel": id})
+            self.trials -= 1
 
     async def close(self) -> None:
-        self._reader.cancel()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                # its trials too: they hold its pipes, and nothing else would end them
+                # its trials too: nothing else would end them at once
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()  # where it has no group of its own yet
         await self._process.wait()
-
-    def _send(self, message: dict[str, object]) -> None:
-        self._write(json.dumps(message))
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            while line := await self._process.stdout.readline():
-                message = json.loads(line)
-                answer = self._waiting.pop(message.get("id", ""), None)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-        finally:
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(
-                        ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1)
-                    )
+        self._control.close()
 
 
 def _refusal(source: GrammarSource, why: str) -> ApiError:

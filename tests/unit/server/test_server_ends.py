@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,16 +128,16 @@ def test_the_trials_end_with_the_nursery() -> None:
 
     async def work() -> None:
         mine, its = os.pipe()  # has an end when nobody holds the other side any more
-        script = """sleep 3600 & echo '{"id": "up"}'; wait"""
+        script = "sleep 3600 & echo up; wait"
         process = await asyncio.create_subprocess_exec(
             "sh", "-c", script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, pass_fds=[its]
         )
         os.close(its)
         try:
-            there = grammars._SandboxProcess(process)
-            there._waiting["up"] = up = asyncio.get_running_loop().create_future()
+            there = grammars._SandboxProcess(process, socket.socket())
+            assert process.stdout is not None
             async with asyncio.timeout(30):
-                await up
+                await process.stdout.readline()
                 await there.close()
             assert select.select([mine], [], [], 30)[0] == [mine] and os.read(mine, 1) == b""
             await there.close()  # once more is no error
@@ -158,45 +159,26 @@ def test_the_trials_end_with_the_nursery() -> None:
     ],
 )
 def test_the_part_at_fault_is_the_last_one_begun(said: bytes, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    out: list[dict[str, object]] = []
-    monkeypatch.setattr(grammar_sandbox, "_say", out.append)
-    process = subprocess.Popen(["true"], stdout=subprocess.PIPE)
-    assert process.stdout is not None
+    answers = iter([(b'{"error": "too large"}', 0, False), (said, 9, False)])
+    monkeypatch.setattr(grammar_sandbox.GrammarSandbox, "_run", lambda *_: next(answers))
     compiler: Any = None
-    child = grammar_sandbox.SandboxChild(
-        "1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, 0.0, said, failed="too large"
-    )
-    grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0)._ended(child, os.dup(process.stdout.fileno()))
-    process.stdout.close()
-    process.wait()
-    assert out == [{"id": "1", "error": f"too large{where}"}]
+    schema = GrammarSource("json_schema", '{"properties": {"a": {}}}', "schema")
+    assert grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0).answer(schema, 0) == {"error": f"too large{where}"}
 
 
-def test_a_trial_that_is_late_does_not_end_the_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_is_late_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left to wake for but its end; to wait for that must not be an error. (The process died of it, and took
     the trials of all clients with it, and the next one was started while everybody waited.)"""
-    out: list[dict[str, object]] = []
-    monkeypatch.setattr(grammar_sandbox, "_say", out.append)
-    wait = select.select
-    monkeypatch.setattr(
-        grammar_sandbox.select, "select", lambda r, w, x, seconds: wait([f for f in r if f], w, x, seconds)
-    )  # whatever stdin is here
-    process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE)
-    assert process.stdout is not None
+    monkeypatch.setattr(grammar_sandbox.GrammarSandbox, "_try", lambda *_: time.sleep(60))
+    monkeypatch.setattr(grammar_sandbox, "_look", lambda _: math.inf)
     compiler: Any = None
-    ours = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0)
-    pipe = os.dup(process.stdout.fileno())
-    ours.children[pipe] = grammar_sandbox.SandboxChild(
-        "1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, math.inf
-    )
+    mine, its = os.pipe()
     try:
-        while ours.children:
-            assert not ours.wait()
+        told = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 0.0).answer(GrammarSource("regex", "a", "x"), mine)
     finally:
-        process.kill()
-        process.stdout.close()
-        process.wait()
-    assert out == [{"id": "1", "late": True}]
+        os.close(mine)
+        os.close(its)
+    assert told == {"late": True}
 
 
 class Terminal(io.StringIO):
