@@ -65,7 +65,7 @@ def load_block(
     mode = quantize or ops.capabilities.draft_format
     weights: dict[str, DeviceWeight] = {}
     for name, plan in plans.items():
-        parts = [piece.weight(source.where) for piece in pieces[name]]
+        parts = [piece.read() for piece in pieces[name]]
         weight = packed(plan, parts, ops, target.device, False, False)
         if weight is None:
             weight = rounded(name, plan, dense(plan, parts, target.device, dtype, False), ops, mode)

@@ -80,9 +80,7 @@ class Medusa(Drafter):
                 plans[f"{i}.out"] = TensorPlan((vocab, hidden), (out.format(i) + ".weight",), "matrix")
         pieces = check(source, plans, target.config)
         w = {
-            name: transform(
-                name, plan, dense(plan, [p.weight(source.where) for p in pieces[name]], device, dtype, False), ops, None
-            )
+            name: transform(name, plan, dense(plan, [p.read() for p in pieces[name]], device, dtype, False), ops, None)
             for name, plan in plans.items()
         }
         heads = []

@@ -7,7 +7,7 @@ slice by slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
@@ -26,13 +26,12 @@ from . import hub
 from .files import Files, open_source, text_files, translate
 from .progress import progress
 from .quant_scheme import QuantScheme, recipe
-from .shard import alignment, shard_of, shard_tensor
+from .shard import shard_of, shard_tensor
 from .source import TensorSource
-from .source_tensor import FLOATS, SourceTensor, find
+from .source_tensor import SourceTensor, find
 
 C = TypeVar("C", ModelConfig, DrafterConfig)
 SLICE = 8 << 20  # bytes of the file copied at once
-INTEGERS = ("I64", "I32")
 HALVES = (DenseFormat(torch.float16), DenseFormat(torch.bfloat16))
 
 
@@ -94,8 +93,9 @@ def load(
         return own, dummy_weights(config, device, dtype, ops, quantize, options.get("seed", 0), how, cuts)
     source, plans = open_source(files), tensor_plan(config)
     pieces = check(source, plans, config, how)
-    own, cuts = divided(config, tp, lambda name: alignment(pieces[name], quantize is not None))
-    kinds = {p.entry.kind for each in pieces.values() for p in each if p.entry is not None}
+    least = 1 if quantize is None else 32  # it will be quantised in groups of 32
+    own, cuts = divided(config, tp, lambda name: aligned([piece.alignment for piece in pieces[name]], least))
+    kinds = {entry.kind for each in pieces.values() for piece in each for entry in piece.entries}
     stored = sorted(kind for kind in kinds if kind in BLOCKS)
     if quantize is not None and stored and isinstance(config, ModelConfig):
         raise OutriderError(
@@ -108,9 +108,10 @@ def load(
     with progress(f"Loading {Path(files.name).name}", size) as advance:
         for name, plan in plans.items():
             if name in cuts:
-                parts = [shard_of(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
+                where = [f"{source.where}: tensor {each}" for each in plan.sources]
+                parts = [shard_of(*each) for each in zip(pieces[name], cuts[name], where)]
             else:
-                parts = [piece.weight(source.where) for piece in pieces[name]]
+                parts = [piece.read() for piece in pieces[name]]
             weight = None
             # A drafter's steps read dense matrices, or the one format they are compiled for.
             if isinstance(config, ModelConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
@@ -123,6 +124,11 @@ def load(
             weights[name] = weight if keep is None else keep(name, weight)
             advance(sum(p.nbytes for p in pieces[name]))
     return own, weights
+
+
+def aligned(alignments: Sequence[int], least: int) -> int:
+    """Columns of fused matrices may be cut at multiples of this; 0: nowhere."""
+    return 0 if 0 in alignments else max(least, *alignments)
 
 
 def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tuple[C, Shards]:
@@ -157,23 +163,12 @@ def check(
     for key, plan in plans.items():
         pieces[key] = []
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
-            piece = find(source, how if plan.role in ("matrix", "embedding") else None, name, shape)
+            piece = find(source, how, name, shape, plan.role)
             if piece is None:
                 missing.append(name)
                 continue
             pieces[key].append(piece)
-            used.update(id(e) for e in piece.entries())
-            entry = piece.entry
-            if entry is None:
-                continue
-            if entry.shape != shape:
-                raise OutriderError(
-                    f"{source.where}: tensor {name} has shape {list(entry.shape)}, the config asks for {list(shape)}"
-                )
-            if entry.kind not in (INTEGERS if plan.role == "index" else (*FLOATS, *BLOCKS)):
-                raise OutriderError(
-                    f"{source.where}: tensor {name} is stored as {entry.kind}, which cannot be read as a {plan.role}"
-                )
+            used.update(map(id, piece.entries))
     if missing:
         raise OutriderError(f"{source.where}: {_some(missing)} missing from the checkpoint")
     extra = [name for name, entry in source.entries.items() if id(entry) not in used and not ignored(name, config)]

@@ -13,36 +13,18 @@ from torch import Tensor
 
 from ..models.names import TensorPlan
 from ..models.split import Shard
-from ..ops.formats import BLOCKS, Weight, dense
+from ..ops.formats import Weight, dense
 from ..ops.formats.base import bits
 from ..types import OutriderError
 from .source_tensor import SourceTensor
 
 
-def alignment(pieces: Sequence[SourceTensor], quantize: bool) -> int:
-    """Columns of a stored matrix may be cut at multiples of this; 0: nowhere. quantize: it will be quantised in groups
-    of 32."""
-    found = 32 if quantize else 1
-    for piece in pieces:
-        if piece.entry is not None:
-            found = max(found, BLOCKS[piece.entry.kind][0] if piece.entry.kind in BLOCKS else 1)
-        for group in piece.matrices:
-            for matrix in group:
-                each = matrix.stored.format.alignment()
-                if each == 0:
-                    return 0
-                found = max(found, each)
-    return found
-
-
 def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
-    """A process's shard of a source tensor."""
+    """A process's shard of a source tensor. where: names it in errors."""
     try:
-        return shard_weight(piece.weight(where), cut)
+        return shard_weight(piece.read(), cut)
     except OutriderError as error:
-        raise OutriderError(
-            f"{where}: tensor {piece.name}: {error}; leave out --tensor-parallel, or take another number"
-        ) from None
+        raise OutriderError(f"{where}: {error}; leave out --tensor-parallel, or take another number") from None
 
 
 def shard_weight(weight: Weight, cut: Shard) -> Weight:

@@ -1,22 +1,24 @@
 """One source tensor of the plan as the checkpoint stores it: dense rows, or the tensors of a quantised matrix.
 
-`find` looks it up by name, `SourceTensor.weight` reads it. All tensors are found before the first one is read.
+`find` looks it up by name, `SourceTensor.read` reads it. All tensors are found before the first one is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..models.names import Role
 from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, stack
 from ..types import OutriderError
-from .quant_reader import QuantReader
 from .quant_scheme import QuantScheme
 from .source import ITEM_BYTES, TensorEntry, TensorSource
 
+INTEGERS = ("I64", "I32")
 FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {
     "F64": torch.float64,
@@ -33,64 +35,20 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A quantised matrix [N, K]: its container's tensors by suffix."""
-
-    module: str
-    shape: tuple[int, ...]
-    stored: QuantReader
-    entries: Mapping[str, TensorEntry]
-
-    def weight(self, where: str) -> Weight:
-        at = f"{where}: tensor {self.module} ({self.stored.scheme})"
-        return self.stored.read(
-            at, self.shape, {suffix: tensor(entry) for suffix, entry in self.entries.items()}
-        ).check(at)
-
-
-@dataclass(frozen=True)
 class SourceTensor:
-    """The content of one source of a plan: `entry` (dense, or GGUF blocks), or matrices. Experts that are stored
-    separately are `matrices` by expert, each with its rows in order; everything else has one."""
+    """One source of a plan: the tensors of the checkpoint that hold it, and how they are read."""
 
-    name: str
-    shape: tuple[int, ...]
-    entry: TensorEntry | None
-    matrices: tuple[tuple[Matrix, ...], ...] = ()
-
-    def entries(self) -> Iterator[TensorEntry]:
-        if self.entry is not None:
-            yield self.entry
-        for group in self.matrices:
-            for matrix in group:
-                yield from matrix.entries.values()
+    entries: tuple[TensorEntry, ...]
+    read: Callable[[], Weight]  # views of the file wherever the container's layout allows it
+    alignment: int = 1  # columns may be cut at multiples of this; 0: nowhere
 
     @property
     def nbytes(self) -> int:
-        return sum(e.nbytes for e in self.entries())
-
-    def weight(self, where: str) -> Weight:
-        """Views of the file wherever the container's layout allows it."""
-        entry = self.entry
-        if entry is not None:
-            release = entry.release if entry.order is None and len(self.shape) > 1 else None
-            if entry.kind not in BLOCKS:
-                return replace(dense(tensor(entry)), release=release)
-            blocks = ordered(torch.from_numpy(entry.data()).view(*self.shape[:-1], -1), entry)
-            return Weight(GGUFBlockFormat(entry.kind), self.shape, {"blocks": blocks}, release)
-        made = []
-        for group in self.matrices:
-            rows = join([m.weight(where) for m in group])
-            if rows is None:
-                raise OutriderError(
-                    f"{where}: tensor {self.name}: {' and '.join(m.module for m in group)} are not of one format"
-                )
-            made.append(rows)
-        return made[0] if made[0].shape == self.shape else stack(made)
+        return sum(entry.nbytes for entry in self.entries)
 
     def release(self) -> None:
         """Releases the file's pages."""
-        for entry in self.entries():
+        for entry in self.entries:
             entry.file.release(entry.start, entry.nbytes)
 
 
@@ -106,21 +64,37 @@ def ordered(stored: Tensor, entry: TensorEntry) -> Tensor:
     return stored if entry.order is None else stored[torch.from_numpy(entry.order)]
 
 
-def find(source: TensorSource, recipe: QuantScheme | None, name: str, shape: tuple[int, ...]) -> SourceTensor | None:
-    """Finds a source tensor of the plan; None: it is missing. Errors name what a quantised matrix lacks."""
-    entry = source.entries.get(name)
-    if recipe is None or (entry is not None and entry.kind in (*FLOATS, *BLOCKS)):
-        return None if entry is None else SourceTensor(name, shape, entry)
-    module = name.removesuffix(".weight")
-    matrix = _matrix(source, recipe, module, shape)
-    if matrix is None and len(shape) == 3:
-        return _experts(source, recipe, name, shape)
-    if matrix is None:
-        return None if entry is None else SourceTensor(name, shape, entry)
-    return SourceTensor(name, shape, None, ((matrix,),))
+def find(
+    source: TensorSource, recipe: QuantScheme | None, name: str, shape: tuple[int, ...], role: Role
+) -> SourceTensor | None:
+    """Finds a source tensor of the plan; None: it is missing. Errors name what a tensor or a quantised matrix lacks."""
+    entry, scheme = source.entries.get(name), recipe if role in ("matrix", "embedding") else None
+    found = None
+    if scheme is not None and (entry is None or entry.kind not in (*FLOATS, *BLOCKS)):
+        found = _matrix(source, scheme, name.removesuffix(".weight"), shape)
+        if found is None and len(shape) == 3:
+            return _experts(source, scheme, name, shape)
+    return found if found is not None or entry is None else _plain(source.where, entry, name, shape, role)
 
 
-def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple[int, ...]) -> Matrix | None:
+def _plain(where: str, entry: TensorEntry, name: str, shape: tuple[int, ...], role: Role) -> SourceTensor:
+    if entry.shape != shape:
+        raise OutriderError(f"{where}: tensor {name} has shape {list(entry.shape)}, the config asks for {list(shape)}")
+    if entry.kind not in (INTEGERS if role == "index" else (*FLOATS, *BLOCKS)):
+        raise OutriderError(f"{where}: tensor {name} is stored as {entry.kind}, which cannot be read as a {role}")
+    return SourceTensor((entry,), partial(_read_plain, entry), BLOCKS[entry.kind][0] if entry.kind in BLOCKS else 1)
+
+
+def _read_plain(entry: TensorEntry) -> Weight:
+    release = entry.release if entry.order is None and len(entry.shape) > 1 else None
+    if entry.kind not in BLOCKS:
+        return replace(dense(tensor(entry)), release=release)
+    blocks = ordered(torch.from_numpy(entry.data()).view(*entry.shape[:-1], -1), entry)
+    return Weight(GGUFBlockFormat(entry.kind), entry.shape, {"blocks": blocks}, release)
+
+
+def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple[int, ...]) -> SourceTensor | None:
+    """A quantised matrix [N, K]: its container's tensors by suffix."""
     stored = recipe(module)
     if stored is None:
         return None
@@ -140,7 +114,12 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
                 f"{source.where}: tensor {module}.{suffix} is stored as {entry.kind}, which {stored.scheme} does not "
                 f"know"
             )
-    return Matrix(module, shape, stored, there)
+    at = f"{source.where}: tensor {module} ({stored.scheme})"
+
+    def read() -> Weight:
+        return stored.read(at, shape, {suffix: tensor(entry) for suffix, entry in there.items()}).check(at)
+
+    return SourceTensor(tuple(there.values()), read, stored.format.alignment())
 
 
 def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[int, ...]) -> SourceTensor | None:
@@ -149,11 +128,21 @@ def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[
     base, _, last = name.rpartition(".")
     count, rows, columns = shape
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, (last,))
-    groups: list[tuple[Matrix, ...]] = []
+    groups: list[list[SourceTensor]] = []
     for e in range(count):
         found = [_matrix(source, recipe, f"{base}.{e}.{part}", (rows // len(parts), columns)) for part in parts]
-        group = tuple(m for m in found if m is not None)
-        if len(group) < len(parts):
+        groups.append([m for m in found if m is not None])
+        if len(groups[-1]) < len(parts):
             return None
-        groups.append(group)
-    return SourceTensor(name, shape, None, tuple(groups))
+
+    def read() -> Weight:
+        made = [join([m.read() for m in group]) for group in groups]
+        if None in made:
+            both = " and ".join(f"{base}.{made.index(None)}.{part}" for part in parts)
+            raise OutriderError(f"{source.where}: tensor {name}: {both} are not of one format")
+        return stack([weight for weight in made if weight is not None])
+
+    every = [m for group in groups for m in group]
+    alignments = {m.alignment for m in every}
+    entries = tuple(entry for m in every for entry in m.entries)
+    return SourceTensor(entries, read, 0 if 0 in alignments else max(alignments))
