@@ -16,11 +16,11 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from ...types import MAX_DRAFT, GroupName, KVPages
+from ...types import MAX_DRAFT, KVPages
 from ..backend import CycleRequest, CycleResult, HostSampling
 from ..lowrank import Adapter
 from .forward import CompiledDrafter, CompiledModel
-from .lib import CCall, CCycle, CDraft
+from .lib import GROUPS, CCall, CCycle, CDraft
 from .lowrank import PassAdapters
 
 ASKED = Struct("=qqdddiiiiiiii")  # Asked in cycle.h
@@ -50,12 +50,8 @@ class CpuCycle:
         c.features = features.data_ptr()
         c.call.stack = ctypes.pointer(model.stack.c)
         batch = c.call.batch
-        batch.page_size = cache.page_size
-        batch.keys = pages.at_keys
-        batch.values = pages.at_values
-        batch.kv_dtype = pages.dtype
-        groups: tuple[GroupName, ...] = ("full", "sliding")
-        for i, group in enumerate(groups):
+        pages.bind(batch)
+        for i, group in enumerate(GROUPS):
             table = cache.tables.get(group)
             if table is not None:
                 batch.tables[i], batch.width[i] = table.data_ptr(), table.shape[1]

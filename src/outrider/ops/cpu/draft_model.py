@@ -57,10 +57,8 @@ class CpuChain:
         table = (c_int32 * (size * wide))(*[p for b in behind for p in (*b.pages, *[0] * (wide - len(b.pages)))])
         if cache.keys[self.layer] is not self.first:  # the pool has grown
             self.first, self.pages = cache.keys[self.layer], CPages(cache)
-        pages = self.pages
-        assert pages is not None
-        batch.rows, batch.seqs, batch.page_size, batch.kv_dtype = rows, size, cache.page_size, pages.dtype
-        batch.keys, batch.values = pages.at_keys, pages.at_values
+            self.pages.bind(batch)
+        batch.rows, batch.seqs = rows, size
         batch.ids, batch.positions, batch.row_seq, batch.row_start = [
             ctypes.addressof(x) for x in (ids, positions, row_seq, row_start)
         ]

@@ -81,15 +81,14 @@ class Stack:
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`;
         of wanted rows."""
-        batch = CBatchBuffers(kv, ids)
-        batch.set_cache(self.ops.pages(kv))
+        pages = self.ops.pages(kv)
+        batch = CBatchBuffers(kv, pages, ids)
         batch.c.rope_shift = shift
         rows = batch.c.rows if wanted is None else wanted.rows.shape[0]
         hidden = torch.empty((rows, self.hidden))
         call = CCall(ctypes.pointer(self.c), batch.c, at(features), hidden.data_ptr())
         if wanted is not None:
-            few, which = CBatchBuffers(wanted.kv), wanted.rows.contiguous()
-            few.set_cache(self.ops.pages(kv))
+            few, which = CBatchBuffers(wanted.kv, pages), wanted.rows.contiguous()
             few.c.rows = rows
             call.few, call.wanted, call.narrow = few.c, which.data_ptr(), True
         if adapters is not None:
@@ -230,8 +229,7 @@ class CompiledDrafter:
         size = last.shape[0]
         out = torch.zeros((size, steps), dtype=torch.int64)
         confidence, lengths = torch.zeros((size, steps)), torch.empty(size, dtype=torch.int64)
-        batch = CBatchBuffers(kv)
-        batch.set_cache(self.ops.pages(kv))
+        batch = CBatchBuffers(kv, self.ops.pages(kv))
         batch.c.rope_shift = self.shift
         held = [
             last.contiguous(),

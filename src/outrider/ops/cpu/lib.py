@@ -9,12 +9,13 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ...types import AttnSpec, KVPages, KVView
+from ...types import AttnSpec, GroupName, KVPages, KVView
 from .build import SHIPPED, shared_object
 
 # how a weight is laid out, in the order of formats.h; GGUF's formats by their names
 PackedKind = IntEnum("PackedKind", "DENSE Q4_1 Q4_0 Q8_0 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS PARTS FILE")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
+GROUPS: tuple[GroupName, ...] = ("full", "sliding")  # the order of a batch's tables
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -208,31 +209,26 @@ def dense_weight(w: Tensor) -> CWeight:
 class CBatchBuffers:
     """A KVView as a C struct; keeps the memory behind its pointers alive."""
 
-    def __init__(self, kv: KVView, ids: Tensor | None = None):
-        positions, row_seq, row_start = kv.positions.contiguous(), kv.row_seq.contiguous(), kv.row_start.contiguous()
-        self.keep: list[object] = [positions, row_seq, row_start]
-        assert positions.dtype == row_seq.dtype == torch.int64 and row_start.dtype == torch.int32
-        c = self.c = CBatch(positions.shape[0], row_start.shape[0] - 1, kv.page_size)
-        c.positions, c.row_seq, c.row_start = positions.data_ptr(), row_seq.data_ptr(), row_start.data_ptr()
-        if ids is not None:
-            ids = ids.contiguous()
-            self.keep.append(ids)
-            c.ids = ids.data_ptr()
+    def __init__(self, kv: KVView, pages: CPages, ids: Tensor | None = None):
+        self.keep: list[Tensor] = []
+        assert kv.positions.dtype == kv.row_seq.dtype == torch.int64 and kv.row_start.dtype == torch.int32
+        c = self.c = CBatch(kv.positions.shape[0], kv.row_start.shape[0] - 1)
+        pages.bind(c)
+        c.ids, c.positions, c.row_seq, c.row_start = map(self.hold, (ids, kv.positions, kv.row_seq, kv.row_start))
         if kv.ancestors is not None and kv.kv_slots is not None:
-            places, paths = kv.kv_slots.contiguous(), kv.ancestors.contiguous()
-            assert places.dtype == torch.int64 and paths.dtype == torch.int32
-            self.keep += [places, paths]
-            c.places, c.paths, c.path_width = places.data_ptr(), paths.data_ptr(), paths.shape[1]
-        for i, group in enumerate(("full", "sliding")):
-            table = kv.tables.get(group)  # type: ignore[call-overload]
+            assert kv.kv_slots.dtype == torch.int64 and kv.ancestors.dtype == torch.int32
+            c.places, c.paths, c.path_width = *map(self.hold, (kv.kv_slots, kv.ancestors)), kv.ancestors.shape[1]
+        for i, group in enumerate(GROUPS):
+            table = kv.tables.get(group)
             if table is not None:
-                table = table.contiguous()
-                self.keep.append(table)
-                c.tables[i], c.width[i] = table.data_ptr(), table.shape[1]
+                c.tables[i], c.width[i] = self.hold(table), table.shape[1]
         self.ref = byref(c)
 
-    def set_cache(self, pages: CPages) -> None:
-        self.c.keys, self.c.values, self.c.kv_dtype = pages.at_keys, pages.at_values, pages.dtype
+    def hold(self, t: Tensor | None) -> int | None:
+        if t is None:
+            return None
+        self.keep.append(t.contiguous())
+        return self.keep[-1].data_ptr()
 
 
 class CPages:
@@ -244,8 +240,11 @@ class CPages:
         assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), (
             "keys and values must be contiguous and of one dtype"
         )
-        self.dtype = DTYPES[dtypes.pop()]
+        self.dtype, self.page_size = DTYPES[dtypes.pop()], kv.page_size
         count = len(kv.keys)
         self.keys = (c_void_p * count)(*[None if t is None else t.data_ptr() for t in kv.keys])
         self.values = (c_void_p * count)(*[None if t is None else t.data_ptr() for t in kv.values])
-        self.at_keys, self.at_values = ctypes.addressof(self.keys), ctypes.addressof(self.values)
+
+    def bind(self, batch: CBatch) -> None:
+        batch.keys, batch.values = ctypes.addressof(self.keys), ctypes.addressof(self.values)
+        batch.kv_dtype, batch.page_size = self.dtype, self.page_size

@@ -341,8 +341,7 @@ class CpuOps(ReferenceOps):
         """The view's pointers, cached: every layer of a pass uses the same view."""
         if self._batch is not None and self._batch[0]() is kv:
             return self._batch[1]
-        batch = CBatchBuffers(kv)
-        batch.set_cache(self.pages(kv))
+        batch = CBatchBuffers(kv, self.pages(kv))
         self._batch = (weakref.ref(kv), batch)
         return batch
 
