@@ -265,11 +265,10 @@ class KVStore:
 
     def fits(self, seq: SeqCache, positions: int) -> bool:
         """Could it hold `positions` now, if unused shared prefixes were evicted?"""
-        for name, group in self.groups.items():
-            need = self._most(group, group.need(seq.pages[name], positions))
-            if not self._there(name, need):
-                return False
-        return True
+        return all(
+            self._there(name, self._most(group, group.need(seq.pages[name], positions)))
+            for name, group in self.groups.items()
+        )
 
     def _most(self, group: PageGroup, pages: int) -> int:
         """The given number of pages, but no more than a sequence of a sliding group can hold at once."""

@@ -6,7 +6,7 @@ Decoding happens in float32 with one rounding per operation, in the order writte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,20 +14,6 @@ import torch
 from torch import Tensor
 
 from .base import Format, Unit, Weight
-
-# kind: (weights in a block, bytes of a block)
-BLOCKS: dict[str, tuple[int, int]] = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
-}
 
 
 @dataclass(frozen=True)
@@ -65,11 +51,11 @@ def from_rows(kind: str, rows: np.ndarray) -> Weight:
 
 def dequantize(kind: str, rows: np.ndarray) -> np.ndarray:
     """uint8 [N, bytes per row] -> float32 [N, K]."""
-    size, nbytes = BLOCKS[kind]
+    size, nbytes, decode = _KINDS[kind]
     count, width = rows.shape
     blocks = np.ascontiguousarray(rows).reshape(-1, nbytes)  # [blocks, nbytes]
     with np.errstate(all="ignore"):  # a scale may be infinite in a damaged file
-        return _DECODERS[kind](blocks).reshape(count, width // nbytes * size)
+        return decode(blocks).reshape(count, width // nbytes * size)
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -165,15 +151,17 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
     return scale[:, :, None] * IQ4_VALUES[_nibbles(b[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)]
 
 
-_DECODERS = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
+# kind: weights in a block, bytes of a block, decoder
+_KINDS: dict[str, tuple[int, int, Callable[[np.ndarray], np.ndarray]]] = {
+    "Q4_0": (32, 18, _q4_0),
+    "Q4_1": (32, 20, _q4_1),
+    "Q5_0": (32, 22, _q5_0),
+    "Q5_1": (32, 24, _q5_1),
+    "Q8_0": (32, 34, _q8_0),
+    "Q4_K": (256, 144, _q4_k),
+    "Q5_K": (256, 176, _q5_k),
+    "Q6_K": (256, 210, _q6_k),
+    "IQ4_NL": (32, 18, _iq4_nl),
+    "IQ4_XS": (256, 136, _iq4_xs),
 }
+BLOCKS = {kind: (size, nbytes) for kind, (size, nbytes, _) in _KINDS.items()}
