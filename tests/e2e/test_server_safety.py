@@ -165,7 +165,7 @@ def test_template_variables_cannot_replace_what_is_the_templates_own(served: Ser
 
 def test_a_server_renders_in_a_process_with_limits(served: Served) -> None:
     assert served.http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200
-    process = served.model.template._process
+    process = served.model.template._child._process
     assert process is not None and process.poll() is None
     process.kill()
     process.wait()

@@ -4,7 +4,7 @@ limits.
 `ChatTemplate` renders in this process. `TemplateProcess` renders in a subprocess with limits on CPU time, memory and
 output: an endless loop or an exploding text kills that process and fails the request; the next request starts a new
 process. Run as a script, this file is that process: JSON frames arrive on stdin (the template, then variables) and
-leave on stdout. It imports nothing from this package, which keeps the process small.
+leave on stdout (child_process.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import json
 import resource
 import signal
 import struct
-import subprocess
 import sys
-import threading
 from datetime import datetime
 from typing import IO, TYPE_CHECKING, Any
 
@@ -25,6 +23,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+if __name__ != "__main__":  # the process itself imports nothing of this package
+    from .child_process import ChildLost, ChildProcess
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
@@ -61,54 +61,23 @@ class ChatTemplate:
 class TemplateProcess:
     def __init__(self, source: str, seconds: float = SECONDS, memory: int = MEMORY) -> None:
         """Limits of one rendering: CPU time, and bytes of the whole process."""
-        self._source, self._seconds, self._memory = source, seconds, memory
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
+        self._limits = f"{seconds:g} seconds or {memory >> 20} MB"
+        self._child = ChildProcess(__file__, lambda: json.dumps([source, seconds, memory]).encode())
 
     def render(self, variables: dict[str, Any]) -> str:
         """Thread-safe; blocks until done. Raises jinja2.TemplateError if it fails or exceeds its limits."""
-        data = json.dumps(variables).encode()
-        with self._lock:
-            if self._closed:
-                raise jinja2.TemplateError("the model is being unloaded")
-            try:
-                process = self._started()
-                assert process.stdin is not None and process.stdout is not None
-                _send(process.stdin, data)
-                said: dict[str, str] = json.loads(_read(process.stdout))
-            except (OSError, EOFError):
-                self._end()
-                raise jinja2.TemplateError(
-                    f"it takes more than {self._seconds:g} seconds or {self._memory >> 20} MB"
-                ) from None
+        try:
+            said: dict[str, str] = json.loads(self._child.call(json.dumps(variables).encode()))
+        except ChildLost:
+            why = "the model is being unloaded" if self._child.closed else f"it takes more than {self._limits}"
+            raise jinja2.TemplateError(why) from None
         if "error" in said:
             raise jinja2.TemplateError(said["error"])
         return said["text"]
 
     def close(self) -> None:
-        self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()  # a rendering that is under way ends
-        with self._lock:
-            self._end()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:
-            self._end()  # it has ended already
-        if self._process is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self._process = subprocess.Popen([sys.executable, "-P", __file__], process_group=0, **pipes)  # type: ignore[call-overload]
-            assert self._process is not None and self._process.stdin is not None
-            _send(self._process.stdin, json.dumps([self._source, self._seconds, self._memory]).encode())
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        """A rendering that is under way ends."""
+        self._child.close()
 
 
 def _tojson(

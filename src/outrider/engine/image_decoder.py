@@ -7,18 +7,12 @@ A process runs models/image_processing.py, with frames on stdin and stdout.
 
 from __future__ import annotations
 
-import os
-import select
-import subprocess
-import sys
-import threading
-import time
-
 import numpy as np
 
 from ..models import image_processing
 from ..models.image_processing import HEAD, REPLY
 from ..types import OutriderError
+from .child_process import ChildLost, ChildProcess
 
 SECONDS = 20.0  # of wall time for one file
 MAX_BYTES = 64 << 20  # of one file
@@ -50,71 +44,18 @@ class ImageDecoder:
         self._large.close()
 
 
-class DecodingProcess:
+class DecodingProcess(ChildProcess):
     def __init__(self, max_pixels: int, seconds: float) -> None:
         """Limits of one image; `seconds` of wall time."""
-        self._max_pixels, self._seconds = max_pixels, seconds
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(image_processing.__file__, seconds=seconds)
+        self._max_pixels = max_pixels
 
     def pixels(self, data: bytes, tokens: int, side: int) -> np.ndarray:
-        with self._lock:
-            deadline = time.monotonic() + self._seconds
-            try:
-                process = self._started()
-                self._write(process, HEAD.pack(len(data), tokens, side, self._max_pixels) + data, deadline)
-                good, height, width = REPLY.unpack(self._read(process, REPLY.size, deadline))
-                body = self._read(process, height * width * 3 if good else height, deadline)
-            except (OSError, EOFError, TimeoutError):
-                self._end()
-                raise SPOILED from None
+        try:
+            said = self.call(HEAD.pack(tokens, side, self._max_pixels) + data)
+        except ChildLost:
+            raise SPOILED from None
+        (good, height, width), body = REPLY.unpack_from(said), said[REPLY.size :]
         if not good:
             raise OutriderError(body.decode("utf-8", "replace"))
         return np.frombuffer(body, np.uint8).reshape(height, width, 3)
-
-    def close(self) -> None:
-        process = self._process
-        if process is not None:
-            process.kill()
-        with self._lock:
-            self._end()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", image_processing.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            )  # fmt: skip
-        return self._process
-
-    def _write(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
-        assert process.stdin is not None
-        view, pipe = memoryview(data), process.stdin.fileno()
-        os.set_blocking(pipe, False)
-        while view:
-            _, ready, _ = select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            view = view[os.write(pipe, view[: 1 << 20]) :]
-
-    def _read(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
-        assert process.stdout is not None
-        pipe, parts, left = process.stdout.fileno(), [], size
-        while left:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            part = os.read(pipe, min(left, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()

@@ -23,8 +23,9 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-HEAD = struct.Struct("<IIIQ")  # bytes of the file; soft tokens and side, see `pixels`; maximum pixels
-REPLY = struct.Struct("<?II")  # is it an image? then height and width and pixels follow, else an error's length
+LENGTH = struct.Struct("<I")  # bytes that follow
+HEAD = struct.Struct("<IIQ")  # soft tokens and side, see `pixels`; maximum pixels; then the file
+REPLY = struct.Struct("<?II")  # is it an image? its height and width; then pixels, or an error
 MEMORY, CPU_SECONDS = 3 << 30, 60  # of the decoding process
 MAX_SIDE = 65500
 MAX_SCANS = 64  # of a JPEG; progressive ones have about ten
@@ -122,18 +123,17 @@ def main() -> None:
     Image.init()
     source, out = sys.stdin.buffer, sys.stdout.buffer
     while True:
-        size, tokens, side, most = HEAD.unpack(read(source, HEAD.size))
+        asked = read(source, *LENGTH.unpack(read(source, LENGTH.size)))
+        tokens, side, most = HEAD.unpack_from(asked)
         spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
         resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         try:
-            made = pixels(decode(read(source, size), most), tokens, side)
+            made = pixels(decode(asked[HEAD.size :], most), tokens, side)
             body = REPLY.pack(True, *made.shape[:2]) + made.tobytes()
-        except EOFError:
-            raise
         except Exception as error:
             line = (" ".join(str(error).split())[:200] or type(error).__name__).encode()
-            body = REPLY.pack(False, len(line), 0) + line
-        out.write(body)
+            body = REPLY.pack(False, 0, 0) + line
+        out.write(LENGTH.pack(len(body)) + body)
         out.flush()
 
 

@@ -27,6 +27,7 @@ from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
 from outrider.cluster.replica import receiving
+from outrider.engine import child_process
 from outrider.server import grammar_sandbox, grammars, tokenizer_process
 from outrider.server.app import create_app
 from outrider.server.errors import ApiError
@@ -117,9 +118,9 @@ def test_a_closed_clerk_is_not_started_again(monkeypatch: pytest.MonkeyPatch) ->
 
     late = tokenizer_process.TokenizerProcess(lambda: "", lambda text, special: [len(text), special])
     late.close()
-    monkeypatch.setattr(tokenizer_process.subprocess, "Popen", refuse)
+    monkeypatch.setattr(child_process.subprocess, "Popen", refuse)
     assert late.ids("abc", True) == [3, True]
-    late._start_quietly()  # a server that ends while it starts
+    late._child.start()  # a server that ends while it starts
     late.close()
 
 

@@ -1,0 +1,100 @@
+"""A script in a process of its own that answers one call after the other: for code that would hold the interpreter, or
+that is not trusted with memory and time.
+
+A frame is 4 bytes of length and as many bytes. The script reads frames from stdin (first the set-up, where there is
+one) and writes one to stdout for each call. It imports nothing of this package, limits itself and ends with its stdin.
+It is started by the first call; one that has died or was late is replaced by the next.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+LENGTH = struct.Struct("<I")
+
+
+class ChildLost(Exception):
+    """The process has died, was late, or is closed."""
+
+
+class ChildProcess:
+    def __init__(self, script: str, setup: Callable[[], bytes] | None = None, seconds: float | None = None) -> None:
+        """seconds: how long one call may take, by the clock."""
+        self._script, self._setup = script, setup
+        self._seconds = None if seconds is None else max(1e-3, seconds)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.closed = False
+
+    def call(self, data: bytes) -> bytes:
+        """From any thread; blocks until it is done."""
+        with self._lock:
+            try:
+                self._start()
+                self._send(data)
+                return self._read(*LENGTH.unpack(self._read(LENGTH.size)))
+            except (OSError, EOFError):
+                self._end()
+                raise ChildLost from None
+
+    def start(self) -> None:
+        """Now rather than with the first call."""
+        with self._lock:
+            try:
+                self._start()
+            except (OSError, EOFError):
+                self._end()
+
+    def close(self) -> None:
+        """Calls under way are lost, and later ones."""
+        self.closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        if self.closed:
+            raise EOFError
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._connection, its = socket.socketpair()
+            self._connection.settimeout(self._seconds)
+            with its:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", self._script],
+                    stdin=its.fileno(),
+                    stdout=its.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                )
+            if self._setup is not None:
+                self._send(self._setup())
+
+    def _send(self, data: bytes) -> None:
+        self._connection.sendall(LENGTH.pack(len(data)))
+        self._connection.sendall(data)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            part = self._connection.recv(min(size - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            self._connection.close()
