@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import click
@@ -199,9 +200,13 @@ def test_python_blocks_are_python(block: Block) -> None:
             assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"
 
 
+@cache
+def commands_of_outrider() -> click.Group:
+    return typer.main.get_command(app())  # type: ignore[return-value]
+
+
 def parse(arguments: list[str]) -> None:
-    group = typer.main.get_command(app())
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    group = commands_of_outrider()
     name, rest = arguments[0], arguments[1:]
     if name.startswith("-"):
         assert name in {o for p in group.params for o in p.opts} | {"--help"}, f"no option {name}"

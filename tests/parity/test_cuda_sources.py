@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.unit.ops import test_cuda_experts as experts
+from tests.parity import test_cuda_experts as experts
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 from outrider.ops.backend import Epilogue

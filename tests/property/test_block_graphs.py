@@ -17,8 +17,9 @@ from tests.block_drafters import LAYOUTS, drafter
 from tests.engines import VARIANTS, VOCAB, request, run, tiny_engine, tiny_model
 from tests.property.test_block_exact import HOT, KINDS, MODELS, PROMPT, plain
 from tests.property.test_capture_blind import ShapesOnly
+from tests.property.test_graphs_exact import check_batches, one
 from tests.property.test_trees_exact import tree_request
-from tests.unit.engine.test_graphs import check_batches, graphs_of, one
+from tests.unit.engine.test_graphs import graphs_of
 
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.decode import DecodeStep, Inputs, Key, Output, State

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cuda.emulator import EmulatorError, missing
-from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
+from tests.parity.test_cuda_few_rows import CASES, Case, Rig, drawn
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 from outrider.ops.backend import Epilogue
