@@ -170,9 +170,8 @@ class Target:
 class Good:
     """SamplingFeatures the same questions again and again; the answers it got alone are the right ones."""
 
-    def __init__(self, port: int, tokens: int, image: str | None = None) -> None:
-        """image: of some questions, as a data URL."""
-        self.image = image
+    def __init__(self, port: int, tokens: int) -> None:
+        self.image: str | None = None  # of some questions, as a data URL
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300)
         self.tokens = tokens
         self.known: dict[int, object] = {}
@@ -202,6 +201,13 @@ class Good:
             if seed == 7
             else body
         )
+
+    async def see(self) -> None:
+        """Have images in some questions from now on; one is large, so that the processes for both kinds are there."""
+        from hostile_images import LARGE, asked, fine, url
+
+        self.image = fine()
+        await self.client.post("/v1/chat/completions", json=asked({"url": url(LARGE["one bit"]())}))
 
     async def ask(self, i: int) -> float:
         began = time.monotonic()
@@ -491,15 +497,11 @@ def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
 
-def picture() -> str:
-    from hostile_images import fine
-
-    return fine()
-
-
 async def measure(target: Target, minutes: float, tokens: int, many: int, kinds: str, keep: float) -> Json:
-    good = Good(target.port, tokens, picture() if "images" in kinds.split(",") else None)
+    good = Good(target.port, tokens)
     say(f"serving on port {target.port}; warming up")
+    if "images" in kinds.split(","):
+        await good.see()
     await good.run(0)
     say("alone")
     busy = Busy(target)
@@ -557,6 +559,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
         "slowest_health": [{"ms": round(1e3 * took, 1), "because": during(stalls, at - took, at)}
                            for took, at in sorted(probes, reverse=True)[:3]],
         "loop_max_net_ms": max((e["net_ms"] for e in stalls), default=0.0), "stalls": stalls[:8],
+        "longest_turns": sorted(stalls, key=lambda e: -e["computed_ms"])[:4],
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
         "memory_of_mb": {n: [before_of.get(n, 0) >> 20, b >> 20] for n, b in target.memory_of().items()},
         "memory_back_s": round(waited), "kv_filled_mb": filled >> 20, "kv_left_mb": left >> 20,

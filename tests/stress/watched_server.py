@@ -6,7 +6,8 @@ A line of JSON goes to the file EVENTS whenever one turn of the event loop, or w
 longer than 30 ms, or a turn computed for more than 12 ms. `net_ms` leaves out the time in which threads of this process
 were ready to run and had no processor (Linux counts it), so that it means the same on a busy machine; `what` names the
 slowest callback of the turn, or where the other threads stood after the wait. `faults` counts page faults that waited
-for a disk: while one does, threads that take or give back memory wait for it.
+for a disk: while one does, threads that take or give back memory wait for it. `stolen_ms` is the time that the
+host of a virtual machine gave to others meanwhile, added up over its processors.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ WAITING = re.compile(r"(threading|queue|selectors|thread|unix_events)\.py")  # t
 class Watch:
     def __init__(self, events: IO[str]) -> None:
         self._events, self._turn, self._slowest, self._seen = events, 0.0, (0.0, 0.0, ""), ""
-        # times; until then: what all threads had waited for a processor, major page faults
-        self._waited = deque([(0.0, 0.0, 0)], 500)
+        # times; until then: what all threads had waited for a processor, major page faults, seconds stolen
+        self._waited = deque([(0.0, 0.0, 0, 0.0)], 500)
         self._collecting = self._collected = 0.0
         self._used = 0.0  # processor time of this thread at the beginning of the turn
         self._idle = True  # the loop waits for something to happen
@@ -81,7 +82,7 @@ class Watch:
         main, mine = threading.main_thread().ident or 0, threading.get_ident()
         while True:
             began = time.monotonic()
-            self._waited.append((began, all_delays(), major_faults()))
+            self._waited.append((began, all_delays(), major_faults(), stolen()))
             time.sleep(EVERY)
             late = time.monotonic() - began - EVERY
             if not self._idle and time.monotonic() - self._turn > LONG and not self._seen:
@@ -92,8 +93,8 @@ class Watch:
 
     def _tell(self, kind: str, took: float, what: str, computed: float = 0.0) -> None:
         until = time.monotonic()
-        none = (0.0, all_delays(), major_faults())
-        _, delays, faults = next((then for then in reversed(self._waited) if then[0] <= until - took), none)
+        none = (0.0, all_delays(), major_faults(), stolen())
+        _, delays, faults, taken = next((then for then in reversed(self._waited) if then[0] <= until - took), none)
         waited = max(0.0, all_delays() - delays)
         event = {
             "at": until,
@@ -102,7 +103,7 @@ class Watch:
             "net_ms": round(1e3 * max(0.0, took - waited), 1),
         }
         event |= {"computed_ms": round(1e3 * computed, 1), "what": what, "garbage_ms": round(1e3 * self._collected, 1)}
-        event["faults"] = major_faults() - faults
+        event |= {"faults": major_faults() - faults, "stolen_ms": round(1e3 * (stolen() - taken))}
         self._events.write(json.dumps(event) + "\n")
         self._events.flush()
 
@@ -118,6 +119,11 @@ def all_delays() -> float:
 
 def major_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def stolen() -> float:
+    """Seconds in which a processor of this virtual machine was ready to run and its host ran something else."""
+    return int(Path("/proc/stat").read_text().split(None, 9)[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def named(handle: asyncio.Handle) -> str:

@@ -312,6 +312,7 @@ async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T
         for other in (task, gone):
             other.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+        del task, gone, other  # an error of the work, its traceback, this frame and the task would be a cycle
 
 
 async def paced(events: AsyncIterator[Event | None]) -> AsyncIterator[Event | None]:

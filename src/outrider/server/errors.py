@@ -124,20 +124,23 @@ def from_validation(error: ValidationError) -> ApiError:
     return bad(f"Invalid value for '{name}': {message}." if name else f"{message}.", name or None, "invalid_value")
 
 
-def read(raw: bytes, parse: Callable[[bytes], T]) -> T:
-    """What `parse` makes of a body; what is wrong with it as an answer for its sender."""
+def read(raw: bytes, parse: Callable[[bytes], T], mend: bool = True) -> T:
+    """What `parse` makes of a body; what is wrong with it as an answer for its sender. mend: lone surrogates."""
     check_size(raw)
+    error: ApiError | None
     try:
         return parse(raw.removeprefix(MARK))
     except ValidationError as e:
-        if not raw.removeprefix(MARK).strip():
-            raise bad("The body is empty; send a JSON object.", None, "invalid_json") from None
-        error = from_validation(e)
-        if error.code == "invalid_json" and SURROGATE.search(raw):
-            return parse_again(raw, parse)
-        raise error from None
+        empty = not raw.removeprefix(MARK).strip()
+        error = bad("The body is empty; send a JSON object.", None, "invalid_json") if empty else from_validation(e)
     except RecursionError:
-        raise ApiError(400, "The body nests too deep.", code="invalid_json") from None
+        error = ApiError(400, "The body nests too deep.", code="invalid_json")
+    if mend and error.code == "invalid_json" and SURROGATE.search(raw):
+        return read(_mended(raw), parse, mend=False)
+    try:
+        raise error  # not in there: it would hold the validation's error, and that the body's values
+    finally:
+        error = None  # else its traceback would hold it, and all of it would wait for the garbage collector
 
 
 def check_size(raw: bytes) -> None:
@@ -159,12 +162,10 @@ def check_size(raw: bytes) -> None:
             raise bad(f"The body is too complex: at most {most} can be read.", None, "body_too_complex")
 
 
-def parse_again(raw: bytes, parse: Callable[[bytes], T]) -> T:
+def _mended(raw: bytes) -> bytes:
     """With a ? for each lone surrogate: what is left of an emoji where a client has cut a text in two."""
     try:
-        return parse(json.dumps(json.loads(raw.removeprefix(MARK)), ensure_ascii=False).encode("utf-8", "replace"))
-    except ValidationError as e:
-        raise from_validation(e) from None
+        return json.dumps(json.loads(raw.removeprefix(MARK)), ensure_ascii=False).encode("utf-8", "replace")
     except (ValueError, RecursionError):
         raise bad("The body is not valid JSON, or nests too deep.", None, "invalid_json") from None
 

@@ -232,6 +232,8 @@ class _FairThreads:
             with self._lock:
                 self._waiting.discard(client, piece)
             raise
+        finally:
+            del piece  # an error of the work, its traceback, this frame and the future would be a cycle
 
     def close(self) -> None:
         with self._lock:

@@ -6,13 +6,15 @@ parser can read without holding the interpreter, and separators inside of a text
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from itertools import count
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
+from tests.waiting import until
 
 from outrider.server import errors, routes
 from outrider.server.anthropic import MessagesRequest
@@ -158,3 +160,25 @@ def test_arguments_of_a_call_are_bounded_as_a_body_is() -> None:
     body = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]})
     with pytest.raises(ApiError, match="too complex"):
         preparer.conversation(body)
+
+
+def test_refused_bodies_do_not_wait_for_the_garbage_collector() -> None:
+    """A refusal that is part of a cycle keeps its frames, and they a body of megabytes, until a full collection, which
+    stops all threads for the longer."""
+    tok = tokenizer()
+    bodies = [b'{"prompt":"x","stop":[[1]]}', b"{", b'{"foo":1}', b'{"prompt":"\\ud800","stop":NaN}', b"[" * 2000]
+    with Served(FakeEngine(tok), tok) as s:
+        for body in bodies:
+            gc.collect()
+            before = alive()  # of other tests
+            gc.disable()
+            try:
+                answer = s.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+                assert answer.status_code == 400, body
+                until(lambda: alive() <= before)
+            finally:
+                gc.enable()
+
+
+def alive() -> int:
+    return sum(type(o) in (ApiError, ValidationError) for o in gc.get_objects())
