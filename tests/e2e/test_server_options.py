@@ -15,8 +15,7 @@ import pytest
 from tests.server_fakes import FakeEngine, Served, tokenizer
 from tests.waiting import PATIENCE
 
-from outrider.server.keys import Keys
-from outrider.server.limits import RequestGuard
+from outrider.server.limits import Keys, RequestGuard
 from outrider.server.settings import ServerSettings
 
 TOK = tokenizer()
