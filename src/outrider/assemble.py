@@ -39,6 +39,7 @@ from .spec.cost import FORMAT, CostKey, CostTable, machine_name
 from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
+from .spec.pair import DrafterPair
 from .types import OutriderError
 from .weights import hub, load_drafter, load_target
 from .weights.adapter import load_adapter
@@ -102,8 +103,8 @@ def _assemble(
         # the kernels have their own threads; torch's threads would spin next to them and halve the speed
         torch.set_num_threads(1)
     tp, together = (None, SOLO) if team is None else (team.tp, team)
-    if settings.drafter.startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
-        check_draft_model(hub.resolve(model, weights=False), hub.resolve(settings.drafter[6:], weights=False))
+    if settings.drafters[0].startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
+        check_draft_model(hub.resolve(model, weights=False), hub.resolve(settings.drafters[0][6:], weights=False))
     files = hub.resolve(model, weights=load_format == "auto")
     # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
     tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
@@ -131,7 +132,8 @@ def _assemble(
         if tokenizer is not None:
             tokenizer.image_text = vision.config.image_text(tokenizer.backend.id_to_token)
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
-    profiles = {drafter.name: drafter.profile} if drafter is not None and drafter.profile is not None else {}
+    members = drafter.members if drafter is not None else ()
+    profiles = {member.name: member.profile for member in members if member.profile is not None}
     prior, trust = {n: p.accepted for n, p in profiles.items()}, {n: p.trust for n, p in profiles.items()}
     counts = {n: p.counts for n, p in profiles.items() if p.weights}  # a family's figures are taken as they are
     # where steps are captured no draft ends by its confidence
@@ -219,7 +221,26 @@ def pick_drafter(
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
     tokens that a draft model scores whatever their index in the vocabulary."""
-    drafter = settings.drafter
+    picked = [_pick(model, one, settings, target, dtype, always, adapters) for one in settings.drafters]
+    found = [made for made in picked if made[0] is not None]
+    if len(found) < 2:
+        return found[0] if found else picked[0]
+    (first, _, note), (second, _, other) = found
+    assert first is not None and second is not None
+    names = (first.name, second.name, "ngram")
+    return DrafterPair(first, second), names, f"{note} and {other.removeprefix('drafter: ')}"
+
+
+def _pick(
+    model: Files,
+    drafter: str,
+    settings: LoadSettings,
+    target: TextModel,
+    dtype: torch.dtype,
+    always: Callable[[], Iterable[int]],
+    adapters: Sequence[str],
+) -> tuple[Drafter | None, tuple[str, ...], str]:
+    """As `pick_drafter`, for one of the drafters."""
     if drafter == "none":
         return None, (), "drafter: none (plain decoding)"
     if drafter == "ngram":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral
@@ -102,10 +102,12 @@ class SpecConfig:
 class LoadSettings:
     """How a model is loaded and run: the arguments of `LLM.load`, also when commands and clusters call it."""
 
+    # a tuple: two drafters, see `drafters`
     drafter: Annotated[
-        str,
+        str | Sequence[str],
         "What drafts: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
-        "a folder or id of an MTP, DFlash, DSpark or EAGLE-3 drafter or Medusa heads | draft:MODEL (a small model).",
+        "a folder or id of an MTP, DFlash, DSpark or EAGLE-3 drafter or Medusa heads | draft:MODEL (a small model). "
+        "Given twice: an MTP and a block drafter, of which every cycle uses the faster one.",
     ] = "auto"
     draft_tokens: Annotated[
         int | str | None, "Draft tokens per cycle, 0..16; 0: plain decoding; auto: whatever pays, decided every cycle."
@@ -146,10 +148,18 @@ class LoadSettings:
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
-        if isinstance(self.drafter, PathLike):
-            object.__setattr__(self, "drafter", str(self.drafter))
-        if not isinstance(self.drafter, str):
+        given = [self.drafter] if isinstance(self.drafter, (str, PathLike)) else self.drafter
+        if not isinstance(given, (list, tuple)) or not all(isinstance(one, (str, PathLike)) for one in given):
             raise OutriderError(f"drafter must be 'auto', 'none', 'ngram' or where one is, got {self.drafter!r}")
+        if not 1 <= len(given) <= 2:
+            raise OutriderError(f"drafter may be one or two (an MTP and a block drafter), got {len(given)}")
+        named = tuple(str(one) for one in given)
+        if len(named) == 2:
+            alone = next((one for one in named if one in ("none", "ngram") or one.startswith("draft:")), None)
+            if alone is not None or named[0] == named[1]:
+                why = "the same drafter twice" if alone is None else f"{alone} stands alone"
+                raise OutriderError(f"two of drafter are an MTP and a block drafter; {why}")
+        object.__setattr__(self, "drafter", named[0] if len(named) == 1 else named)
         if not isinstance(self.engine, EngineConfig):
             raise OutriderError(
                 f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)"
@@ -158,8 +168,8 @@ class LoadSettings:
             whole("threads", self.threads)
         spec = self.spec  # constructing it checks its fields
         if self.drafter == "none" and (spec.draft_tokens or spec.tree):
-            named = "draft_tokens" if spec.draft_tokens else "tree"
-            raise OutriderError(f"drafter none drafts nothing: leave out {named}, or choose a drafter")
+            field = "draft_tokens" if spec.draft_tokens else "tree"
+            raise OutriderError(f"drafter none drafts nothing: leave out {field}, or choose a drafter")
         if self.dtype is not None:
             known("dtype", self.dtype, Literal["float32", "bfloat16", "float16"])
         for name in ("quantize", "quantize_drafter"):
@@ -182,6 +192,11 @@ class LoadSettings:
             raise OutriderError("swap is for a model in one process: leave it out with tensor_parallel")
         if self.tensor_parallel > 1 and self.engine.prefix_store is not None:
             raise OutriderError("prefix_store is for a model in one process: leave it out next to tensor_parallel")
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """One drafter, or two, from which the controller chooses."""
+        return (self.drafter,) if isinstance(self.drafter, str) else tuple(self.drafter)
 
     @property
     def spec(self) -> SpecConfig:
@@ -215,7 +230,7 @@ class LoadSettings:
             engine = replace(engine, **{name: given.pop(name) for name in inner if name in given})  # type: ignore[arg-type]
         return replace(self, **given, engine=engine)  # type: ignore[arg-type]  # they are checked as they are set
 
-    def options(self) -> dict[str, str | int | float | None]:
+    def options(self) -> dict[str, object]:
         """The options from which `of` makes these settings."""
         return {name: getattr(self.engine if name in ENGINE else self, name) for name in OPTIONS}
 

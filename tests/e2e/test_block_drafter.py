@@ -49,6 +49,50 @@ def test_the_controller_chooses_k(model: Path, tmp_path: Path) -> None:
     assert drafted.generate("Hello", params)[0].text == plain.generate("Hello", params)[0].text
 
 
+@pytest.fixture(scope="module")
+def assistant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_assistant("gemma4_e2b", tmp_path_factory.mktemp("assistant"))
+
+
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+def test_two_drafters(model: Path, assistant: Path, tmp_path: Path, ops: str) -> None:
+    """K by the controller, and given; each by its name; trees; the text stays."""
+    block = folder(tmp_path, "z-lab")
+    plain = LLM.load(str(model), drafter="none", ops=ops, max_context=256)
+    both = LLM.load(str(model), drafter=[assistant, block], ops=ops, max_context=256)  # type: ignore[list-item]
+    assert both.drafter_note == f"drafter: mtp {assistant} (as asked) and dflash {block} (as asked)"
+    assert both.engine.controller.drafters == ("mtp", "dflash", "ngram")
+    assert not both.engine.controller.cost.free("mtp") and not both.engine.controller.cost.free("dflash")
+    for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9, seed=3)):
+        want = [c.token_ids for c in plain.generate(["Hello there", "a b a b a b"], params)]
+        for asked in (
+            {},
+            {"draft_tokens": 4},
+            {"draft_tokens": 3, "drafter": "dflash"},
+            {"draft_tokens": 3, "tree": 8},
+        ):
+            assert [c.token_ids for c in both.generate(["Hello there", "a b a b a b"], params, **asked)] == want, asked  # type: ignore[arg-type]
+    drafted = both.engine.metrics.drafted_by_drafter
+    assert drafted["mtp"] > 0 and drafted["dflash"] > 0 and both.engine.metrics.drafter_failures == 0
+
+
+def test_two_drafters_of_which_one_does_not_fit(model: Path, assistant: Path, tmp_path: Path) -> None:
+    wrong = write(tmp_path / "wrong", LAYOUTS["z-lab"], tensors(LAYOUTS["z-lab"]))
+    right = [folder(tmp_path / name, "z-lab") for name in "ab"]
+    for drafters, told in (
+        ((assistant, wrong), "vocabulary has 64 tokens, the target's 288"),
+        ((assistant, tmp_path / "none"), "none"),
+        (right, "two drafters are an MTP and a block drafter .*, got dflash and dflash"),
+        ((assistant, *right), "drafter may be one or two .*, got 3"),
+        ((assistant, "ngram"), "an MTP and a block drafter; ngram stands alone"),
+        (("draft:smollm2", assistant), "draft:smollm2 stands alone"),
+        ((assistant, assistant), "the same drafter twice"),
+    ):
+        with pytest.raises(OutriderError, match=told) as caught:
+            LLM.load(str(model), drafter=[str(one) for one in drafters], ops="reference", max_context=256)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
 def test_a_mismatch_is_one_line(model: Path, tmp_path: Path) -> None:
     wrong = write(tmp_path, LAYOUTS["z-lab"], tensors(LAYOUTS["z-lab"]))
     with pytest.raises(OutriderError, match="vocabulary has 64 tokens, the target's 288") as caught:

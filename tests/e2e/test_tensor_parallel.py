@@ -97,6 +97,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for name, layout in (("mistral", "z-lab"), ("qwen3", "speculators-eagle3"), ("edge", "dspark")):
         raw = LAYOUTS[layout]
         by_name[name]["drafter"] = str(write_block(folder / layout, raw, tensors(raw)))
+    by_name["moe"]["drafter"] = [by_name["dense"]["drafter"], by_name["mistral"]["drafter"]]
     made.append({"name": "uneven", "model": write(folder / "uneven", UNEVEN)})
     write_gguf(folder / "q4_0.gguf", ModelConfig.from_hf(WIDE), "q4_0")
     return [*made, {"name": "q4_0", "model": str(folder / "q4_0.gguf")}]

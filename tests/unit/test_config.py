@@ -48,7 +48,9 @@ def test_commands_take_name_default_and_help_from_the_settings(name: str) -> Non
     found = {p.name: p for p in options if (name, p.name) not in OTHERS}
     assert found
     for option, parameter in found.items():
-        assert parameter.default == OPTIONS[option].default and parameter.help == OPTIONS[option].help, option
+        default = OPTIONS[option].default
+        assert parameter.default == ([default] if parameter.multiple else default), option
+        assert parameter.help == OPTIONS[option].help, option
         assert parameter.opts[0] == "--" + option.replace("_", "-")
 
 
@@ -106,6 +108,10 @@ def test_a_command_gets_what_was_said() -> None:
     words = ["--word", "y", "--draft-tokens", "3", "--threads", "2", "--kv-dtype", "int8", "--swap", "1.5"]
     typer.main.get_command(shell)(words, standalone_mode=False)
     assert told == ["y", LoadSettings(draft_tokens="3", threads=2, engine=EngineConfig(kv_dtype="int8", swap=1.5))]
+    typer.main.get_command(shell)(["--drafter", "a", "--drafter", "b"], standalone_mode=False)
+    assert told[-1] == LoadSettings(drafter=("a", "b")) and LoadSettings(drafter=["a", "b"]).drafters == ("a", "b")
+    with pytest.raises(OutriderError, match="--drafter may be one or two"):
+        typer.main.get_command(shell)(["--drafter", "a"] * 3, standalone_mode=False)
     with pytest.raises(KeyError, match="colour"):
         loading("colour")(command)
 
@@ -113,6 +119,7 @@ def test_a_command_gets_what_was_said() -> None:
 def test_options_there_and_back() -> None:
     load = LoadSettings(draft_tokens=3, dtype="float16", engine=EngineConfig(max_context=77, gpu_memory=0.5))
     assert LoadSettings.of(load.options()) == load and LoadSettings.of({}) == LoadSettings()
+    assert LoadSettings.of(LoadSettings(drafter=("a", "b")).options()).drafters == ("a", "b")
     assert (
         {*load.options()}
         == {*OPTIONS}

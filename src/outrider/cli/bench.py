@@ -186,7 +186,7 @@ def _contestants(
     found: list[Contestant] = []
     # the same prompt is repeated: a prefix cache would hide its cost
     engine = replace(load.engine, max_batch=batch, prefix_cache=False)
-    for drafter in dict.fromkeys([way.drafter for way in ways] or [load.drafter]):
+    for drafter in dict.fromkeys([way.drafter for way in ways] or [*load.drafters[:1]]):
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
         if plain and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))

@@ -186,10 +186,8 @@ class Conversation:
 
     def choose_drafter(self, name: str) -> None:
         """Without a name: prints which one is used."""
-        loaded = self.llm.drafter.name if self.llm.drafter is not None else None
         known: dict[str, bool | str] = {"auto": True, "none": False, "ngram": "ngram"}
-        if loaded is not None:
-            known[loaded] = loaded
+        known |= {one.name: one.name for one in (self.llm.drafter.members if self.llm.drafter is not None else ())}
         if not name:
             now = next(key for key, value in known.items() if value == self.drafter)
             note(f"{self.llm.drafter_note}; in use: {now}")

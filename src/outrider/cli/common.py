@@ -165,9 +165,12 @@ def as_options(message: str, names: Iterable[str]) -> str:
 
 def typed(name: str, option: Option) -> Parameter:
     kind: object = option.kind if option.kind in PLAIN else str | None if option.default is None else str
+    default = option.default
+    if option.kind == str | Sequence[str]:  # it may be repeated
+        kind, default = list[str], [default]
     names = spellings(name) if option.default is not True else [f"--{name}/--no-{name}"]
     about = Annotated[kind, typer.Option(*names, help=option.help)]  # type: ignore[valid-type]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=about)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=about)
 
 
 def spellings(name: str) -> list[str]:
@@ -205,13 +208,14 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
     if named is None or named not in commands or not (shared or named in tables):
         return {}
     command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
-    options = [p.name for p in command.params if p.param_type_name == "option" and p.name]
+    options = {p.name: p for p in command.params if p.param_type_name == "option" and p.name}
     own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
     if wrong := [key for key in own if key not in options]:
         raise OutriderError(
             f"config.toml: unknown option {wrong[0]!r} in [{named}]; `outrider {named} --help` lists what there is"
         )
-    return {named: {key: value for key, value in (shared | own).items() if key in options}}
+    given = {key: value for key, value in (shared | own).items() if key in options}
+    return {named: {k: [v] if options[k].multiple and isinstance(v, str) else v for k, v in given.items()}}
 
 
 def sampling(**given: object) -> SamplingParams:

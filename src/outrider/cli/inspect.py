@@ -32,7 +32,10 @@ VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
 class InspectOptions:
     model: common.Model
     drafter: Annotated[
-        str | None, "Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL) fit, and what does a step cost?"
+        list[str] | None,
+        typer.Option(
+            help="Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL; or two) fit, and what does a step cost?"
+        ),
     ] = None
     context: Annotated[int, "Tokens of context for which FLOP a byte is reckoned."] = 1024
     bits: Annotated[float | None, "Assume N bits per weight, embeddings too. Default: as the checkpoint stores it."] = (
@@ -77,12 +80,15 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
         raise OutriderError("--bits and --quantize both say what the card holds: leave one of them out")
     files, config, kept = read(asked.model, asked.quantize if asked.gpu is not None else None)
     size, total = per_weight(config, kept), kept.total
-    small = asked.drafter[6:] if asked.drafter is not None and asked.drafter.startswith("draft:") else None
-    named = drafter_files(asked.drafter) if asked.drafter is not None and small is None else None
-    block = named if named is not None and is_block(named.config) else None
-    helper, helper_size = (
-        read_drafter(asked.drafter) if asked.drafter is not None and small is block is None else (None, 2.0)
-    )
+    named = asked.drafter or []
+    if len(named) > 1:
+        LoadSettings(drafter=named)  # checks them
+    small = next((name[6:] for name in named if name.startswith("draft:")), None)
+    checkpoints = {name: drafter_files(name) for name in named if small is None}
+    networks = [name for name, files in checkpoints.items() if not is_block(files.config)]
+    if len(checkpoints) == 2 and len(networks) != 1:
+        raise OutriderError("two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
+    helper, helper_size = read_drafter(networks[0]) if networks else (None, 2.0)
     if asked.bits is not None:
         size = helper_size = asked.bits / 8
         total = model_size(config).total * size
@@ -98,15 +104,17 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     vision = vision_config(files) if load.vision else None
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
     drafter_bytes = drafter_size(helper).total * helper_size if helper is not None else 0.0
+    reports = {name: data["drafter"] for name in networks}
     if small is not None:
-        data["drafter"], drafter_bytes = draft_model(files, small, data["bytes_per_token"], asked.bits)
-    if block is not None:
-        data["drafter"], drafter_bytes = block_drafter(block, config, data["bytes_per_token"], asked.bits, kv_item)
+        reports[named[0]], drafter_bytes = draft_model(files, small, data["bytes_per_token"], asked.bits)
+    for name in [name for name in checkpoints if name not in networks]:
+        reports[name], more = block_drafter(checkpoints[name], config, data["bytes_per_token"], asked.bits, kv_item)
+        drafter_bytes += more
     if asked.gpu is not None:
         seen = drafter_bytes + data["vision_bytes"]
         data["gpu"] = on_card(asked.gpu, config, total if asked.bits is not None else kept.gpu, seen, kv_item)
-    if data["drafter"] is not None:
-        data["drafter"] = {"name": asked.drafter, **data["drafter"]}
+    for field, name in zip(("drafter", "second_drafter"), named):
+        data[field] = {"name": name, **reports[name]}
     if asked.quality or (asked.quantize is not None and asked.gpu is None):
         from ..bench.rounding import measure
 
@@ -236,8 +244,7 @@ def show(data: ForeignDict) -> None:
         "FLOP a byte",
         f"prefill {each['prefill']:.0f}; tokens at once {decode}  (at {data['context']} tokens of context)",
     )
-    drafter = data["drafter"]
-    if drafter is not None:
+    for drafter in filter(None, (data["drafter"], data.get("second_drafter"))):
         why = "" if drafter["fits"] else f": {drafter['reason']}"
         seen = drafter["reads"] if drafter["fits"] else None
         reads = f", reads the K/V of layers {', '.join(map(str, seen))}" if seen else ""

@@ -114,7 +114,8 @@ def ask(url: str, key: str, body: object = None, timeout: float = 5.0) -> Any:
 def server_command(model: str, load: LoadSettings, recorded: Path) -> list[str]:
     given = {name: value for name, value in load.options().items() if value != OPTIONS[name].default}
     folder = given.pop("prefix_store", None) or str(cache_path("prefixes"))
-    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    each = [(name, one) for name, value in given.items() for one in (value if isinstance(value, tuple) else (value,))]
+    options = [word for name, value in each for word in (f"--{name.replace('_', '-')}", str(value))]
     store = [] if folder == "off" else ["--prefix-store", str(folder)]
     command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *store]
     return [*command, "--record-prompt", str(recorded), *options]

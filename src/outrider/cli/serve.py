@@ -155,7 +155,8 @@ def several(listed: Sequence[CatalogueEntry], name: str | None, load: LoadSettin
     if name is not None:
         raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")
     if load.drafter not in ("auto", "none", "ngram"):
-        raise OutriderError(f"--drafter {load.drafter} can't fit {len(listed)} models: use auto, ngram or none")
+        named = " ".join(f"--drafter {one}" for one in load.drafters)
+        raise OutriderError(f"{named} can't fit {len(listed)} models: use auto, ngram or none")
     if load.adapters:
         raise OutriderError(f"--adapter is for one model: leave it out, or serve {listed[0].name} alone")
     if memory is not None and memory <= 0:

@@ -29,18 +29,20 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
     if found is not None and fastest.async_results:
         return found  # no other process uses the GPU, so it stays valid; checking would require captures
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
-    drafter, name, timed, whole = engine.drafter, None, list[TimedDrafter](), False
-    if drafter is not None:
-        name, trees = drafter.name, fastest.async_results and fastest.trees
-        timed = [TimedDrafter(name, drafter.one_pass, trees, drafter.starts_from == "tokens")]
-        # the draft is timed within its cycle, as it runs
-        whole = fastest.name == "host" and fastest.can_probe(timed[0].draft)
+    trees = fastest.async_results and fastest.trees
+    timed = [
+        TimedDrafter(each.name, each.one_pass, trees, each.starts_from == "tokens")
+        for each in (engine.drafter.members if engine.drafter is not None else ())
+    ]
+    # the draft is timed within its cycle, as it runs
+    whole = bool(timed) and fastest.name == "host" and all(fastest.can_probe(each.draft) for each in timed)
+    names: list[str | None] = [*(each.name for each in timed)] or [None]
 
     def probe(part: CostPart, batch: int, k: int, context: int) -> None:
         next(e for e in engine.executors if e.can_probe(part)).probe(part, batch, k, context)
 
     try:
-        if found is not None and agrees(found, probe, name, contexts[0], whole=whole):
+        if found is not None and all(agrees(found, probe, name, contexts[0], whole=whole) for name in names):
             return found
         grid = ProbeGrid([b for b in BATCHES if b <= engine.max_batch], contexts)
         budget_s = CAPTURING_S if fastest.async_results else BUDGET_S

@@ -51,6 +51,7 @@ class Key:
     asks: SamplingFeatures = NO_FEATURES
     nodes: int = 0  # tokens of a draft tree, k deep; 0: a chain of k
     adapted: bool = False  # some sequences use adapters: their rows read Inputs.ranges
+    drafter: str | None = None  # which of two drafters drafts; None: there is one, or it drafts nothing
 
     @property
     def drafted(self) -> int:
@@ -158,13 +159,15 @@ class DecodeStep:
         if key.source == "host":
             return Draft(inputs.known(b, k, length), self.limit)
         assert self.drafter is not None
+        drafter = self.drafter.member(key.drafter)
         kv = pages.view(length - 1, self.each, self.each_start, 1, key.context)
-        features, vocab = self.state.features.index_select(0, self.slots), self.model.config.vocab_size
+        features = self.drafter.features_of(drafter, self.state.features.index_select(0, self.slots))
+        vocab = self.model.config.vocab_size
         nothing: list[list[int]] = [[]] * b
         batch = DraftBatch([""] * b, nothing, last, length, features, kv, sampling, False, self.model.ops, vocab)
         if key.nodes:
-            return self.drafter.build_fixed_tree(batch, k, key.nodes)
-        tokens = self.drafter.propose(batch, k).tokens
+            return drafter.build_fixed_tree(batch, k, key.nodes)
+        tokens = drafter.propose(batch, k).tokens
         if key.source == "both":
             tokens = torch.where(inputs.by_host[:b, None], inputs.known(b, k, length), tokens)
         return Draft(tokens, self.limit)

@@ -59,11 +59,12 @@ class DraftPolicy:
         unread = self.drafter.unread(seq.id, seq.tokens) if self.drafter is not None else 0
         return DraftContext(seq.id, offers, match, *where, False, self._nodes(seq, widest), unread, adapter_of(seq))
 
-    def trust(self, ready: Sequence[Seq]) -> list[float]:
-        """Acceptance by the drafter's confidence for these sequences; if they share an adapter, that of the adapter."""
-        assert self.drafter is not None
-        adapters = {adapter_of(seq) for seq in ready}
-        return self.controller.trust(self.drafter.name, adapters.pop() if len(adapters) == 1 else "")
+    def trust(self, ready: Sequence[Seq]) -> dict[str, Sequence[float]]:
+        """Acceptance by each drafter's confidence for these sequences; if they share an adapter, that of the
+        adapter."""
+        adapters, members = {adapter_of(seq) for seq in ready}, self.drafter.members if self.drafter is not None else ()
+        adapter = adapters.pop() if len(adapters) == 1 else ""
+        return {member.name: self.controller.trust(member.name, adapter) for member in members}
 
     def _asked(self, seq: Seq) -> int | None:
         """The requested K of this request; None: the fastest."""
@@ -75,7 +76,7 @@ class DraftPolicy:
         """May a draft of this request start from the target's hidden states?"""
         if self.drafter is None or self.drafter.starts_from == "tokens":
             return False
-        return seq.request.drafter in (True, self.drafter.name) and self._asked(seq) != 0
+        return seq.request.drafter in (True, *(m.name for m in self.drafter.members)) and self._asked(seq) != 0
 
     def _fixed(self, seq: Seq, k: int, widest: int) -> DraftPlan:
         """k tokens of the first drafter that has any."""
@@ -109,10 +110,10 @@ class DraftPolicy:
             return 0
         if name == "ngram":
             return most if seq.ngram is not None and seq.ngram.match() else 0
-        drafter, asked = self.drafter, seq.request.drafter
-        if drafter is None or not seq.has_features or seq.stats.drafter_off is not None:
+        members = self.drafter.members if self.drafter is not None else ()
+        if not seq.has_features or seq.stats.drafter_off is not None or seq.request.drafter not in (True, name):
             return 0
-        return min(most, drafter.max_tokens) if name == drafter.name and asked in (True, name) else 0
+        return next((min(most, member.max_tokens) for member in members if member.name == name), 0)
 
     def copies(self, request: Request) -> bool:
         """May n-gram copies be drafted? A network's draft needs nothing from the host; a copy is only as new as the

@@ -8,7 +8,7 @@ changes the output: it is switched off for the requests concerned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from ..config import Verify
 from ..ops.backend import DraftResult
 from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch
-from ..spec.drafter import DraftBatch
+from ..spec.drafter import DraftBatch, Drafter
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..spec.rejection import verify_block, verify_rejection
 from ..spec.slot_sampling import sampling_batch
@@ -38,8 +38,10 @@ VERIFIERS: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
 }
 
 
-def confidences(row: list[float]) -> list[float]:
-    """Confidences of a draft's tokens, without the padding."""
+def confidences(row: list[float]) -> list[float] | None:
+    """Confidences of a draft's tokens, without the padding; None: its drafter knows none (below 0)."""
+    if row and row[0] < 0.0:
+        return None
     return row[:-1] if row and row[-1] == 0.0 else row
 
 
@@ -152,20 +154,23 @@ class EagerExecutor(Executor):
         )
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors
-    def propose(self, scheduled: Sequence[ScheduledSeq], x: CycleInput, trust: Sequence[float] | None) -> Draft:
+    def propose(self, scheduled: Sequence[ScheduledSeq], x: CycleInput, trust: Mapping[str, Sequence[float]]) -> Draft:
         """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.DraftPlan)."""
         k, device = x.rows.k, self.runner.device
-        rest = [i for i, item in enumerate(scheduled) if item.plan.k and item.guess is None]
-        draft: Draft | None = None
-        if rest:
+        by_drafter: dict[str | None, list[int]] = {}
+        for i, item in enumerate(scheduled):
+            if item.plan.k and item.guess is None:
+                by_drafter.setdefault(item.plan.drafter, []).append(i)
+        made: list[tuple[list[int], Draft]] = []
+        for name, rest in by_drafter.items():
             try:
                 draft = self._checked(self._neural(scheduled, rest, x, trust), [scheduled[i] for i in rest])
             except Exception as error:
-                assert self.runner.drafter is not None
-                switch_off(self.runner.drafter.name, [scheduled[i] for i in rest], error, self.metrics)
-            else:
-                if len(rest) == len(scheduled):
-                    return replace(draft, lengths=torch.minimum(draft.lengths, x.rows.limit).clamp(min=0))
+                switch_off(name or "", [scheduled[i] for i in rest], error, self.metrics)
+                continue
+            if len(rest) == len(scheduled):
+                return replace(draft, lengths=torch.minimum(draft.lengths, x.rows.limit).clamp(min=0))
+            made.append((rest, draft))
         tokens = torch.zeros((len(scheduled), k), dtype=torch.int64, device=device)
         lengths = torch.zeros(len(scheduled), dtype=torch.int64, device=device)
         q: Tensor | None = None
@@ -175,7 +180,7 @@ class EagerExecutor(Executor):
             if item.plan.k and item.guess is not None:
                 tokens[i, : item.plan.k] = torch.tensor(item.guess[: item.plan.k], dtype=torch.int64, device=device)
                 lengths[i] = item.plan.k
-        if draft is not None:
+        for rest, draft in made:
             at = torch.tensor(rest, device=device)
             width = draft.tokens.shape[1]
             tokens[at, :width] = draft.tokens
@@ -185,18 +190,24 @@ class EagerExecutor(Executor):
                 q.scatter_(2, tokens[:, :, None], 1.0)  # the others are point masses
                 q[at, :width] = draft.q
             if draft.confidence is not None:
-                confidence = torch.zeros((len(scheduled), k), device=device)
+                if confidence is None:
+                    confidence = torch.full((len(scheduled), k), -1.0, device=device)
+                confidence[at] = 0.0
                 confidence[at, :width] = draft.confidence
             if draft.trees is not None:
-                trees = [DraftTree(row, range(k)) for row in tokens.tolist()]
+                trees = trees or [DraftTree((), range(k))] * len(scheduled)
                 for i, tree in zip(rest, draft.trees):
                     trees[i] = tree
+        if trees is not None:
+            trees = [tree if tree.tokens else DraftTree(row, range(k)) for row, tree in zip(tokens.tolist(), trees)]
         return Draft(tokens, lengths, q, confidence, trees)
 
     @torch.inference_mode()
-    def drafts(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
-        """The drafts of a step that another executor runs, by number of the sequence."""
-        which = [i for i, item in enumerate(batch.decode) if item.plan.k and item.guess is None]
+    def drafts(self, batch: StepBatch, sampling: SamplingBatch, apart: str | None) -> dict[int, DraftResult]:
+        """The drafts of a step that another executor runs, by number of the sequence, except those of the drafter
+        `apart`."""
+        drafted = [item.plan.k and item.guess is None and item.plan.drafter != apart for item in batch.decode]
+        which = [i for i, here in enumerate(drafted) if here]
         if not which:
             return {}
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
@@ -204,7 +215,7 @@ class EagerExecutor(Executor):
         draft = self.propose(scheduled, self._input(scheduled, some), batch.trust)
         sure = draft.confidence.tolist() if draft.confidence is not None else [[]] * len(which)
         made = zip(draft.tokens.tolist(), map(confidences, sure), draft.lengths.tolist())
-        return {i: DraftResult(tokens, likely, length) for i, (tokens, likely, length) in zip(which, made)}
+        return {i: DraftResult(tokens, likely or [], length) for i, (tokens, likely, length) in zip(which, made)}
 
     def _checked(self, draft: Draft, scheduled: Sequence[ScheduledSeq]) -> Draft:
         size, k = len(scheduled), max(item.plan.k for item in scheduled)
@@ -221,21 +232,27 @@ class EagerExecutor(Executor):
         return draft
 
     def _neural(
-        self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Sequence[float] | None
+        self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Mapping[str, Sequence[float]]
     ) -> Draft:
+        """The drafts of some sequences, all by one drafter."""
         assert self.runner.drafter is not None
+        drafter = self.runner.drafter.member(scheduled[which[0]].plan.drafter)
         if len(which) < len(scheduled):
             at, scheduled = torch.tensor(which, device=self.runner.device), [scheduled[i] for i in which]
             x = replace(x, slots=x.slots[at], last=x.last[at], position=x.position[at], sampling=x.sampling.select(at))
-        batch = self._draft_batch([item.seq.id for item in scheduled], [item.seq.tokens for item in scheduled], x)
+        ids, tokens = [item.seq.id for item in scheduled], [item.seq.tokens for item in scheduled]
+        batch = self._draft_batch(drafter, ids, tokens, x)
         if not self.own_noise:
-            batch.plans, batch.trust = [item.plan for item in scheduled], trust
-        return self.runner.drafter.propose(batch, max(item.plan.k for item in scheduled))
+            batch.plans, batch.trust = [item.plan for item in scheduled], trust.get(drafter.name)
+        return drafter.propose(batch, max(item.plan.k for item in scheduled))
 
-    def _draft_batch(self, ids: Sequence[str], tokens: Sequence[Sequence[int]], x: CycleInput) -> DraftBatch:
+    def _draft_batch(
+        self, drafter: Drafter, ids: Sequence[str], tokens: Sequence[Sequence[int]], x: CycleInput
+    ) -> DraftBatch:
         runner, (each, start) = self.runner, (torch.arange(n, device=x.slots.device) for n in (len(ids), len(ids) + 1))
         kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, x.max_context)
-        features, vocab = runner.features[x.slots], runner.vocab
+        assert runner.drafter is not None
+        features, vocab = runner.drafter.features_of(drafter, runner.features[x.slots]), runner.vocab
         return DraftBatch(ids, tokens, x.last, x.position, features, kv, x.sampling, self.own_noise, x.ops, vocab)
 
     # ---- timing
@@ -255,10 +272,11 @@ class EagerExecutor(Executor):
             out.verdict.tokens.tolist()  # waits for the device
             return
         assert drafter is not None
+        drafter = drafter.member(part.drafter)
         ids, unread = [f"scratch {i}" for i in range(batch)], READING if part.kind == "reading" else 0
         for name in ids:  # time its round, not the reading of the text
             drafter.assume(name, [0] * max(0, context - unread))
-        drafter.propose(self._draft_batch(ids, [[0] * (context + 1)] * batch, x), k).tokens.tolist()
+        drafter.propose(self._draft_batch(drafter, ids, [[0] * (context + 1)] * batch, x), k).tokens.tolist()
         for name in ids:
             drafter.forget(name)
 

@@ -237,7 +237,7 @@ class Engine:
         if self.store.disk is not None:
             self.store.disk.drain()
         batch = self.scheduler.plan(self.policy.plan)
-        if self.drafter is not None and any([item.plan.stop or item.plan.drop for item in batch.decode]):
+        if any([item.plan.stop or item.plan.drop for item in batch.decode]):
             batch.trust = self.policy.trust([item.seq for item in batch.decode])
         self.timer.begin()
         executor, plan = pick(self.executors, batch)
@@ -294,7 +294,7 @@ class Engine:
         if seq.first_token_at is None:
             seq.first_token_at, seq.stats.ttft_s, seq.stats.first_emitted = now, now - seq.arrived, n
         seq.stats.decode_s = now - seq.first_token_at
-        self._metrics.count(seq, n, brought)
+        self._metrics.count(seq, n, brought, item.plan.drafter)
         self.controller.observe(seq.id, item.plan.drafter, drafted, accepted, brought.confidence, tree)
         if drafted:
             whole = accepted == drafted if tree is None else not tree.path or tree.path[-1] not in tree.parents

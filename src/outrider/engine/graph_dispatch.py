@@ -61,13 +61,16 @@ def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
     return replace(key, batch=batch, context=max(key.context, min(context, furthest)))
 
 
-def warmup_keys(most: int, furthest: int, rows: int, widths: Sequence[int]) -> list[Key]:
+def warmup_keys(
+    most: int, furthest: int, rows: int, widths: Sequence[int], drafters: Sequence[str | None] = (None,)
+) -> list[Key]:
     """The steps that a server will need, those of most rows first, so that the others reuse their memory. widths: the K
-    of its sequences."""
+    of its sequences; drafters: as in `Key`."""
     batches = [*(size for size in BATCHES if size < most), most]
     shapes = [(batch, min(NEAR, furthest)) for batch in batches]
     shapes += [(batch, min(NEAR * FURTHER, furthest)) for batch in batches if batch <= FAR_BATCH and furthest > NEAR]
     ways: tuple[Choosing, ...] = ("sampled", "greedy")
     each = [(k, *shape, way) for k in dict.fromkeys(widths) for shape in shapes for way in ways]
     keys = [Key(b, k, context, way, "drafter" if k else None) for k, b, context, way in each if b * (k + 1) <= rows]
+    keys = [replace(key, drafter=name) for key in keys for name in (drafters if key.k else (None,))]
     return sorted(keys, key=lambda key: -key.batch * (key.k + 1))

@@ -130,8 +130,10 @@ class GraphExecutor(Executor):
         self._replays, self._alarm = 0, torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
-        longest = drafter.max_tokens if drafter is not None else 0  # a block of 8 drafts 7
-        self.widths = tuple(sorted({*capabilities.graph_widths, longest}))  # K of the graphs
+        members = drafter.members if drafter is not None else ()
+        longest = [member.max_tokens for member in members] or [0]  # a block of 8 drafts 7
+        self.widths = tuple(sorted({*capabilities.graph_widths, *longest}))  # K of the graphs
+        self.names = tuple(member.name for member in members) if len(members) > 1 else (None,)  # as in `Key.drafter`
         drafted = (next(w for w in self.widths if w >= k) for k in widths)
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
         self._preparing = False  # this capture is optional: a failure is ignored
@@ -152,7 +154,9 @@ class GraphExecutor(Executor):
         graph, draft = self.capture(key), None
         if key.k and key.asks.grammar:
             source = self._source(batch.decode) if any(item.plan.k for item in batch.decode) else "host"
-            draft = self.capture(replace(key, source=source, part="draft", asks=NO_FEATURES, adapted=False))
+            name = self._named(batch.decode)
+            only = replace(key, source=source, part="draft", asks=NO_FEATURES, adapted=False, drafter=name)
+            draft = self.capture(only)
             graph = graph if draft is not None else None
         return GraphPlan(batch, graph, wanted.context, draft) if graph is not None else None
 
@@ -197,6 +201,8 @@ class GraphExecutor(Executor):
         """The key of the graph for these sequences; None: they need the eager executor."""
         if self.broken is not None or len(scheduled) > self.can.graph_batches[-1]:
             return None
+        if len(self.names) > 1 and len(self._drafters(scheduled)) > 1:
+            return None  # a graph runs one drafter
         choosing, asks = self._asked([item.seq for item in scheduled])
         k = next(w for w in self.widths if w >= max(item.plan.k for item in scheduled))
         source: DraftSource | None = None
@@ -209,7 +215,17 @@ class GraphExecutor(Executor):
         # A server may run chains in a graph of more drafted tokens, which writes K/V of as many positions.
         beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
         adapted, batch = any([item.seq.adapter is not None for item in scheduled]), self.can.bucket(len(scheduled))
-        return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted)
+        name = self._named(scheduled) if source in ("drafter", "both") else None
+        return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted, name)
+
+    @staticmethod
+    def _drafters(scheduled: Sequence[ScheduledSeq]) -> set[str | None]:
+        """The network drafters of these plans."""
+        return {item.plan.drafter for item in scheduled if item.plan.k and item.guess is None}
+
+    def _named(self, scheduled: Sequence[ScheduledSeq]) -> str | None:
+        """`Key.drafter` of these sequences."""
+        return next(iter(self._drafters(scheduled)), None) if len(self.names) > 1 else None
 
     def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: drafts are chains, because no request uses trees, or they
@@ -225,7 +241,8 @@ class GraphExecutor(Executor):
             or len(scheduled) * furthest > APART
         ):
             return 0
-        nodes = min(max((n for n in NODES if n <= asked), default=0), self.drafter.max_nodes(depth))
+        drafter = self.drafter.member(self._named(scheduled))
+        nodes = min(max((n for n in NODES if n <= asked), default=0), drafter.max_nodes(depth))
         return nodes if nodes > depth and len(scheduled) <= TOGETHER else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, SamplingFeatures]:
@@ -429,7 +446,8 @@ class GraphExecutor(Executor):
 
     def prepare(self) -> str:
         began, self._preparing = self.runner.clock(), True
-        for key in graph_dispatch.warmup_keys(self._most, bound_of(self._furthest), self.can.graph_rows, self._widths):
+        bounds = self._most, bound_of(self._furthest), self.can.graph_rows
+        for key in graph_dispatch.warmup_keys(*bounds, self._widths, self.names):
             self.capture(key)
             if self.runner.adapters is not None and self.runner.adapters.slots and self.runner.adapters.slots.weights:
                 self.capture(replace(key, adapted=True))
@@ -449,10 +467,13 @@ class GraphExecutor(Executor):
         width = next(w for w in self.widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = part.kind == "tree"
-        nodes = min(TIMED, self.drafter.max_nodes(width)) if tree and self.drafter is not None else 0
+        name = part.drafter if len(self.names) > 1 else None
+        nodes = min(TIMED, self.drafter.member(name).max_nodes(width)) if tree and self.drafter is not None else 0
         what: Literal["cycle", "draft"] = "cycle" if part == VERIFY or tree else "draft"
         source: DraftSource | None = "drafter" if what == "draft" or tree else "host" if width else None
-        key = Key(rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes)
+        key = Key(
+            rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes, drafter=name
+        )
         captured = self.capture(key)
         if captured is None:
             return

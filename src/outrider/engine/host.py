@@ -39,10 +39,12 @@ class HostExecutor(Executor):
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
         # it drafts operation by operation, and reads every pass
         self.eager = EagerExecutor(runner, "coupled", metrics) if drafter is not None and drafter.kv_specs else None
-        calls = cycle.drafts or self.ahead is not None or self.eager is not None
-        own = (drafter.name,) if drafter is not None and calls else ()
-        self.trees = cycle.drafts
-        self.drafters = (None, "ngram", *own)  # drafters that the call supports
+        members = drafter.members if drafter is not None else ()
+        # the drafter whose rounds are part of the call
+        self.inside = next((one.name for one in members if one.net is not None and cycle.drafts), None)
+        calls = self.inside is not None or self.ahead is not None or self.eager is not None
+        self.trees = self.inside is not None and self.eager is None
+        self.drafters = (None, "ngram", *(one.name for one in members if calls))  # drafters that the call supports
         self._probes: dict[int, SamplingBatch] = {}
 
     def plan(self, batch: StepBatch) -> Plan | None:
@@ -55,7 +57,7 @@ class HostExecutor(Executor):
             if seq.adapter is not None and not self.cycle.takes(seq.adapter):
                 return None
             if item.plan.nodes and self.eager is not None:
-                return None  # the call does not accept given trees
+                return None  # the call accepts no given trees, and the drafter cannot read the path of its own
         return Plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:
@@ -70,7 +72,7 @@ class HostExecutor(Executor):
             if self.ahead is not None:
                 ahead = self._draft_ahead(batch, sampling)
             elif self.eager is not None:
-                ahead = self.eager.drafts(batch, sampling)
+                ahead = self.eager.drafts(batch, sampling, self.inside)
             requests = []
             for i, x in enumerate(batch.decode):
                 seq, each, guess = x.seq, x.plan, x.guess
@@ -80,13 +82,13 @@ class HostExecutor(Executor):
                 guess = guess if each.k else None
                 top = seq.request.params.logprobs
                 requests.append(CycleRequest(x.slot, seq.tokens[-1], x.start, each, guess, top, seq.adapter))
-            made = self.cycle.run(requests, sampling, batch.trust)
+            made = self.cycle.run(requests, sampling, batch.trust.get(self.inside or ""))
             for i, drafted in ahead.items():
                 if drafted.confidence:
                     made[i] = made[i]._replace(confidence=drafted.confidence[: requests[i].plan.k + 1])
             pending.payload = made
             if self.eager is not None:
-                self._extend([(x.slot, x.start, request.plan.k) for x, request in zip(batch.decode, requests)], batch)
+                self._extend([(x.slot, x.start, result.k) for x, result in zip(batch.decode, made)], batch)
         return pending
 
     @torch.inference_mode()
@@ -110,7 +112,7 @@ class HostExecutor(Executor):
             [x.seq.tokens for x in scheduled],
             max(x.plan.k for x in scheduled),
             some,
-            batch.trust,
+            batch.trust.get(self.ahead.name),
             [x.plan for x in scheduled],
             len(batch.decode) == 1,
         )
@@ -154,7 +156,7 @@ class HostExecutor(Executor):
             for name in names:
                 self.ahead.forget(name)
             guess = [0] * k
-        if self.eager is not None and part != VERIFY:
+        if self.eager is not None and part.drafter not in (None, self.inside):
             self.eager.probe(part, batch, k, context)
             guess = [0] * k
         plan = DraftPlan(part.drafter, k)

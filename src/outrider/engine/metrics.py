@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Metrics(Counts):
     requests: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    drafted_by_drafter: dict[str, int] = field(default_factory=dict)
+    accepted_by_drafter: dict[str, int] = field(default_factory=dict)
     drafted_by_adapter: dict[str, int] = field(default_factory=dict)  # only of requests with an adapter
     accepted_by_adapter: dict[str, int] = field(default_factory=dict)
     steps: int = 0
@@ -35,7 +37,7 @@ class Metrics(Counts):
     kv_bytes: int = 0  # memory in use by K/V
     free_pages: dict[str, int] = field(default_factory=dict)
 
-    def count(self, seq: Seq, emitted: int, brought: Emitted) -> None:
+    def count(self, seq: Seq, emitted: int, brought: Emitted, drafter: str | None) -> None:
         """Count one cycle of a sequence and the number of tokens it emitted."""
         drafted, accepted, tree = brought.drafted, len(brought.tokens) - 1, brought.branches
         for counts in (seq.stats, self):
@@ -49,6 +51,9 @@ class Metrics(Counts):
                 if tree is not None:
                     counts.trees += 1
                     counts.branched += accepted - tree.chain_accepted
+        if drafted and drafter is not None:
+            self.drafted_by_drafter[drafter] = self.drafted_by_drafter.get(drafter, 0) + drafted
+            self.accepted_by_drafter[drafter] = self.accepted_by_drafter.get(drafter, 0) + accepted
         if seq.adapter is not None and drafted:
             for by_name, count in ((self.drafted_by_adapter, drafted), (self.accepted_by_adapter, accepted)):
                 by_name[seq.adapter.name] = by_name.get(seq.adapter.name, 0) + count

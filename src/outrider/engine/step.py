@@ -9,7 +9,7 @@ a C library, `graphs` replays a CUDA graph. `pick` chooses one per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -152,7 +152,8 @@ class ScheduledSeq:
 class StepBatch:
     prompts: list[ScheduledSeq] = field(default_factory=list)
     decode: list[ScheduledSeq] = field(default_factory=list)
-    trust: Sequence[float] | None = None  # acceptance by the drafter's confidence, where a draft may end itself
+    # acceptance by a drafter's confidence, of the drafters whose drafts may end themselves
+    trust: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.prompts or self.decode)

@@ -57,7 +57,7 @@ class StepMessage:
     serial: int
     prompts: list[SeqMessage]
     decode: list[SeqMessage]
-    trust: Sequence[float] | None
+    trust: Mapping[str, Sequence[float]]
     joined: dict[str, Joined]
     left: list[str]
 

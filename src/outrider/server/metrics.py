@@ -113,6 +113,12 @@ class _EngineCollector:
         for name, by_adapter in by_name:
             text = f"Tokens {name.removeprefix('adapter_')} for requests with a LoRA adapter."
             yield _labelled(CounterMetricFamily, name, text, "adapter", by_adapter)
+        for name, by_drafter in (
+            ("drafter_drafted", m.drafted_by_drafter),
+            ("drafter_accepted", m.accepted_by_drafter),
+        ):
+            text = f"Tokens {name.removeprefix('drafter_')} by a drafter."
+            yield _labelled(CounterMetricFamily, name, text, "drafter", by_drafter)
         for name, counts in (("drafted_at", m.drafted_by_position), ("accepted_at", m.accepted_by_position)):
             known = {str(i + 1): count for i, count in enumerate(counts) if m.drafted_by_position[i]}
             text = f"Tokens {name.removesuffix('_at')} at a position of the draft."

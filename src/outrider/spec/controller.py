@@ -24,9 +24,10 @@ import numpy as np
 
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import BINS, CycleStats, DrafterStats, PositionStats
+from .acceptance_table import AcceptanceTable, Profiles
 from .batch_k import choose_k
 from .cost import CostTable
-from .plan import DEEPEST, TIMED, CostPart, DraftContext, Observed, SeqState, Source, VerifiedTree
+from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, Observed, SeqState, Source, VerifiedTree
 from .tuning import Tuning, match_range
 
 
@@ -45,20 +46,15 @@ class Controller:
     ) -> None:
         """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, `counts`: number
         of tokens measured at each position, as in its profile. A prior without counts is used as it is."""
-        for name, values in (prior or {}).items():
-            if not values or any(not 0.0 <= v <= 1.0 for v in values):
-                raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
         self.cost, self.drafters, self.tuning = cost, drafters, tuning or Tuning()
-        for name, values in (trust or {}).items():
-            if len(values) != BINS or any(not 0.0 <= v <= 1.0 for v in values):
-                raise OutriderError(f"trust of drafter {name!r} must be {BINS} numbers in [0, 1]")
-        self._prior, self._trust, self._counts = dict(prior or {}), dict(trust or {}), dict(counts or {})
-        self._shared: dict[Source, DrafterStats] = {}
+        self._shared = AcceptanceTable(self.tuning, Profiles(prior or {}, trust or {}, counts or {}))
         self._seqs: dict[str, SeqState] = {}
         self.warnings: list[str] = []  # each reported once, in the order of detection
         self._told: set[tuple[str, str]] = set()
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
+        self._used: str | None = None  # the network drafter in use, of two,
+        self._wait = self._interval = 0  # and the cycles until the other one is tried, and between two such cycles
         # of the cycle under way, a sequence each: drafter, tokens verified, drafted
         self._cycle: list[tuple[str | None, int, float]] = []
         self._resting: list[str] = []  # the batch that was planned last,
@@ -71,8 +67,8 @@ class Controller:
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """A controller that has observed nothing yet, with the same priors and a copy of the cost table."""
-        cost = CostTable.from_json(self.cost.to_json())
-        return Controller(cost, drafters, self._prior, self._trust, self._counts, self.tuning)
+        cost, known = CostTable.from_json(self.cost.to_json()), self._shared.profiles
+        return Controller(cost, drafters, known.prior, known.trust, known.counts, self.tuning)
 
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
@@ -86,11 +82,13 @@ class Controller:
         size, context = len(seqs), sum(view.context for view in seqs) // len(seqs)
         states = [self._seq(view.id) for view in seqs]
         if size == 1:
-            rate, best, least = self._rate_one(seqs[0], states[0])
+            rate, best, least, rival = self._rate_one(seqs[0], states[0])
             plans, probes = [best], [least]
         else:
-            rate, plans = self._rate_batch(seqs, states, context)
+            rate, plans, rival = self._rate_batch(seqs, states, context)
             probes = [self._first_offered(view) for view in seqs]
+        if comparing := rival is not None and self._compares(plans, rival, rate, context):
+            plans = rival.plans
         plans = [self._ending(view, plan, context, size, rate) for view, plan in zip(seqs, plans, strict=True)]
         if not any(plan.k for plan in plans):
             for i, (view, seq, probe) in enumerate(zip(seqs, states, probes, strict=True)):
@@ -99,17 +97,36 @@ class Controller:
                 if plans[i].k:
                     break  # one probe per cycle, since the whole batch pays for it
         self._note(seqs, states, plans, context)
-        self._hold(seqs, states, plans)
+        self._hold(seqs, states, plans, comparing)
         return plans
 
-    def _rate_one(self, view: DraftContext, seq: SeqState) -> tuple[float, DraftPlan, DraftPlan | None]:
+    def _compares(self, plans: Sequence[DraftPlan], rival: Candidate, rate: float, context: int) -> bool:
+        """Is this a cycle for the network drafter that is not in use? Without such cycles nothing would be learnt about
+        it. They count as probes and become rarer, until the other drafter is in use."""
+        tuning, free = self.tuning, self.cost.free
+        used = next((plan.drafter for plan in plans if plan.drafter is not None and not free(plan.drafter)), None)
+        if used is not None and used != self._used:
+            self._used, self._interval, self._wait = used, tuning.compare_first, tuning.compare_first
+        self._wait -= 1
+        seconds = self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in rival.plans], context)
+        lost = max(0.0, seconds * (1.0 - rival.rate / rate))
+        if used is None or self._wait > 0 or self._explored + lost > tuning.explore * self._time:
+            return False
+        self._explored += lost
+        self._wait = self._interval = min(tuning.compare_last, 2 * self._interval)
+        return True
+
+    def _rate_one(
+        self, view: DraftContext, seq: SeqState
+    ) -> tuple[float, DraftPlan, DraftPlan | None, Candidate | None]:
         """The plan with most tokens per second for a single sequence; if drafting does not pay, the draft that loses
-        least, which a probe would try."""
+        least, which a probe would try; and the best plan of another network drafter."""
         tuning, base = self.tuning, 1.0 / self.cost.curve(None, 1, view.context)[0]
         best, best_rate = NO_DRAFT, base * (1.0 + tuning.margin)
         kept, kept_rate = seq.last, base if seq.last.k == 0 else 0.0
         least: DraftPlan | None = None
         least_rate = 0.0
+        by_name, two = dict[str, Candidate](), len(self.drafters) > 2  # of network drafters, where there are two
         for name in self.drafters:
             offer = self._offer(view, name)
             if offer is None:
@@ -123,6 +140,8 @@ class Controller:
                     top, top_rate = k, rate
                 if not bearable:
                     continue
+                if two and not self.cost.free(name) and (name not in by_name or rate > by_name[name].rate):
+                    by_name[name] = Candidate(rate, [DraftPlan(name, k, nodes=nodes)])
                 if rate > best_rate:
                     best, best_rate = DraftPlan(name, k, nodes=nodes), rate
                 if name == seq.last.drafter and (shared.calibrated or (k, nodes) == (seq.last.k, seq.last.nodes)):
@@ -134,7 +153,8 @@ class Controller:
         seq.last = best
         if best.k > 0:
             seq.interval = seq.wait = tuning.probe_first
-        return best_rate, best, least
+        by_name.pop(best.drafter or "", None)
+        return best_rate, best, least, max(by_name.values(), key=lambda one: one.rate, default=None)
 
     def _ending_option(
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
@@ -235,25 +255,7 @@ class Controller:
         return expected
 
     def _stats(self, source: Source) -> DrafterStats:
-        found = self._shared.get(source)
-        return found if found is not None else self._add_stats(source)
-
-    def _add_stats(self, source: Source) -> DrafterStats:
-        name, tuning = source.drafter, self.tuning
-        if source.adapter:  # it starts from the base model's statistics, which are soon outweighed
-            base = self._stats(source._replace(adapter=""))
-            known = [other for other in self._shared if other.adapter and other[:2] == source[:2]]
-            if len(known) >= tuning.adapters:
-                del self._shared[known[0]]
-            free = self.cost.free(name)
-            made = DrafterStats(tuning, base.a, None if free else base.trust, None if free else ())
-        else:
-            unknown = name not in self._prior and not self.cost.free(name)  # neither a profile nor an n-gram drafter
-            prior = tuning.ngram_prior[source.match] if name == "ngram" else tuning.default_prior
-            counts = self._counts.get(name, () if unknown else None)
-            made = DrafterStats(tuning, self._prior.get(name, prior), self._trust.get(name), counts)
-        self._shared[source] = made
-        return made
+        return self._shared.get(source) or self._shared.add(source, self.cost.free(source.drafter))
 
     def _risk(self, seq: SeqState, shared: DrafterStats, times: Sequence[float], cap: int) -> int:
         """The longest draft whose total loss this request could still bear: even a prompt with no acceptance at all
@@ -293,13 +295,15 @@ class Controller:
         held = self._held[0]
         return held.k <= min(view.drafter_available.get(held.drafter or "", 0), view.remaining - 1)
 
-    def _hold(self, seqs: Sequence[DraftContext], states: Sequence[SeqState], plans: list[DraftPlan]) -> None:
-        """How long this plan is kept."""
+    def _hold(
+        self, seqs: Sequence[DraftContext], states: Sequence[SeqState], plans: list[DraftPlan], once: bool
+    ) -> None:
+        """How long this plan is kept; `once`: not at all."""
         tuning, who = self.tuning, [view.id for view in seqs]
         if len(seqs) == 1:  # a request near its limit of losses is planned every cycle
-            keeps = plans[0].stop and states[0].loss_budget > tuning.risk[0]
+            keeps = not once and plans[0].stop and states[0].loss_budget > tuning.risk[0]
             self._rest, self._pause, self._match = tuning.hold_one if keeps else 0, 0, match_range(seqs[0].match_len)
-        elif any(seq.probing for seq in states):
+        elif once or any(seq.probing for seq in states):
             self._rest = self._pause = 0
         elif any(plan.k for plan in plans):
             self._rest, self._pause = tuning.hold + len(who) // tuning.hold_many, 0
@@ -309,14 +313,15 @@ class Controller:
 
     def _rate_batch(
         self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int
-    ) -> tuple[float, list[DraftPlan]]:
+    ) -> tuple[float, list[DraftPlan], Candidate | None]:
         """The plan with most expected tokens per second for the whole batch: a maximum K for all, and within it for
         each sequence the K after which a further token is worth less than its row costs. A row's cost in tokens depends
-        on the rate that the plan reaches, so there are two passes."""
+        on the rate that the plan reaches, so there are two passes. Also the best plan of another network drafter."""
         size, tuning = len(seqs), self.tuning
         verify = np.asarray(self.cost.curve(None, size, context))
         margin = min(tuning.batch_margin[0] + tuning.batch_margin[1] * size, tuning.batch_margin[2])
-        best: tuple[float, list[DraftPlan]] = (size / verify[0] * (1.0 + margin), [NO_DRAFT] * size)
+        best, used = Candidate(size / verify[0] * (1.0 + margin), [NO_DRAFT] * size), None
+        by_name: dict[str, Candidate] = {}
         dear = [name for name in self.drafters if not self.cost.free(name)]
         for runs in [*dear, None]:  # at most one drafter that takes time runs in a cycle; free ones always may
             rows: list[list[float]] = []
@@ -343,9 +348,13 @@ class Controller:
                 drafting = np.asarray(self.cost.draft_curve(CostPart("draft", runs), max(1, int(paid.sum()))))
             fill = self._stats(Source(runs)).fill if runs is not None else 1.0
             rate, ks = choose_k(np.asarray(rows), paid, verify, drafting, fill)
-            if rate > best[0]:
-                best = (rate, [DraftPlan(o, k) if k and o else NO_DRAFT for o, k in zip(owners, ks, strict=True)])
-        return best
+            made = Candidate(rate, [DraftPlan(o, k) if k and o else NO_DRAFT for o, k in zip(owners, ks, strict=True)])
+            if runs is not None and any(plan.drafter == runs for plan in made.plans):
+                by_name[runs] = made
+            if rate > best.rate:
+                best, used = made, runs
+        by_name.pop(used or "", None)
+        return best.rate, best.plans, max(by_name.values(), key=lambda one: one.rate, default=None)
 
     def _note(self, seqs: Sequence[DraftContext], states: list[SeqState], plans: list[DraftPlan], context: int) -> None:
         """Account for the cycle about to run: its cost compared with a plain one."""

@@ -102,6 +102,19 @@ class Drafter:
     profile: AcceptanceProfile | None = None  # how often it is right, before anything was observed
     trained_for: str | None = None  # fingerprint of the target that it was trained for
 
+    @property
+    def members(self) -> tuple[Drafter, ...]:
+        """The drafters that a plan may name: this one, or of a pair (spec.pair) both."""
+        return (self,)
+
+    def member(self, name: str | None) -> Drafter:
+        """The drafter of a plan."""
+        return self
+
+    def features_of(self, drafter: Drafter, features: Tensor) -> Tensor:
+        """A member's own part of features [B, H·(1 + taps)]."""
+        return features
+
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """Draft k >= 1 tokens for every sequence, or a tree of depth k (`DraftBatch.plans`, spec.tree). Any draft may
         be shorter."""

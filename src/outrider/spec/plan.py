@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..types import MAX_DRAFT, NO_DRAFT, DraftTree
+from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, DraftTree
 from .acceptance import CycleStats, PositionStats
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
@@ -30,6 +30,13 @@ class DraftContext(NamedTuple):
     nodes: int = 0  # maximum tokens of a draft tree; 0: only chains
     unread: int = 0  # tokens of its text that a draft model would have to read first
     adapter: str = ""  # the target's adapter; acceptance is learnt per adapter
+
+
+class Candidate(NamedTuple):
+    """A plan of a batch that the controller may choose."""
+
+    rate: float  # tokens per second
+    plans: list[DraftPlan]
 
 
 class CostPart(NamedTuple):

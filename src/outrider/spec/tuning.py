@@ -50,6 +50,8 @@ class Tuning:
     explore: float = 0.008  # share of all time that probing may cost
     probe_first: int = 8  # cycles between probes: doubles while they fail,
     probe_last: int = 512  # up to this
+    compare_first: int = 8  # the same for cycles of the network drafter that is not in use, of two
+    compare_last: int = 64
 
     # ---- planning
     rest: int = 15  # how many steps a plan is kept at most while a batch decodes plainly,

@@ -37,6 +37,13 @@ def test_a_block_drafter_by_its_config_alone(tmp_path: Path) -> None:
     data = json.loads(call(str(tmp_path / "t"), "--drafter", str(tmp_path / "d"), "--json"))["drafter"]
     assert data["fits"] and data["model_type"] == "dflash" and data["taps"] == [0, 1] and data["draft_tokens"] == 5
     assert data["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2 and data["parameters"] > 0
+    tiny.assistant("gemma4_moe", clustered=False).config.save_pretrained(tmp_path / "mtp")
+    two = [word for name in ("d", "mtp") for word in ("--drafter", str(tmp_path / name))]
+    both = json.loads(call(str(tmp_path / "t"), *two, "--json"))
+    assert both["drafter"] == data and both["second_drafter"]["fits"] and "taps" not in both["second_drafter"]
+    assert "".join(call(str(tmp_path / "t"), *two).split()).count("%ofatargetpass") == 2
+    with pytest.raises(OutriderError, match="two of --drafter are an MTP and a block drafter"):
+        call(str(tmp_path / "t"), *two[:2], "--drafter", str(tmp_path / "other"))
     shown = " ".join(call(str(tmp_path / "t"), "--drafter", str(tmp_path / "other")).split())
     assert "does not fit" in shown and "vocabulary has 64 tokens" in shown and "after layers 0, 1" in shown
 

@@ -139,13 +139,14 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
         if (!c->asked[b].given && c->asked[b].k > 0 && !c->asked[b].nodes) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
     if (!n) return 0;
     Draft d = *c->draft;
-    const size_t floats = (size_t)n * (wide + 2 + steps), longs = (size_t)n * (7 + steps), doubles = 3 * (size_t)n;
+    const int T = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
+    const size_t floats = (size_t)n * ((1 + T) * H + 2 + steps), longs = (size_t)n * (7 + steps), doubles = 3 * (size_t)n;
     char *room = malloc(floats * 4 + longs * 8 + doubles * 8 + (size_t)(n + 1 + 2 * n * width) * 4 + n), *at = room;
     if (!room) return 1;
     int64_t *last = (int64_t *)at, *seed = last + n, *guess = seed + n, *lengths = guess + n, *position = lengths + n, *row_seq = position + n,
             *top_k = row_seq + n, *out = top_k + n;
     double *stop = (double *)(out + (size_t)n * steps), *drop = stop + n, *top_p = drop + n;
-    float *min_logp = (float *)(top_p + n), *start = min_logp + n, *taps = start + (size_t)n * H, *temperature = taps + (size_t)n * c->streams * H, *sure = temperature + n;
+    float *min_logp = (float *)(top_p + n), *start = min_logp + n, *taps = start + (size_t)n * H, *temperature = taps + (size_t)n * T * H, *sure = temperature + n;
     int32_t *row_start = (int32_t *)(sure + (size_t)n * steps), *tables = row_start + n + 1;
     uint8_t *sampled = (uint8_t *)(tables + 2 * (size_t)n * width);
     for (int i = 0; i < n; i++) {
@@ -157,14 +158,14 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
         stop[i] = a->stop; drop[i] = a->drop;
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
         memcpy(start + (long)i * H, from, (size_t)H * 4);
-        for (int t = 0; t < c->streams; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * c->streams + t) * H);
+        for (int t = 0; t < T; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * T + t) * H);
     }
     row_start[n] = n;
     Batch *v = &d.call.batch;
     v->rows = v->seqs = n; v->rope_shift = c->shift;
     v->positions = position; v->row_seq = row_seq; v->row_start = row_start;
     gather_tables(v, c, who, n, width, tables);
-    d.steps = steps; d.last = last; d.start = start; d.taps = c->streams ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
+    d.steps = steps; d.last = last; d.start = start; d.taps = T ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
     d.position = guess; d.out = out; d.confidence = sure; d.lengths = lengths;
     d.top_k = c->top_k ? top_k : NULL; d.top_p = top_p; d.min_logp = min_logp;
     d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
@@ -188,9 +189,10 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
 /* A tree of drafts of one sequence. */
 static int cycle_grow(ThreadPool *team, Cycle *c, int b, int width) {
     Asked *a = &c->asked[b];
-    const int H = c->call.stack->hidden, S = c->streams;
-    const float *from = c->features + (long)a->slot * (1 + S) * H;
+    const int H = c->call.stack->hidden;
+    const float *from = c->features + (long)a->slot * (1 + c->streams) * H;
     Draft d = *c->draft;
+    const int S = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
     int64_t last[TREE_WIDE] = {a->last}, guess[TREE_WIDE] = {a->length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
     float temperature[TREE_WIDE];
     uint8_t sampled[TREE_WIDE];
