@@ -29,6 +29,7 @@ from outrider.models.block_config import BlockConfig
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
+from outrider.models.names import tensor_plan
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import block_plan
@@ -41,7 +42,6 @@ from outrider.spec.slot_sampling import SlotSampling
 from outrider.train import design
 from outrider.types import DraftPlan, OutriderError
 from outrider.weights.load import dummy_weights, kept_dtype
-from outrider.weights.names import tensor_plan
 
 WIDE = {
     "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
