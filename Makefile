@@ -17,7 +17,8 @@ demo: setup
 	$(BIN)/outrider demo
 
 # A core each: two workers. Unit tests share little, so a worker that is done takes half of what is left to the other;
-# elsewhere whole files, so that what a module sets up (servers, models) is set up once.
+# elsewhere whole files, so that what a module sets up (servers, models) is set up once, in the order of their folders:
+# by number of tests, as xdist sorts them, files of few long tests come last and one worker waits for the other.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 check: setup
@@ -27,7 +28,7 @@ check: setup
 	$(TESTS) --dist worksteal tests/unit
 
 test: check
-	$(TESTS) --dist loadfile tests/e2e tests/property tests/parity
+	$(TESTS) --dist loadfile --no-loadscope-reorder tests/e2e tests/property tests/parity
 	$(BIN)/python tests/matrix.py
 
 # Well-known clients as they are, against a server with a tiny model: Python's, and the Vercel AI SDK (needs node).
