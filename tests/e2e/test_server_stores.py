@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -257,4 +258,7 @@ def test_the_response_store_is_bounded() -> None:
     store.put("c", [], [{"text": "x" * 500}], {"id": "bigger"})
     assert store.bytes <= 400 and store.get("c", "big")
     store.delete("c", "big")
-    assert store.bytes == sum(s.size for s in store._of.values())
+    assert store.bytes == len(store) == 0
+    store.put("c", [{"role": "user", "content": "\ud800ü"}], [], {"id": "r"})
+    assert store.get("c", "r").messages == [{"role": "user", "content": "\ud800ü"}] and store.bytes > 40
+    assert not any(map(gc.is_tracked, store._of.values())), "nothing that a collection walks"

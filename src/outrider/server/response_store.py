@@ -1,5 +1,7 @@
 """Stored answers of the Responses API, which later requests may fetch or continue. They are in memory, limited in
-number and bytes (LRU), and end with the server. A client finds only its own answers."""
+number and bytes (LRU), and end with the server. A client finds only its own answers.
+
+They are kept as JSON text: as objects, 64 MB of it could be a gigabyte, which every full garbage collection walks."""
 
 from __future__ import annotations
 
@@ -20,7 +22,6 @@ class Stored:
     messages: list[Json]  # of the conversation, without instructions, up to and with the answer
     items: list[Json]  # what was sent as input
     response: Json
-    size: int = 0
 
 
 class ResponseStore:
@@ -28,7 +29,7 @@ class ResponseStore:
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._of: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+        self._of: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lock = threading.Lock()
         self.bytes = 0
 
@@ -36,14 +37,14 @@ class ResponseStore:
         return len(self._of)
 
     def put(self, client: str, messages: list[Json], items: list[Json], response: Json) -> None:
-        size = len(json.dumps([messages, items, response], ensure_ascii=False))
-        if size > self._most_bytes:
+        text = json.dumps([messages, items, response])
+        if len(text) > self._most_bytes:
             return
         with self._lock:
-            self._of[client, str(response["id"])] = Stored(messages, items, response, size)
-            self.bytes += size
+            self._of[client, str(response["id"])] = text
+            self.bytes += len(text)
             while len(self._of) > self._most or self.bytes > self._most_bytes:
-                self.bytes -= self._of.popitem(last=False)[1].size
+                self.bytes -= len(self._of.popitem(last=False)[1])
 
     def get(self, client: str, id: str, param: str | None = None) -> Stored:
         """param: the field of a request that names it, which is then the one at fault."""
@@ -51,7 +52,8 @@ class ResponseStore:
             found = self._of.get((client, id))
             if found is not None:
                 self._of.move_to_end((client, id))
-                return found
+        if found is not None:
+            return Stored(*json.loads(found))
         if param is None:
             raise ApiError(404, f"There is no response '{id[:100]}' here: it was not stored, or made room for others.")
         message = f"Previous response with id '{id[:100]}' not found: it was not stored, or made room for others."
@@ -60,6 +62,5 @@ class ResponseStore:
     def delete(self, client: str, id: str) -> Json:
         self.get(client, id)
         with self._lock:
-            gone = self._of.pop((client, id), None)
-            self.bytes -= 0 if gone is None else gone.size
+            self.bytes -= len(self._of.pop((client, id), ""))
         return {"id": id, "object": "response", "deleted": True}
