@@ -2,12 +2,12 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.simulate import Trace, replay
 from tests.traces import Fixed
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.plan import DraftContext
-from outrider.spec.simulate import Trace, replay
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 VIEW = st.tuples(

@@ -18,11 +18,38 @@ from pathlib import Path
 
 from ..types import MAX_DRAFT, OutriderError
 from .acceptance import BINS
-from .simulate import Trace
 
 FILE = "acceptance.json"
 # acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
 FIRST, NEIGHBOUR = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    id: str
+    category: str
+    drafter: str
+    runs: tuple[int, ...]
+    ngram: tuple[int, ...] = ()
+    match: tuple[int, ...] = ()
+    confidence: tuple[tuple[float, ...], ...] = ()  # of the drafter's own, at each output position
+    prompt_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name, values in (("ngram", self.ngram), ("match", self.match), ("confidence", self.confidence)):
+            if values and len(values) != len(self.runs):
+                raise OutriderError(
+                    f"trace {self.id!r}: {name!r} has {len(values)} entries, 'runs' has {len(self.runs)}"
+                )
+        if not self.runs:
+            raise OutriderError(f"trace {self.id!r}: 'runs' is empty")
+
+    def run(self, drafter: str, position: int) -> int:
+        """Tokens of a draft made at this position that the target would accept (-1: this drafter has nothing to
+        offer)."""
+        if drafter == "ngram":
+            return self.ngram[position] if self.ngram else -1
+        return self.runs[position]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..models.decoder import TextModel
 from ..ops.reference import ReferenceOps, as_tensor
+from ..spec.acceptance_profile import Trace
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
-from ..spec.simulate import Trace
 from ..spec.slot_sampling import sampling_batch
 from ..types import MAX_DRAFT, SamplingParams
 from .capture import capture

@@ -22,7 +22,7 @@ import torch
 from .. import svg
 from ..models.inspect import model_size
 from ..spec import acceptance_profile as acceptance
-from ..spec.simulate import Trace
+from ..spec.acceptance_profile import Trace
 from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub

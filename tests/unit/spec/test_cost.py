@@ -4,12 +4,12 @@ import itertools
 import random
 
 import pytest
+from tests.simulate import replay
 from tests.traces import synthetic
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostKey, CostTable, machine_name
 from outrider.spec.plan import VERIFY, CostPart, DraftContext
-from outrider.spec.simulate import replay
 from outrider.spec.timing import ProbeGrid, TimedDrafter, agrees, measure
 from outrider.types import OutriderError
 

@@ -6,15 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.traces import Fixed, broken, synthetic
-
-from outrider.spec.acceptance_profile import measure as measure_card
-from outrider.spec.acceptance_profile import read as read_card
-from outrider.spec.acceptance_profile import write as write_card
-from outrider.spec.controller import Controller
-from outrider.spec.cost import WIDTH, CostTable
-from outrider.spec.plan import DraftContext
-from outrider.spec.simulate import (
+from tests.simulate import (
     Trace,
     clairvoyant,
     compare,
@@ -25,6 +17,14 @@ from outrider.spec.simulate import (
     static_oracle,
     write_traces,
 )
+from tests.traces import Fixed, broken, synthetic
+
+from outrider.spec.acceptance_profile import measure as measure_card
+from outrider.spec.acceptance_profile import read as read_card
+from outrider.spec.acceptance_profile import write as write_card
+from outrider.spec.controller import Controller
+from outrider.spec.cost import WIDTH, CostTable
+from outrider.spec.plan import DraftContext
 from outrider.types import OutriderError
 
 MACHINES = {

@@ -1,4 +1,4 @@
-"""Replays recorded drafts: the cost of a fixed K, of an oracle and of our controller. Torch-free.
+"""Replays recorded drafts: the cost of a fixed K, of an oracle and of our controller.
 
 A trace says, for every output position of one answer, how many tokens of a 16-token draft made there would have been
 right. Since verification is coupled the text does not depend on the drafts, so one recording answers for every choice
@@ -23,45 +23,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
-from .controller import Controller
-from .cost import CostTable
-from .plan import DraftContext
+from outrider.spec.acceptance_profile import Trace
+from outrider.spec.controller import Controller
+from outrider.spec.cost import CostTable
+from outrider.spec.plan import DraftContext
+from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 
 
-@dataclass(frozen=True)
-class Trace:
-    id: str
-    category: str
-    drafter: str
-    runs: tuple[int, ...]
-    ngram: tuple[int, ...] = ()
-    match: tuple[int, ...] = ()
-    confidence: tuple[tuple[float, ...], ...] = ()  # of the drafter's own, at each output position
-    prompt_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        for name, values in (("ngram", self.ngram), ("match", self.match), ("confidence", self.confidence)):
-            if values and len(values) != len(self.runs):
-                raise OutriderError(
-                    f"trace {self.id!r}: {name!r} has {len(values)} entries, 'runs' has {len(self.runs)}"
-                )
-        if not self.runs:
-            raise OutriderError(f"trace {self.id!r}: 'runs' is empty")
-
-    def run(self, drafter: str, position: int) -> int:
-        """Tokens of a draft made at this position that the target would accept (-1: this drafter has nothing to
-        offer)."""
-        if drafter == "ngram":
-            return self.ngram[position] if self.ngram else -1
-        return self.runs[position]
-
-    def view(self, position: int) -> DraftContext:
-        offers = {self.drafter: MAX_DRAFT} if self.drafter != "ngram" else {}
-        if self.ngram and self.ngram[position] >= 0:
-            offers["ngram"] = MAX_DRAFT
-        match = self.match[position] if self.match else 0
-        return DraftContext(self.id, offers, match, len(self.runs) - position, self.prompt_tokens + position)
+def view(trace: Trace, position: int) -> DraftContext:
+    offers = {trace.drafter: MAX_DRAFT} if trace.drafter != "ngram" else {}
+    if trace.ngram and trace.ngram[position] >= 0:
+        offers["ngram"] = MAX_DRAFT
+    match = trace.match[position] if trace.match else 0
+    return DraftContext(trace.id, offers, match, len(trace.runs) - position, trace.prompt_tokens + position)
 
 
 @dataclass
@@ -95,7 +69,7 @@ def replay(
                 raise OutriderError(f"two traces are called {trace.id!r}")
             running[trace.id] = (trace, 0)
             out.seconds[trace.id], out.tokens[trace.id] = 0.0, len(trace.runs)
-        views = [trace.view(position) for trace, position in running.values()]
+        views = [view(trace, position) for trace, position in running.values()]
         again = policy.reuse_plan(list(running))
         choices = policy.plan(views) if again is None else [_held(c, v) for c, v in zip(again, views, strict=True)]
         context = sum(v.context for v in views) // len(views)
@@ -107,21 +81,21 @@ def replay(
         cycle = [(choice.drafter, choice.k, steps) for choice, steps in ended]
         seconds = cost.mixed(cycle, context)
         out.cycles += 1
-        for view, (choice, steps), confidence in zip(views, ended, sure, strict=True):
-            trace, position = running[view.id]
+        for here, (choice, steps), confidence in zip(views, ended, sure, strict=True):
+            trace, position = running[here.id]
             k = choice.k
             accepted = (
-                min(k, max(0, trace.run(choice.drafter, position)), view.remaining - 1) if choice.drafter and k else 0
+                min(k, max(0, trace.run(choice.drafter, position)), here.remaining - 1) if choice.drafter and k else 0
             )
-            policy.observe(view.id, choice.drafter, k, accepted, None if confidence is None else confidence[:steps])
+            policy.observe(here.id, choice.drafter, k, accepted, None if confidence is None else confidence[:steps])
             out.drafted, out.accepted = out.drafted + k, out.accepted + accepted
-            out.seconds[view.id] += seconds / len(views)
+            out.seconds[here.id] += seconds / len(views)
             position += accepted + 1
             if position >= len(trace.runs):
-                del running[view.id]
-                policy.finish(view.id)
+                del running[here.id]
+                policy.finish(here.id)
             else:
-                running[view.id] = (trace, position)
+                running[here.id] = (trace, position)
         told = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
         main = next((name for name, _, steps in cycle if name and steps and not cost.free(name)), None)
         policy.observe_step(len(views), sum(k for _, k, _ in cycle) / len(views), context, told, main)
@@ -179,11 +153,11 @@ def clairvoyant(trace: Trace, cost: CostTable) -> float:
     n = len(trace.runs)
     rest = [0.0] * (n + 1)  # seconds from a position to the end
     for p in range(n - 1, -1, -1):
-        view = trace.view(p)
-        best = cost.verify(1, 0, view.context) + rest[p + 1]
-        for name in view.drafter_available:
-            curve = cost.curve(name, 1, view.context)
-            for k in range(1, min(max(0, trace.run(name, p)), view.remaining - 1) + 1):
+        at = view(trace, p)
+        best = cost.verify(1, 0, at.context) + rest[p + 1]
+        for name in at.drafter_available:
+            curve = cost.curve(name, 1, at.context)
+            for k in range(1, min(max(0, trace.run(name, p)), at.remaining - 1) + 1):
                 best = min(best, curve[k] + rest[p + k + 1])
         rest[p] = best
     return rest[0]
