@@ -47,7 +47,7 @@ from .weights.files import Files, check_draft_model, fingerprint, text_files
 from .weights.vision import has_vision, load_vision, vision_config
 
 log = logging.getLogger("outrider")
-DRAFTERS = ("mtp", "ngram", "draft_model", "medusa", *KINDS)
+DRAFTERS = ("mtp", "ngram", "draft_model", *KINDS)
 
 
 class Assembled(NamedTuple):
@@ -292,9 +292,9 @@ def _load_drafter(
         return small, ("draft_model", "ngram"), f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":
-        from .spec.medusa import Medusa
-
-        return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
+        raise OutriderError(
+            f"{where} has Medusa heads; a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"
+        )
     if is_block(files.config):
         mode = settings.quantize_drafter or settings.quantize
         note += f"; weights rounded to {mode}" if mode is not None else ""

@@ -106,7 +106,7 @@ class LoadSettings:
     drafter: Annotated[
         str | Sequence[str],
         "What drafts: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
-        "a folder or id of an MTP, DFlash, DSpark or EAGLE-3 drafter or Medusa heads | draft:MODEL (a small model). "
+        "a folder or id of an MTP, DFlash, DSpark or EAGLE-3 drafter | draft:MODEL (a small model). "
         "Given twice: an MTP and a block drafter, of which every cycle uses the faster one.",
     ] = "auto"
     draft_tokens: Annotated[

@@ -76,9 +76,10 @@ def test_two_drafters(model: Path, assistant: Path, tmp_path: Path, ops: str) ->
     assert drafted["mtp"] > 0 and drafted["dflash"] > 0 and both.engine.metrics.drafter_failures == 0
 
 
-def test_two_drafters_of_which_one_does_not_fit(model: Path, assistant: Path, tmp_path: Path) -> None:
+def test_bad_drafters_are_one_line(model: Path, assistant: Path, tmp_path: Path) -> None:
     wrong = write(tmp_path / "wrong", LAYOUTS["z-lab"], tensors(LAYOUTS["z-lab"]))
     right = [folder(tmp_path / name, "z-lab") for name in "ab"]
+    medusa = write(tmp_path / "medusa", {"model_type": "medusa", "medusa_num_heads": 2}, {})
     for drafters, told in (
         ((assistant, wrong), "vocabulary has 64 tokens, the target's 288"),
         ((assistant, tmp_path / "none"), "none"),
@@ -87,6 +88,7 @@ def test_two_drafters_of_which_one_does_not_fit(model: Path, assistant: Path, tm
         ((assistant, "ngram"), "an MTP and a block drafter; ngram stands alone"),
         (("draft:smollm2", assistant), "draft:smollm2 stands alone"),
         ((assistant, assistant), "the same drafter twice"),
+        ((medusa,), "has Medusa heads; a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"),
     ):
         with pytest.raises(OutriderError, match=told) as caught:
             LLM.load(str(model), drafter=[str(one) for one in drafters], ops="reference", max_context=256)  # type: ignore[arg-type]

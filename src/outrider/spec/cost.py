@@ -67,7 +67,7 @@ class CostTable:
         if verify is None:
             verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(WIDTH)] for b in (1, 32)}
         if draft is None:
-            draft = {name: {1: [0.08 * k for k in range(WIDTH)]} for name in ("mtp", "draft_model", "medusa")}
+            draft = {name: {1: [0.08 * k for k in range(WIDTH)]} for name in ("mtp", "draft_model")}
         if not verify:
             raise OutriderError("a cost table needs at least one measured step")
         by_part = {CostPart("draft", name): curves for name, curves in draft.items()}

@@ -58,9 +58,9 @@ def from_gguf(path: Path, name: str) -> Files:
 
 
 def check_supported(files: Files) -> None:
-    """Raises an error if the configuration is of no supported model, drafter or heads."""
+    """Raises an error if the configuration is of no supported model or drafter."""
     kind = files.config.get("model_type")
-    if kind not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES, "medusa"):
+    if kind not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES):
         supported(kind)
 
 
