@@ -72,7 +72,7 @@ class TrainConfig:
     unroll: Annotated[int, SIZE] = 0  # draft tokens per anchor; 0: 5, on a CPU 3; dflash: 7, a block of 8
     # share of a batch's positions that are drafted from; 0: all; dflash, eagle3: a quarter
     anchor_share: Annotated[float, SHARE] = 0.0
-    loss: str = "soft=1,tv=0.5"  # weights of the terms soft, tv, hard, lk, second
+    loss: str = "soft=1,tv=0.5"  # weights of the terms soft, tv, hard
     greedy_loss: str = ""  # the same for greedy answers; empty: as for the others
     step_decay: Annotated[float, SHARE] = 0.8  # weight of draft step j: step_decay^(j-1)
     # how far a step's weight follows the chance that the steps before it are accepted

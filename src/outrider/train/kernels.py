@@ -28,8 +28,6 @@ def _head_terms(
     soft = tl.load(mix_ptr + row * mix_stride)
     tv = tl.load(mix_ptr + row * mix_stride + 1)
     hard = tl.load(mix_ptr + row * mix_stride + 2)
-    lk = tl.load(mix_ptr + row * mix_stride + 3)
-    second = tl.load(mix_ptr + row * mix_stride + 4)
     z_row = z_ptr + row * z_stride
     p_row = p_ptr + source * p_stride
     cols = tl.arange(0, BLOCK)
@@ -43,8 +41,6 @@ def _head_terms(
         top = new
     lse = top + tl.log(total)
     z_label = tl.load(z_row + label).to(tl.float32)
-    passed = tl.where(z_label >= top, 0.0, second)  # the drafter's best is wrong: what is left without it
-    rest = tl.maximum(1.0 - tl.exp(top - lse), 1e-6)
 
     cross = 0.0
     alpha = 0.0
@@ -60,8 +56,7 @@ def _head_terms(
         alpha += tl.sum(tl.minimum(p, q), axis=0)
         distance += 0.5 * tl.sum(tl.abs(p - q), axis=0)
         cluster_bonus += tl.sum(tl.where(q > p, q, -q), axis=0)
-    floor = tl.maximum(alpha, 1e-4)
-    reach = 0.5 * (tv + lk / floor)
+    reach = 0.5 * tv
 
     for lo in range(0, vocab, BLOCK):
         inside = lo + cols < vocab
@@ -70,28 +65,17 @@ def _head_terms(
         p = tl.exp(tl.load(p_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32))
         sign = tl.where(q > p, 1.0, -1.0)
         here = tl.where(lo + cols == label, 1.0, 0.0)
-        grad = (
-            soft * (q - p)
-            + reach * q * (sign - cluster_bonus)
-            + hard * (q - here)
-            + passed * (tl.where(z < top, q / rest, 0.0) - here)
-        )
+        grad = soft * (q - p) + reach * q * (sign - cluster_bonus) + hard * (q - here)
         tl.store(z_row + lo + cols, (weight * grad).to(z_ptr.dtype.element_ty), mask=inside)
 
-    loss = (
-        soft * cross
-        + tv * distance
-        + hard * (lse - z_label)
-        - lk * tl.log(floor)
-        + passed * (tl.log(rest) + lse - z_label)
-    )
+    loss = soft * cross + tv * distance + hard * (lse - z_label)
     tl.store(out_ptr + row * out_stride, weight * loss)
     tl.store(out_ptr + row * out_stride + 1, alpha)
     tl.store(out_ptr + row * out_stride + 2, tl.where(z_label >= top, 1.0, 0.0))
 
 
 def head_terms(z: Tensor, logp: Tensor, best: Tensor, rows: Tensor, weight: Tensor, mix: Tensor, out: Tensor) -> None:
-    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit. mix float32 [A, 5] (rows may share
+    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit. mix float32 [A, 3] (rows may share
     memory)."""
     vocab = z.shape[1]
     block = min(4096, triton.next_power_of_2(vocab))

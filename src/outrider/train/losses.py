@@ -2,13 +2,11 @@
 
 p is the target's distribution at the position, q the drafter's. Per row, weighted:
 
-    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)
-    +  second · −log q'(argmax p)
+    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)
 
-Σmin(p, q) = 1 − TV is the probability that rejection sampling accepts the drafted token (the objective of the LK
-losses); `hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is q
-without that token, so the loss pulls the right one to second place. Rows may have different weights: greedy and sampled
-answers need different losses. The head is the expensive part of training a drafter (one vocabulary per row and step),
+Σmin(p, q) = 1 − TV is the probability that rejection sampling accepts the drafted token; `hard` is the greedy
+objective. Rows may have different weights: greedy and sampled answers need different losses. The head is the expensive
+part of training a drafter (one vocabulary per row and step),
 so the logits are computed in chunks, turned into their own gradient in place, and multiplied back at once: nothing of
 size [rows, V] outlives its chunk. The head itself gets a gradient only if it requires one (a head tied to the target is
 frozen).
@@ -48,8 +46,6 @@ class LossMix:
     soft: float = 1.0
     tv: float = 0.5
     hard: float = 0.0
-    lk: float = 0.0
-    second: float = 0.0
 
     @staticmethod
     def parse(text: str) -> LossMix:
@@ -68,7 +64,7 @@ class LossMix:
         return LossMix(**values)
 
     def rows(self, count: int, device: torch.device) -> Tensor:
-        """The same mix for every row: float32 [count, 5]."""
+        """The same mix for every row: float32 [count, 3]."""
         return torch.tensor([list(asdict(self).values())], dtype=torch.float32, device=device).expand(count, -1)
 
     def __str__(self) -> str:
@@ -163,9 +159,9 @@ def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
 def row_terms(
     z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The definition. z, logp [A, V]; best, weight [A]; mix [A, 5] the factors of soft, tv, hard, lk, second
+    """The definition. z, logp [A, V]; best, weight [A]; mix [A, 3] the factors of soft, tv, hard
     -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
-    soft, tv, hard, lk, second = mix.unbind(1)
+    soft, tv, hard = mix.unbind(1)
     z, logp = z.float(), logp.float()
     logq = z.log_softmax(-1)
     p, q = logp.exp(), logq.exp()
@@ -174,20 +170,10 @@ def row_terms(
     sign = torch.where(q > p, 1.0, -1.0)
     pull = 0.5 * q * (sign - (sign * q).sum(-1, keepdim=True))  # d distance / d z
     at = best[:, None]
-    loss = (
-        soft * -(p * logq).sum(-1) + tv * distance + hard * -logq.gather(1, at)[:, 0] - lk * alpha.clamp_min(1e-4).log()
-    )
-    grad = soft[:, None] * (q - p) + (tv + lk / alpha.clamp_min(1e-4))[:, None] * pull
+    loss = soft * -(p * logq).sum(-1) + tv * distance + hard * -logq.gather(1, at)[:, 0]
+    grad = soft[:, None] * (q - p) + tv[:, None] * pull
     grad = grad + hard[:, None] * q.scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
-    top = z.max(-1).values
-    hit = z.gather(1, at)[:, 0] >= top
-    passed = second * ~hit  # the drafter's best is wrong: what is left without it
-    rest = (1.0 - (top - z.logsumexp(-1)).exp()).clamp_min(1e-6)
-    loss = loss + passed * (rest.log() - logq.gather(1, at)[:, 0])
-    others = torch.where(z < top[:, None], q / rest[:, None], 0.0).scatter_add(
-        1, at, torch.full_like(at, -1, dtype=q.dtype)
-    )
-    grad = grad + passed[:, None] * others
+    hit = z.gather(1, at)[:, 0] >= z.max(-1).values
     return weight * loss, alpha, hit.float(), weight[:, None] * grad
 
 
@@ -249,6 +235,6 @@ def head_loss(
     g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A],
-    hit [A]). mix float32 [A, 5]: soft, tv, hard, lk, second."""
+    hit [A]). mix float32 [A, 3]: soft, tv, hard."""
     loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, mix, bias)
     return loss, terms[:, 1], terms[:, 2]

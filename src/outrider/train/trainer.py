@@ -86,7 +86,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.params, config.lr, config.weight_decay, config.optimizer == "muon")
         self.progress = TrainProgress()
         mixes = [LossMix.parse(text) for text in (config.loss, config.greedy_loss or config.loss)]
-        self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 5] by TrainBatch.greedy
+        self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 3] by TrainBatch.greedy
         self.bits: int | None = None
         self.clusters = net.config.clusters
         self.of = cluster_of(net.weight("token_ordering"), self.clusters) if self.clusters else None

@@ -20,7 +20,7 @@ def test_head_terms_with_a_mix_a_row() -> None:
     """Catches: a mix read from the wrong row, the end of the vocabulary inside a block."""
     r = torch.Generator().manual_seed(0)
     z, logp = torch.randn(6, 83, generator=r) * 2, (2 * torch.randn(4, 83, generator=r)).log_softmax(-1)
-    rows, weight, mix = torch.randint(4, (6,), generator=r), torch.rand(6, generator=r), torch.rand(6, 5, generator=r)
+    rows, weight, mix = torch.randint(4, (6,), generator=r), torch.rand(6, generator=r), torch.rand(6, 3, generator=r)
     mix[0, 2:] = 0
     best = logp.argmax(-1)
     *want, grad = row_terms(z, logp[rows], best[rows], weight, mix)
