@@ -22,13 +22,6 @@ class Percentiles(TypedDict):
     max: float
 
 
-class LoadCounts(TypedDict):
-    """The statistics that end a stream, as far as they are used."""
-
-    cycles: int
-    accepted: int
-
-
 class Summary(TypedDict):
     concurrency: int
     draft_tokens: int | str
@@ -51,7 +44,8 @@ class Timing:
 
     began: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    stats: LoadCounts | None = None
+    cycles: int = 0
+    accepted: int = 0
     error: str | None = None
 
     @property
@@ -127,7 +121,7 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, object]) -> Timing:
                 if "tokens" in ours:
                     timing.chunks.append((time.perf_counter(), len(ours["tokens"])))
                 elif "cycles" in ours:
-                    timing.stats = {"cycles": ours["cycles"], "accepted": ours["accepted"]}
+                    timing.cycles, timing.accepted = ours["cycles"], ours["accepted"]
     except (httpx.HTTPError, ValueError) as e:
         timing.error = f"{type(e).__name__}: {e}"
     return timing
@@ -136,8 +130,7 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, object]) -> Timing:
 def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: int | str) -> Summary:
     good = [t for t in timings if t.error is None and t.chunks]
     decode = [(t.tokens - t.chunks[0][1]) / (t.chunks[-1][0] - t.chunks[0][0]) for t in good if len(t.chunks) > 1]
-    stats = [t.stats for t in good if t.stats]
-    cycles = sum(s["cycles"] for s in stats)
+    cycles, accepted = sum(t.cycles for t in good), sum(t.accepted for t in good)
     return {
         "concurrency": concurrency,
         "draft_tokens": drafts,
@@ -151,7 +144,7 @@ def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: in
         "ttft_s": percentiles([t.chunks[0][0] - t.began for t in good]),
         "token_s": percentiles([s for t in good for s in t.per_token]),
         "wait_s": percentiles([s for t in good for s in t.waits]),
-        "tokens_per_cycle": sum(s["cycles"] + s["accepted"] for s in stats) / cycles if cycles else 0.0,
+        "tokens_per_cycle": (cycles + accepted) / cycles if cycles else 0.0,
     }
 
 

@@ -56,11 +56,10 @@ class RunPlan:
         drafter: DrafterConfig | BlockConfig
         if job.kind != "mtp":
             drafter = new_block(job, target) if job.init is None else block_config(job.init, target)
-            work = Work.of_block(drafter, target, job.unroll, item, job.anchor_share)
         else:
             init = job.init
             drafter = new_drafter(job, target, None) if init is None else load_drafter(init, "cpu", torch.float32)[0]
-            work = Work.of(drafter, target, job.unroll, item)
+        work = Work.of(drafter, target, job.unroll, item, job.anchor_share)
         speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
         sizes = choose_sizes(
             work,

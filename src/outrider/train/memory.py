@@ -85,36 +85,25 @@ class Work:
     token_bytes: float  # of a captured token that is kept
 
     @staticmethod
-    def of(config: DrafterConfig, target: ModelConfig, unroll: int, item: int) -> Work:
-        wide = max(config.hidden, config.backbone_hidden)
+    def of(
+        config: DrafterConfig | BlockConfig, target: ModelConfig, unroll: int, item: int, share: float = 1.0
+    ) -> Work:
+        """`share`: of a batch's positions that a block drafter drafts from."""
+        wide = config.hidden if isinstance(config, BlockConfig) else max(config.hidden, config.backbone_hidden)
         # a layer keeps about eight rows of the hidden width and four of its MLP's for the backward pass
         layer = sum(8 * wide + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
-        reads = {n for n in config.reads or ()} or set(target.kv_layers[-2:])
-        kv = sum(2 * target.layers[r].attn.kv_heads * target.layers[r].attn.head_dim for r in reads)
-        return Work(
-            6.0 * drafter_size(config).body * unroll,
-            (4.0 * unroll + 2.0) * config.head_hidden,
-            unroll,
-            2.0 * model_size(target).active,
-            float(item * unroll * (layer + 4 * wide)),
-            float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
-        )
-
-    @staticmethod
-    def of_block(config: BlockConfig, target: ModelConfig, unroll: int, item: int, share: float) -> Work:
-        """Like `of`, for drafts from a `share` of a batch's positions."""
-        rows = share * (unroll + 1)  # of a block; EAGLE-3 has one less
-        layer = sum(8 * config.hidden + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
-        layer += max(l.attn.heads // l.attn.kv_heads for l in config.layers) * USUAL_LENGTH  # the mask, once
         streams = target.hidden * (1 + len(config.taps or ()))
-        return Work(
-            6.0 * draft_size(config).body * rows,
-            (4.0 * unroll * share + 2.0) * config.hidden,
-            unroll * share,
-            2.0 * model_size(target).active,
-            float(item * (rows * layer + 2 * (unroll + 2) * config.hidden + 2 * streams)),
-            float(item * streams + 64),
-        )
+        if isinstance(config, BlockConfig):
+            passed, scored, body = share * (unroll + 1), share * unroll, draft_size(config).body
+            layer += max(l.attn.heads // l.attn.kv_heads for l in config.layers) * USUAL_LENGTH  # the mask, once
+            row, kept = passed * layer + 2 * (unroll + 2) * wide + 2 * streams, streams
+        else:
+            passed, scored, body = unroll, unroll, drafter_size(config).body
+            read = (target.layers[r].attn for r in set(config.reads or target.kv_layers[-2:]))
+            row, kept = unroll * (layer + 4 * wide), streams + sum(2 * a.kv_heads * a.head_dim for a in read)
+        head = (4.0 * scored + 2.0) * config.head_hidden
+        active = 2.0 * model_size(target).active
+        return Work(6.0 * body * passed, head, scored, active, float(item * row), float(item * kept + 64))
 
     def anchor(self, scored: int, kept: bool) -> float:
         """Operations per anchor. There are one and a half tokens per anchor: prompts are read, not drafted from."""
