@@ -64,7 +64,7 @@ def test_four_bits_are_those_of_the_cpu() -> None:
     want = quantize_rows(w.numpy(), "int4").dense()
     leaf = w.clone().requires_grad_()
     got = four_bits(leaf)
-    torch.testing.assert_close(got.detach(), torch.from_numpy(want), rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-6)
     got.sum().backward()
     assert leaf.grad is not None and torch.equal(leaf.grad, torch.ones_like(w))
 
