@@ -308,9 +308,6 @@ def test_progress_is_shown_and_bad_options_are_one_line(
     for more, message in (
         (("--minutes", "0"), "--minutes must be above 0"),
         (("--recipe", "none"), "no such file"),
-        (("--thin", "0.5"), "--thin is the key loss_row_share of a recipe now"),
-        (("--judge", "x"), "--judge is --eval-data now"),
-        (("--hold=0.3",), "--hold is the key lr_hold of a recipe now"),
         (("--nothing",), "No such option: --nothing"),
         (("a word",), "Got unexpected extra argument(s) (a word)"),
     ):
