@@ -22,7 +22,7 @@ def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise AssertionError("the network was asked")
 
-    monkeypatch.setattr(hub, "_snapshot", refuse)
+    monkeypatch.setattr(hub, "snapshot", refuse)
     raw = builtin_configs.BUILTIN_CONFIGS["google/gemma-4-E2B-it"]
     for name in (n for n in builtin_configs.BUILTIN_CONFIGS if n.endswith("-it")):
         assert hub.resolve(name, weights=False).config == builtin_configs.BUILTIN_CONFIGS[name]

@@ -33,6 +33,7 @@ from .progress import progress
 from .safetensors import read_json
 
 Kind = Literal["model", "drafter"]
+SETTINGS = ["*.json", "*.jinja"]  # the files of a repository besides its weights
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
 
 # SmolLM2-135M-Instruct (Apache-2.0): any package index carries it, no account needed.
@@ -145,10 +146,6 @@ def _beside(path: Path) -> Path | None:
     return repos.companion(path, "drafter") if path.suffix == ".gguf" and path.is_file() else None
 
 
-def _snapshot(name: str, weights: bool) -> Path:
-    return snapshot(name, ["*.json", "*.jinja"] + (["*.safetensors"] if weights else []))
-
-
 def snapshot(name: str, patterns: list[str]) -> Path:
     """The folder in Hugging Face's cache that holds these files of a repository."""
     from huggingface_hub import snapshot_download
@@ -167,14 +164,14 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
         return from_gguf(
             repos.gguf_file(repo, repos.quantisation(kept[0]) if len(kept) == 1 else None, drafter, weights), name
         )
-    folder = _snapshot(repo, False)
+    folder = snapshot(repo, SETTINGS)
     if not (folder / "config.json").is_file():
         return from_gguf(repos.gguf_file(repo, None, drafter, weights), name)
     files = from_folder(folder, name)
     if not weights:
         return files
     check_supported(files)
-    folder = _snapshot(repo, True)
+    folder = snapshot(repo, [*SETTINGS, "*.safetensors"])
     if not any(folder.glob("*.safetensors")):
         with contextlib.suppress(OutriderError):  # none either: opening the weights reports what is missing
             return from_gguf(repos.gguf_file(repo, None, drafter), name)

@@ -106,17 +106,13 @@ class Stack:
         return hidden, fed_back, [streams[i] for i in taps]
 
 
-def unsupported(ops: CpuOps, blocks: Sequence[Any], hidden: int) -> str | None:
-    """Why the library can't run these layers in one call."""
-    groups: dict[str, tuple[int, ...]] = {}
-    for block in blocks:
-        s, inter = block.spec, ops.c_weight(block.down).k
-        shape = (s.heads, s.kv_heads, s.head_dim, s.window or 0)
-        if groups.setdefault(s.group, shape) != shape:
-            return f"{s.group} layers of unlike shape"
-        if hidden % 32 or s.head_dim % 32 or inter % 32 or s.heads // s.kv_heads > 32:
-            return "sizes that are no multiple of 32"
-    return None
+def supports(ops: CpuOps, blocks: Sequence[Any], *widths: int) -> bool:
+    """Can the library run these layers in one call? Those of a group must be alike, all widths multiples of 32."""
+    specs = [block.spec for block in blocks]
+    shapes = {(s.group, s.heads, s.kv_heads, s.head_dim, s.window) for s in specs}
+    every = (*widths, *(s.head_dim for s in specs), *(ops.c_weight(block.down).k for block in blocks))
+    alike = len(shapes) == len({s.group for s in specs})
+    return alike and not any(width % 32 for width in every) and all(s.heads // s.kv_heads <= 32 for s in specs)
 
 
 class CompiledModel:
@@ -151,7 +147,7 @@ class AdaptedPass(CompiledModel):
 
 def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
     config = model.config
-    if unsupported(ops, model.blocks, config.hidden) or (config.ple_dim and config.ple_dim % 32):
+    if not supports(ops, model.blocks, config.hidden, config.ple_dim):
         return None
     if config.moe is not None and any(not routable(e.layer.experts) for e in model.experts):
         return None
@@ -257,7 +253,7 @@ class CompiledDrafter:
 
 def compile_drafter(ops: CpuOps, drafter: Any) -> CompiledDrafter | None:
     config = drafter.config
-    if unsupported(ops, drafter.blocks, config.hidden) or config.backbone_hidden % 32:
+    if not supports(ops, drafter.blocks, config.hidden, config.backbone_hidden):
         return None
     stack = Stack(ops, drafter.blocks, drafter.inv_freqs, config.hidden, config.norm_eps, config.activation)
     stack.c.pre = ops.c_weight(drafter.pre)
