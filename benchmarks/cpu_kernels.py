@@ -3,9 +3,10 @@
     python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
     python benchmarks/cpu_kernels.py MODEL.gguf --passes --repeat 8 --rounds 20 --seconds 60   # no single products
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
-    python benchmarks/cpu_kernels.py MODEL.gguf --adapter 16     # cycles with and without an adapter, in turn
+    python benchmarks/cpu_kernels.py MODEL.gguf --adapter 16     # cycles with and without adapters, in turn
 
 Times are medians with (least to greatest) over the repetitions; `x` columns are multiples of one row in the same run.
+With --threads 1 the processor time of the thread is counted: on a busy machine others' time is not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,24 @@ from outrider.types import DraftPlan, KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_target
 
+CLOCKS = {False: time.perf_counter, True: time.thread_time}
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
 
 
 class Clock:
     """Repetitions of named pieces of work, in milliseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.times: dict[str, list[float]] = {}
+        self.now = now
 
     def run(self, name: str, work: Callable[[], Any], repeat: int) -> None:
         time.sleep(0.05)  # whoever ran before may still have threads that spin: let them fall asleep
         work()
         for _ in range(repeat):
-            start = time.perf_counter()
+            start = self.now()
             work()
-            self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+            self.times.setdefault(name, []).append((self.now() - start) * 1e3)
 
     def pairs(self, ours: str, work: Callable[[], Any], theirs: str, peer: Callable[[], Any], repeat: int) -> None:
         """Turn about, so that both see the same neighbours on the machine's memory."""
@@ -87,7 +90,8 @@ class Ours:
     def __init__(self, path: str, threads: int | None, isa: str | None):
         began = time.perf_counter()
         self.ops = CpuOps(threads, isa)
-        self.config, weights, _ = load_target(path, ops=self.ops)
+        self.config, self.weights, _ = load_target(path, ops=self.ops)
+        weights = self.weights
         self.model = self.ops.compile(TextModel(self.config, weights, self.ops))
         print(f"{self.ops.threads} threads, {self.ops.version}, loaded in {time.perf_counter() - began:.2f} s")
         held = {name: w.nbytes for name, w in weights.items()}  # tables that stay in the file: 0
@@ -97,7 +101,7 @@ class Ours:
         self.step_bytes = sum(held.values()) - looked_up - experts * (1 - share)
         print(f"weights in memory: {sum(held.values()) / 1e6:.0f} MB; a step reads {self.step_bytes / 1e6:.0f} MB")
         print(resident())
-        self.store = KVStore(self.config, CacheSpec(8, 2048, 32, 512, 16384), self.ops.kv_dtype(torch.float32), "cpu")
+        self.store = KVStore(self.config, CacheSpec(16, 2048, 32, 512, 16384), self.ops.kv_dtype(torch.float32), "cpu")
         self.seq, _ = self.store.open([0] * 64, 32, reuse=False)
         self.store.reserve(self.seq, 2048)
         self.ids = torch.randint(0, self.config.vocab_size, (PREFILL,), generator=torch.Generator().manual_seed(0))
@@ -124,46 +128,55 @@ class Ours:
 
 
 class Given:
-    """Whole cycles without a drafter: so many rows in one call, all but the first given guesses."""
+    """Whole cycles without a drafter: so many rows of each sequence in one call, all but the first given guesses."""
 
-    def __init__(self, ours: Ours):
-        params, device = [SamplingParams(temperature=0.0)], torch.device("cpu")
-        self.ours, self.sampling = ours, sampling_batch(params, [[5]], [[]], ours.config.vocab_size, device)
-        self.features = torch.zeros((8, ours.config.hidden))
+    def __init__(self, ours: Ours, count: int):
+        params, device = [SamplingParams(temperature=0.0)] * count, torch.device("cpu")
+        self.sampling = sampling_batch(params, [[5]] * count, [[]] * count, ours.config.vocab_size, device)
+        self.slots = [ours.store.open([0] * 64, 32, reuse=False)[0] for _ in range(count)]
+        for seq in self.slots:
+            ours.store.reserve(seq, CONTEXT + 64)
+        self.features = torch.zeros((16, ours.config.hidden))
         self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, ())
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
-    def run(self, rows: int, adapter: Adapter | None = None) -> None:
+    def run(self, rows: int, adapters: Sequence[Adapter | None]) -> None:
         plan, given = DraftPlan(None, rows - 1), [7] * (rows - 1)
-        self.cycle.run(
-            [CycleRequest(self.ours.seq.slot, 5, CONTEXT, plan, given, adapter=adapter)], self.sampling, None
-        )
+        asked = [
+            CycleRequest(seq.slot, 5, CONTEXT, plan, given, adapter=adapter)
+            for seq, adapter in zip(self.slots, adapters, strict=True)
+        ]
+        self.cycle.run(asked, self.sampling, None)
 
 
-def random_adapter(ours: Ours, rank: int) -> Adapter:
-    """In 16 bits, as adapters are held next to quantised weights."""
-    parts, rng = {}, torch.Generator().manual_seed(2)
+def random_adapter(ours: Ours, rank: int, seed: int) -> Adapter:
+    parts, rng = {}, torch.Generator().manual_seed(seed)
     for name, plan in tensor_plan(ours.config).items():
         if ADAPTABLE.fullmatch(name):
             pieces = [(rows, rank) for rows, _ in plan.source_shapes]
             a, b = ((rank * len(pieces), plan.shape[1]), (plan.shape[0], rank * len(pieces)))
-            matrices = (0.02 * torch.randn(shape, generator=rng).half() for shape in (a, b))
-            parts[name] = ours.ops.lowrank(*matrices, torch.ones(plan.shape[0]), pieces)
-    return Adapter("random", b"", ours.ops.pack_adapter(parts))
+            matrices = (0.02 * torch.randn(shape, generator=rng) for shape in (a, b))
+            parts[name] = ours.ops.lowrank(*matrices, torch.ones(plan.shape[0]), pieces, ours.weights[name])
+    return Adapter(f"random {seed}", bytes([seed]), ours.ops.pack_adapter(parts))
 
 
 def adapted(ours: Ours, rank: int, repeat: int, rounds: int) -> None:
-    """Turn about, four cycles each: ratios of neighbours, so that a busy moment meets both."""
-    given, adapter, clock = Given(ours), random_adapter(ours, rank), Clock()
-    print(f"adapter of rank {rank}: {adapter.nbytes / 1e6:.1f} MB")
-    for rows in PASS_ROWS:
-        one, two = f"cycle of {rows} rows", f"cycle of {rows} rows, rank {rank}"
-        for _ in range(rounds):
-            work = lambda rows=rows: given.run(rows, adapter)  # noqa: E731
-            clock.pairs(one, lambda rows=rows: given.run(rows), two, work, repeat)
-        clock.show(one)
-        clock.show(two, one)
-        print(f"  best by best {min(clock.times[two]) / min(clock.times[one]):.3f} x")
+    """Turn about, four cycles each: ratios of neighbours, so that a busy moment meets both. One sequence, and eight
+    with an adapter each."""
+    adapters, clock = [random_adapter(ours, rank, i) for i in range(8)], Clock(CLOCKS[ours.ops.threads == 1])
+    print(f"adapter of rank {rank}: {adapters[0].nbytes / 1e6:.1f} MB")
+    for count, sizes in ((1, PASS_ROWS), (8, (5,))):
+        given = Given(ours, count)
+        for rows in sizes:
+            one = f"{count} x {rows} rows"
+            two = f"{one}, rank {rank}"
+            for _ in range(rounds):
+                base = lambda: given.run(rows, [None] * count)  # noqa: B023, E731
+                work = lambda: given.run(rows, adapters[:count])  # noqa: B023, E731
+                clock.pairs(one, base, two, work, repeat)
+            clock.show(one)
+            clock.show(two, one)
+            print(f"  best by best {min(clock.times[two]) / min(clock.times[one]):.3f} x")
 
 
 def read_speed(threads: int) -> float:

@@ -19,6 +19,7 @@ from .engine.engine import Engine
 from .engine.images import ImageEncoder
 from .engine.memory import KVBudget, KVOptions
 from .engine.text import Tokenizer
+from .models.adapted import adaptable_weights
 from .models.block_config import KINDS, is_block
 from .models.compat import fits, other_weights
 from .models.decoder import TextModel
@@ -197,9 +198,7 @@ def load_images(
 
 def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str], None]) -> AdapterPool:
     """Loads the settings' adapters, before K/V takes the rest of a GPU's memory."""
-    weight = target.blocks[0].qkv
-    short = not (isinstance(weight, torch.Tensor) and weight.dtype == torch.float32)
-    to = (target.config, target.ops, target.dtype, target.device, short)
+    to = (target.config, target.ops, target.dtype, target.device, adaptable_weights(target))
     pool = AdapterPool(target, lambda name, path: load_adapter(name, path, *to), settings.max_adapters)
     for name, path in settings.adapters.items():
         adapter = pool.add(name, str(path))

@@ -7,6 +7,7 @@ number of rows or threads, rows that moved to the front of a prompt's pass witho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from outrider.cache.store import last_rows
 from outrider.engine.adapters import AdapterPool
 from outrider.engine.engine import Engine
 from outrider.engine.step import Request
-from outrider.models.adapted import AdaptedModel, weight_names
+from outrider.models.adapted import AdaptedModel, adaptable_weights, weight_names
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.cpu.packing import PackedWeight
+from outrider.ops.formats import DeviceWeight
 from outrider.ops.lowrank import AdaptedOps, Adapter, row_groups
 from outrider.ops.reference import ReferenceOps
 from outrider.weights.adapter import load_adapter
@@ -35,29 +38,37 @@ from outrider.weights.load import dummy_weights
 ADAPTERS = {"a": dict(rank=4), "b": dict(rank=16), "c": dict(rank=9, only="k_proj"), "d": dict(rank=3, only="p_proj")}
 
 
-def adapters_of(config: ModelConfig, ops: CpuOps, folder: Path, short: bool = False) -> dict[str, Adapter]:
+def adapters_of(
+    config: ModelConfig, ops: CpuOps, folder: Path, bases: Mapping[str, DeviceWeight]
+) -> dict[str, Adapter]:
     made = {}
     for i, (name, how) in enumerate(ADAPTERS.items()):
         path = write_adapter(config, folder / name, seed=i, **how)  # type: ignore[arg-type]
-        made[name] = load_adapter(name, path, config, ops, torch.float32, torch.device("cpu"), short=short)
+        made[name] = load_adapter(name, path, config, ops, torch.float32, torch.device("cpu"), bases)
     return made
 
 
-@pytest.mark.parametrize("short", [False, True], ids=["float32", "float16"])
-def test_the_addition(ops: CpuOps, short: bool, tmp_path: Path) -> None:
+KINDS = {torch.float32: (None, 1e-4), torch.float16: (None, 2e-3), torch.int8: ("int4", 0.02)}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_addition(ops: CpuOps, kind: torch.dtype, tmp_path: Path) -> None:
     """Against the definition; rows and matrices without a change keep their bits, minus zero too."""
-    config = ModelConfig.from_hf(MODELS["qwen3"])
-    made, reference = adapters_of(config, ops, tmp_path, short), ReferenceOps()
+    config, (quantize, error) = ModelConfig.from_hf(MODELS["qwen3"]), KINDS[kind]
+    dtype = torch.float16 if kind == torch.float16 else torch.float32
+    bases = dummy_weights(config, "cpu", dtype, ops, quantize)
+    made, reference = adapters_of(config, ops, tmp_path, bases), ReferenceOps()
     for name, path in ((name, tmp_path / name) for name in ADAPTERS):
         theirs = load_adapter(name, path, config, reference, torch.float32, torch.device("cpu"))
         assert made[name].parts.keys() == theirs.parts.keys()
         for key, part in made[name].parts.items():
-            assert part.a.dtype == part.b.dtype == (torch.float16 if short else torch.float32)  # type: ignore[union-attr]
+            assert isinstance(part.a, PackedWeight)
+            assert part.a.nbytes < (kind.itemsize + 0.1) * part.a.c.n * part.a.c.k
             x = torch.randn((11, theirs.parts[key].a.shape[1]), generator=torch.Generator().manual_seed(1))
             y = torch.full((11, len(part.scale)), -0.0)
             want = reference.add_lowrank(y.clone(), x, theirs.parts[key], None)
             got = ops.add_lowrank(y.clone(), x, part, None)
-            assert (got - want).abs().max().item() <= (0.02 if short else 1e-4) * want.abs().max().item()
+            assert (got - want).abs().max().item() <= error * want.abs().max().item()
             some = ops.add_lowrank(y.clone(), x, part, torch.tensor([3, 7, 8]))
             assert torch.equal(some[[3, 7, 8]], got[[3, 7, 8]]) and bool(torch.signbit(some[[0, 1, 2, 4, 9]]).all())
             if name == "c":  # of q, k and v it changes k alone
@@ -72,7 +83,7 @@ def test_a_whole_pass(ops: CpuOps, name: str, quantize: str | None, tmp_path: Pa
     config = ModelConfig.from_hf(MODELS[name])
     model = TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=3), ops)
     compiled, names = ops.compile(model), weight_names(model)
-    made = adapters_of(config, ops, tmp_path, quantize is not None)
+    made = adapters_of(config, ops, tmp_path, adaptable_weights(model))
     order = [made["a"], None, made["b"], made["c"], made["a"], made["d"]]
     counts, taps = [9, 4, 17, 3, 1, 30], (0, 2)
     ids = torch.randint(0, 96, (sum(counts),), generator=torch.Generator().manual_seed(0))

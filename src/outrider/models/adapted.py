@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..ops.adapter_slots import SlotOps
 from ..ops.backend import Pass
+from ..ops.formats import DeviceWeight
 from ..ops.lowrank import AdaptedOps
 from ..ops.reference import Backend
 from ..types import KVView, OutputRows
@@ -20,14 +21,19 @@ from .decoder import TextModel
 ADAPTED = ("qkv", "out", "gate_up", "down")  # fields of a `Block`, and the suffixes of their canonical names
 
 
-def weight_names(model: TextModel) -> dict[int, str]:
-    """The canonical names of the weights that an adapter may change, by `id` of the model's weight objects."""
-    names = {id(getattr(block, f)): f"layers.{i}.{f}" for i, block in enumerate(model.blocks) for f in ADAPTED}
+def adaptable_weights(model: TextModel) -> dict[str, DeviceWeight]:
+    """The weights that an adapter may change, by canonical name."""
+    found = {f"layers.{i}.{f}": getattr(block, f) for i, block in enumerate(model.blocks) for f in ADAPTED}
     for i, side in enumerate(model.ple_blocks):
-        names |= {id(side.gate): f"layers.{i}.ple_gate", id(side.out): f"layers.{i}.ple_out"}
+        found |= {f"layers.{i}.ple_gate": side.gate, f"layers.{i}.ple_out": side.out}
     if model.ple_input is not None:
-        names[id(model.ple_input.proj)] = "ple_proj"
-    return names
+        found["ple_proj"] = model.ple_input.proj
+    return found
+
+
+def weight_names(model: TextModel) -> dict[int, str]:
+    """Their names by `id` of the model's weight objects."""
+    return {id(weight): name for name, weight in adaptable_weights(model).items()}
 
 
 class AdaptedModel(TextModel):

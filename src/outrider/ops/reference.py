@@ -167,8 +167,11 @@ class ReferenceOps(TreeOps):
         """x [R, in] · w [out, in] -> [R, out]."""
         return F.linear(x, as_tensor(w), bias)
 
-    def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank:
-        """An adapter's change of one weight, as `add_lowrank` reads it: a [r, in], b [out, r], scale float32 [out]."""
+    def lowrank(
+        self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]], base: DeviceWeight | None = None
+    ) -> LowRank:
+        """An adapter's change of one weight, as `add_lowrank` reads it: a [r, in], b [out, r], scale float32 [out].
+        base: the weight, next to which the matrices may be held in as few bits."""
         return LowRank(self.prepare(a), self.prepare(b), scale, tuple(pieces))
 
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:

@@ -15,12 +15,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from ..models.config import ForeignDict, ModelConfig
 from ..models.names import ignored, normalise, tensor_plan
+from ..ops.formats import DeviceWeight
 from ..ops.lowrank import Adapter, LowRank
 from ..ops.reference import Backend
 from ..types import OutriderError
@@ -63,9 +65,6 @@ class LoraUpdate:
     b: Tensor  # [out, r]
     scale: float
 
-    def within(self, limit: float) -> bool:
-        return max(float(self.a.abs().max()), float(self.b.abs().max())) < limit
-
     def delta(self) -> Tensor:
         return self.scale * (self.b.float() @ self.a.float())
 
@@ -98,19 +97,24 @@ def load_adapter(
     ops: Backend,
     dtype: torch.dtype,
     device: torch.device,
-    short: bool = False,
+    bases: Mapping[str, DeviceWeight] = MappingProxyType({}),
 ) -> Adapter:
     """An adapter in the backend's layout, on its device; in host memory if the device has slots for adapters in use.
-    short: the weights have 16 bits or fewer."""
+    bases: the weights that it changes, by canonical name; the backend may hold the adapter in as few bits."""
     file, device = read_adapter(path, config), torch.device("cpu") if ops.capabilities.adapter_slots else device
-    return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device, short))
+    return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device, bases))
 
 
 def fuse(
-    file: LoraFile, config: ModelConfig, ops: Backend, dtype: torch.dtype, device: torch.device, short: bool = False
+    file: LoraFile,
+    config: ModelConfig,
+    ops: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+    bases: Mapping[str, DeviceWeight],
 ) -> Mapping[str, LowRank]:
-    """Updates by canonical weight. Backends that multiply 16-bit weights next to float32 activations keep the stored
-    dtype (short: 32 bits become float16, half the memory to read); the others get the model's."""
+    """Updates by canonical weight. Backends that multiply 16-bit weights next to float32 activations get the stored
+    dtype, the others the model's."""
     halves = ops.capabilities.holds_halves and dtype == torch.float32
     out: dict[str, LowRank] = {}
     for canonical, plan in tensor_plan(config).items():
@@ -119,8 +123,6 @@ def fuse(
             continue
         rank, kinds = 0, {u.a.dtype for u in found if u is not None}
         kept = kinds.pop() if halves and len(kinds) == 1 else dtype
-        if halves and short and kept == torch.float32 and all(u is None or u.within(6e4) for u in found):
-            kept = torch.float16
         a = torch.cat([u.a.to(kept) for u in found if u is not None])
         b = torch.zeros((plan.shape[0], a.shape[0]), dtype=kept)
         scale, row, pieces = torch.zeros(plan.shape[0]), 0, []
@@ -132,7 +134,7 @@ def fuse(
                 rank += width
             row += rows
             pieces.append((rows, update.a.shape[0] if update is not None else 0))
-        out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces)
+        out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces, bases.get(canonical))
     return ops.pack_adapter(out)
 
 

@@ -53,7 +53,7 @@ typedef struct {
     int own;                 /* row work is private */
     int last_write;          /* the last layer that writes K/V */
     float *tmp;              /* [members, H] */
-    float *low;              /* [rows, low_ld] A x of adapters */
+    Low *low;                /* [rows, low_ld] A x of adapters */
     long low_ld;
     int32_t *few_of;         /* the adapters of the wanted rows */
 } Run;
@@ -77,16 +77,18 @@ static void residual_phase(ThreadPool *team, int me, const Run *run, View *v, co
     if (!run->own) team_barrier(team);
 }
 
-/* A x of the rows that use adapters, before a product with the weight `which` of what x holds. NULL: no adapter changes it. */
-static const LowRankRows *shrink(ThreadPool *team, int me, const Run *run, int which, const int32_t *of, const float *x, long ldx, int rows,
+/* A x of the rows that use adapters, before a product of `x` with the weight `which`. NULL: no adapter changes it. */
+static const LowRankRows *shrink(ThreadPool *team, int me, const Run *run, int which, const int32_t *of, const QActs *x, int rows,
                                  LowRankRows *out) {
     const Adapters *a = &run->call.adapters;
     int changed = 0;
-    for (int i = 0; i < a->count; i++) changed |= a->table[i][which].rank;
+    for (int i = 0; i < a->count; i++) {
+        changed |= a->table[i][which].a.n;
+        for (int at = 0; at < 3; at++) __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
+    }
     if (!changed) return NULL;
-    shrink_phase(team, me, a->table, (int)a->count, which, of, x, ldx, rows, run->low, run->low_ld);
-    team_barrier(team);
-    *out = (LowRankRows){a->table, of, run->low, which, run->low_ld};
+    *out = (LowRankRows){team, a->table, of, run->low, which, run->low_ld};
+    shrink_phase(out, me, x, rows);
     return out;
 }
 
@@ -136,7 +138,7 @@ static void ple_phase(ThreadPool *team, int me, const Run *run, const QActs *a, 
     Epilogue to = {TO_STORE, NULL, out, L};
     LowRankRows low;
     int lo, hi;
-    to.low = shrink(team, me, run, s->layers * LR_COUNT, which ? run->few_of : run->call.adapters.of, a->x, a->ldx, rows, &low);
+    to.low = shrink(team, me, run, s->layers * LR_COUNT, which ? run->few_of : run->call.adapters.of, a, rows, &low);
     product_phase(team, me, &proj, a, rows, &to);
     team_barrier(team);
     team_share(team, me, rows, &lo, &hi);
@@ -239,7 +241,7 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
 
         /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
         Epilogue to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n, .cut = wide % LANES ? 0 : wide};
-        to_qkv.low = shrink(team, me, run, i * LR_COUNT + LR_QKV, of, v.acts.x, H, rows, &low);
+        to_qkv.low = shrink(team, me, run, i * LR_COUNT + LR_QKV, of, &v.acts, rows, &low);
         product_phase(team, me, &l->qkv, &v.acts, rows, &to_qkv);
         team_barrier(team);
         for (int part = 0; part < 2; part++) {
@@ -263,7 +265,7 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
         attend_phase(team, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
         team_barrier(team);
         Epilogue to_y = {TO_STORE, l->out_bias, run->y, H};
-        to_y.low = shrink(team, me, run, i * LR_COUNT + LR_OUT, of, run->mixed, wide, rows, &low);
+        to_y.low = shrink(team, me, run, i * LR_COUNT + LR_OUT, of, &mixed, rows, &low);
         product_phase(team, me, &l->out, &mixed, rows, &to_y);
         team_barrier(team);
         residual_phase(team, me, run, &v, l->post_attn_norm, NULL, l->mlp_norm, &l->gate_up);
@@ -272,11 +274,11 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
         const int dense = l->down.kind == W_DENSE;
         Epilogue to_mlp = {TO_GATED, l->gate_up_bias, run->mlp, l->inter, s->act, NULL, 0, 0.0f, dense ? NULL : &mlp};
-        to_mlp.low = shrink(team, me, run, i * LR_COUNT + LR_GATE_UP, of, v.acts.x, H, rows, &low);
+        to_mlp.low = shrink(team, me, run, i * LR_COUNT + LR_GATE_UP, of, &v.acts, rows, &low);
         product_phase(team, me, &l->gate_up, &v.acts, rows, &to_mlp);
         team_barrier(team);
         Epilogue to_down = {TO_STORE, l->down_bias, run->y, H};
-        to_down.low = shrink(team, me, run, i * LR_COUNT + LR_DOWN, of, run->mlp, l->inter, rows, &low);
+        to_down.low = shrink(team, me, run, i * LR_COUNT + LR_DOWN, of, &mlp, rows, &low);
         product_phase(team, me, &l->down, &mlp, rows, &to_down);
         team_barrier(team);
 
@@ -290,11 +292,11 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
             const int plain = l->ple_out.kind == W_DENSE;
             Epilogue to_side = {TO_TIMES, NULL, run->mlp, s->ple, s->act, ple + (long)i * s->ple, (long)s->layers * s->ple,
                           0.0f, plain ? NULL : &side};
-            to_side.low = shrink(team, me, run, i * LR_COUNT + LR_PLE_GATE, of, v.acts.x, H, rows, &low);
+            to_side.low = shrink(team, me, run, i * LR_COUNT + LR_PLE_GATE, of, &v.acts, rows, &low);
             product_phase(team, me, &l->ple_gate, &v.acts, rows, &to_side);
             team_barrier(team);
             Epilogue to_out = {TO_STORE, NULL, run->y, H};
-            to_out.low = shrink(team, me, run, i * LR_COUNT + LR_PLE_OUT, of, run->mlp, s->ple, rows, &low);
+            to_out.low = shrink(team, me, run, i * LR_COUNT + LR_PLE_OUT, of, &side, rows, &low);
             product_phase(team, me, &l->ple_out, &side, rows, &to_out);
             team_barrier(team);
             residual_phase(team, me, run, &v, l->ple_post_norm, l->scalar, l->next_norm, next);
@@ -322,7 +324,14 @@ static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
     const Batch *few = &run->call.few;
     const size_t R = (size_t)b->rows, W = run->call.narrow ? (size_t)few->rows : 0, H = (size_t)s->hidden, T = (size_t)team->size;
     size_t qkv = 0, wide = 0, inter = s->ple > 32 ? s->ple : 32, used = 0;
-    int keeps_mlp = run->call.adapters.count > 0; /* their products read floats */
+    const Adapters *adapters = &run->call.adapters;
+    int keeps_mlp = 0, rank = 0;
+    for (int i = 0; i < adapters->count; i++)
+        for (int j = 0; j <= s->layers * LR_COUNT; j++) {
+            const Weight *a = &adapters->table[i][j].a;
+            keeps_mlp |= a->kind == W_DENSE; /* which reads floats */
+            if (a->n > rank) rank = a->n;
+        }
     const Spec *of[2] = {NULL, NULL}; /* layers of a group are alike */
     for (int i = 0; i < s->layers; i++) {
         const Layer *l = &s->layer[i];
@@ -350,12 +359,8 @@ static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
     run->qkv = (float *)TAKE(R * qkv * 4);
     run->mixed = (float *)TAKE(R * wide * 4);
     run->mlp = keeps_mlp ? (float *)TAKE(R * inter * 4) : NULL;
-    const Adapters *adapters = &run->call.adapters;
-    int rank = 0;
-    for (int i = 0; i < adapters->count; i++)
-        for (int j = 0; j <= s->layers * LR_COUNT; j++) if (adapters->table[i][j].rank > rank) rank = adapters->table[i][j].rank;
-    run->low_ld = (rank + 15) & ~15;
-    run->low = (float *)TAKE(R * run->low_ld * 4);
+    run->low_ld = (rank + LANES - 1) / LANES;
+    run->low = (Low *)TAKE(R * run->low_ld * sizeof(Low));
     run->few_of = (int32_t *)TAKE(adapters->count ? W * 4 : 0);
     for (size_t i = 0; at && adapters->count && i < W; i++) run->few_of[i] = adapters->of[run->call.wanted[i]];
     run->ple = (float *)TAKE(R * ple * 4);

@@ -111,19 +111,17 @@ void or_logits(ThreadPool *team, const Weight *w, const float *x, int rows, floa
     run_product(team, w, x, rows, to);
 }
 /* y [rows, 16·groups] += scale · B (A x), x [rows, k]: as a product of a pass adds it */
-typedef struct { const LowRank *p; const float *x; int rows, groups; float *low, *y; } LowRankJob;
+typedef struct { LowRankRows low; QActs x; int rows, groups; float *y; } LowRankJob;
 static void lowrank_region(ThreadPool *team, int me, void *job) {
     const LowRankJob *j = job;
-    const LowRankRows l = {&j->p, NULL, j->low, 0, j->p->rank};
     float delta[TILE_ROWS * LANES];
     int lo, hi;
-    shrink_phase(team, me, &j->p, 1, 0, NULL, j->x, j->p->k, j->rows, j->low, j->p->rank);
-    team_barrier(team);
+    shrink_phase(&j->low, me, &j->x, j->rows);
     team_share(team, me, j->groups, &lo, &hi);
     for (int g = lo; g < hi; g++)
         for (int m0 = 0; m0 < j->rows; m0 += TILE_ROWS) {
             const int mc = j->rows - m0 < TILE_ROWS ? j->rows - m0 : TILE_ROWS;
-            const unsigned changed = expand_tile(&l, g, m0, mc, delta);
+            const unsigned changed = expand_tile(&j->low, g, m0, mc, delta);
             for (int m = 0; m < mc; m++) {
                 float *y = j->y + ((long)(m0 + m) * j->groups + g) * LANES;
                 if (changed >> m & 1) vf_store(y, vf_add(vf_load(y), vf_load(delta + LANES * m)));
@@ -131,12 +129,18 @@ static void lowrank_region(ThreadPool *team, int me, void *job) {
         }
 }
 int or_lowrank(ThreadPool *team, const LowRank *p, const float *x, int rows, int groups, float *y) {
-    LowRankJob job = {p, x, rows, groups, NULL, y};
+    const long ld = w_groups(&p->a);
+    const size_t low = UP((size_t)rows * ld * sizeof(Low));
     pool_begin(team);
-    job.low = team_scratch(team, (size_t)rows * p->rank * 4);
-    if (job.low) team_run(team, lowrank_region, &job);
+    char *at = team_scratch(team, low + acts_bytes(rows, p->a.k));
+    LowRankJob job = {{team, &p, NULL, (Low *)at, 0, ld}, {0}, rows, groups, y};
+    if (at) {
+        job.x = acts_at(at + low, rows, p->a.k, x, p->a.k);
+        for (int r = 0; p->a.kind != W_DENSE && r < rows; r++) acts_row(&job.x, r);
+        team_run(team, lowrank_region, &job);
+    }
     pool_end(team);
-    return job.low ? 0 : 1;
+    return at ? 0 : 1;
 }
 void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float *out) {
     for (int r = 0; r < count; r++) {

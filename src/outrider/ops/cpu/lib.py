@@ -77,11 +77,11 @@ class CStack(Structure):
 
 
 class CLowRankPiece(Structure):
-    _fields_ = [*fields(c_int32, "end first rank"), ("scale", c_float), ("at", c_int64)]
+    _fields_ = [*fields(c_int32, "end first rank spare"), ("at", c_int64)]
 
 
 class CLowRank(Structure):
-    _fields_ = [*fields(c_void_p, "a b"), *fields(c_int32, "rank k dtype spare"), ("piece", CLowRankPiece * 3)]
+    _fields_ = [("a", CWeight), *fields(c_void_p, "b next"), ("lines", c_int64), ("piece", CLowRankPiece * 3)]
 
 
 class CAdapters(Structure):

@@ -1,24 +1,26 @@
 /* Low-rank adapters next to a weight: y += scale · B (A x), for the rows of a pass that use one.
  *
- * A product of a pass whose rows use adapters has two phases: A x of these rows (`shrink_phase`), then the product itself, to whose
- * answers B adds its part (`expand_tile`). The order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A
- * row, or a part of a fused weight, without a change takes no addition.
+ * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other; B adds its part to
+ * the answers (`expand_tile`). No barrier lies between the two: a member starts its tiles and waits for A x before the first addition. The
+ * order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A row, or a part of a fused weight, without a
+ * change takes no addition.
  */
 #pragma once
 #include "attend.h"
 
 typedef struct { /* the outputs of one matrix of a fused weight */
     int32_t end;         /* one past its last group of 16 outputs */
-    int32_t first, rank; /* its rows of A; rank 0: it is not changed */
-    float scale;
-    int64_t at;          /* of B, in values */
+    int32_t first, rank; /* its rows of A, W_Q8: in whole groups; rank 0: it is not changed */
+    int32_t spare;
+    int64_t at;          /* of B, in bytes */
 } LowRankPiece;
 
 typedef struct {   /* the change of one weight */
-    const void *a;                   /* [rank / 4][k / 16][4 rows][16 columns]; the last rows may be padding */
-    const void *b;                   /* of every piece [groups][rank][16 outputs] */
-    int32_t rank, k, dtype, spare;   /* rank 0: none */
-    LowRankPiece piece[3];           /* q, k, v; gate, up */
+    Weight a;              /* [rank, k], W_Q8 where the activations are quantised, else dense; n = 0: none */
+    const uint8_t *b;      /* of every piece [groups] of 16 float32 scales and [rank][16 outputs] in the type of A; W_Q8: [rank / 2][16][2] int8 */
+    const char *next;      /* the A that the pass reads next: every group of B fetches `lines` lines of 64 bytes of it */
+    int64_t lines;
+    LowRankPiece piece[3]; /* q, k, v; gate, up */
 } LowRank;
 
 enum { LR_QKV, LR_OUT, LR_GATE_UP, LR_DOWN, LR_PLE_GATE, LR_PLE_OUT, LR_COUNT }; /* of a layer; behind all layers ple_proj */
@@ -29,105 +31,127 @@ typedef struct { /* the adapters of a pass */
     int64_t count;               /* 0: no row uses one */
 } Adapters;
 
+typedef union { /* sixteen values of A x */
+    float x[LANES];
+    struct { int16_t q[LANES]; float d; }; /* W_Q8: q·d */
+} Low;
+
 typedef struct { /* what a product's answers get added */
+    ThreadPool *team;
     const LowRank *const *table;
-    const int32_t *of;
-    const float *low; /* [rows, ld] A x */
-    long which, ld;
+    const int32_t *of; /* see Adapters.of; NULL: all rows are of adapter 0 */
+    Low *low;          /* [rows, ld] A x */
+    long which, ld;    /* ld: groups of 16 */
 } LowRankRows;
 
-#define AHEAD 2048 /* bytes: an adapter is read in one stream, which the weights between its parts interrupt */
+#define AHEAD 4096 /* bytes: B is read in one stream, which the weights between its groups interrupt */
 
-/* Four rows of A from `first` on with one or two rows of x; rows beyond the last are computed and thrown away. */
-INLINE void shrink_rows(int dtype, int MT, const LowRank *p, int first, const float *x0, const float *x1, float *low0, float *low1) {
-    vf acc[4][2];
-    for (int r = 0; r < 4; r++) for (int m = 0; m < MT; m++) acc[r][m] = vf_set(0.0f);
-    const long item = dtype == DT_F32 ? 4 : 2, at = (long)first * p->k;
-    for (long i = 0; i < p->k; i += LANES) {
-        const vf x[2] = {vf_load(x0 + i), MT > 1 ? vf_load(x1 + i) : vf_set(0.0f)};
-        for (int r = 0; r < 4; r++) {
-            const vf a = vf_any(p->a, at + 4 * i + r * LANES, dtype);
-            if (r * LANES * item % 64 == 0) __builtin_prefetch((const char *)p->a + (at + 4 * i + r * LANES) * item + AHEAD, 0, 2);
-            for (int m = 0; m < MT; m++) acc[r][m] = vf_fma(a, x[m], acc[r][m]);
+/* How many rows from m on, `most` at most, use the adapter of row m: that adapter's change of the weight, NULL where there is none. */
+INLINE const LowRank *lowrank_run(const LowRankRows *l, int m, int most, int *run) {
+    const int a = l->of ? l->of[m] : 0;
+    for (*run = 1; *run < most && (!l->of || l->of[m + *run] == a); ++*run) {}
+    return a < 0 || !l->table[a][l->which].a.n ? NULL : &l->table[a][l->which];
+}
+
+INLINE void low_store(Low *to, const float *x, int coded) {
+    if (!coded) { memcpy(to->x, x, sizeof to->x); return; }
+    const float top = vf_hmax(vf_abs(vf_load(x))), inv = top > 0.0f ? 32767.0f / top : 0.0f;
+    float t[LANES];
+    vf_store(t, vf_round(vf_mul(vf_load(x), vf_set(inv))));
+    for (int i = 0; i < LANES; i++) to->q[i] = (int16_t)t[i];
+    to->d = top / 32767.0f;
+}
+
+/* A member's share of A x. */
+static void shrink_phase(const LowRankRows *l, int me, const QActs *x, int rows) {
+    float tile[TILE_ROWS * LANES];
+    for (int m = 0, task = 0, run; m < rows; m += run) {
+        const LowRank *p = lowrank_run(l, m, rows - m < TILE_ROWS ? rows - m : TILE_ROWS, &run);
+        for (int g = 0; p && g < w_groups(&p->a); g++) {
+            if (task++ % l->team->size != me) continue;
+            product_tile(&p->a, g, x, m, run, tile);
+            for (int i = 0; i < run; i++) low_store(l->low + (m + i) * l->ld + g, tile + LANES * i, p->a.kind == W_Q8);
         }
     }
-    for (int r = 0; r < 4 && first + r < p->rank; r++) {
-        low0[first + r] = vf_sum(acc[r][0]);
-        if (MT > 1) low1[first + r] = vf_sum(acc[r][1]);
-    }
-}
-static void shrink_pair(const LowRank *p, int first, const float *x0, const float *x1, float *low0, float *low1) {
-#define SHRINK(dtype) \
-    if (x1) shrink_rows(dtype, 2, p, first, x0, x1, low0, low1); \
-    else shrink_rows(dtype, 1, p, first, x0, x0, low0, low0)
-    if (p->dtype == DT_F32) { SHRINK(DT_F32); }
-    else if (p->dtype == DT_F16) { SHRINK(DT_F16); }
-    else { SHRINK(DT_BF16); }
-#undef SHRINK
+    team_ready(l->team);
 }
 
-/* A member's share of A x, for the weight `which` of every adapter. who: see Adapters.of; NULL: all rows are of adapter 0. No barrier at
- * the end. */
-static void shrink_phase(const ThreadPool *team, int me, const LowRank *const *table, int count, long which, const int32_t *of, const float *x,
-                         long ldx, int rows, float *low, long ld) {
-    int quads = 0, lo, hi, at = 0;
-    for (int a = 0; a < count; a++) quads += (table[a][which].rank + 3) / 4;
-    team_share(team, me, quads, &lo, &hi);
-    for (int a = 0; a < count; a++) {
-        const LowRank *p = &table[a][which];
-        for (int first = 0; first < p->rank; first += 4, at++) {
-            if (at < lo || at >= hi) continue;
-            int held = -1;
-            for (int r = 0; r < rows; r++) {
-                if (of && of[r] != a) continue;
-                if (held < 0) { held = r; continue; }
-                shrink_pair(p, first, x + held * ldx, x + r * ldx, low + held * ld, low + r * ld);
-                held = -1;
-            }
-            if (held >= 0) shrink_pair(p, first, x + held * ldx, NULL, low + held * ld, NULL);
+#define EXPAND_ROWS 5 /* at once: their sums stay in registers */
+
+/* scale · B low of one group of outputs for MT rows of one adapter: even ranks, then odd ones. */
+INLINE void expand_floats(int dtype, int MT, int rank, const uint8_t *b, const float *low, long ld, float *delta) {
+    vf sum[2][EXPAND_ROWS];
+    for (int odd = 0; odd < 2; odd++) {
+        for (int m = 0; m < MT; m++) sum[odd][m] = vf_set(0.0f);
+        for (int k = odd; k < rank; k += 2) {
+            const vf v = vf_any(b + 64, (long)k * LANES, dtype);
+            for (int m = 0; m < MT; m++) sum[odd][m] = vf_fma(v, vf_set(low[m * ld + k]), sum[odd][m]);
         }
     }
+    for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(vf_add(sum[0][m], sum[1][m]), vf_load((const float *)b)));
 }
-
-/* scale · B low of one group of outputs, for `count` rows of one adapter. */
-INLINE void expand_rows(int dtype, int MT, const LowRank *p, const LowRankPiece *c, int group, const float *low, long ld, float *delta) {
-    vf acc[4][2]; /* even and odd k */
-    const long at = c->at + (long)group * c->rank * LANES;
-    low += c->first;
-    for (int m = 0; m < MT; m++) acc[m][0] = acc[m][1] = vf_set(0.0f);
-    for (int k = 0; k < c->rank; k += 2) {
-        const vf even = vf_any(p->b, at + (long)k * LANES, dtype);
-        __builtin_prefetch((const char *)p->b + (at + (long)k * LANES) * (dtype == DT_F32 ? 4 : 2) + AHEAD, 0, 2);
-        for (int m = 0; m < MT; m++) acc[m][0] = vf_fma(even, vf_set(low[m * ld + k]), acc[m][0]);
-        if (k + 1 == c->rank) break;
-        const vf odd = vf_any(p->b, at + (long)(k + 1) * LANES, dtype);
-        for (int m = 0; m < MT; m++) acc[m][1] = vf_fma(odd, vf_set(low[m * ld + k + 1]), acc[m][1]);
+/* The same in integers, sixteen ranks at a time. */
+INLINE void dot_low(int MT, int pairs, const uint8_t *b, const Low *low, long ld, vf *sum) {
+    const int chains = MT < 3 ? 2 : 1; /* of dependent sums for each row: their order does not matter */
+    vi dot[2][EXPAND_ROWS];
+    UNROLL for (int m = 0; m < MT; m++) dot[0][m] = dot[1][m] = vi_set(0);
+    UNROLL for (int i = 0; i < pairs; i++) {
+        const vi v = vi_pairs((const int8_t *)b + 2 * LANES * i);
+        UNROLL for (int m = 0; m < MT; m++) {
+            int32_t x;
+            memcpy(&x, low[m * ld].q + 2 * i, 4);
+            dot[i % chains][m] = vi_dot2(dot[i % chains][m], v, x);
+        }
     }
-    for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(vf_add(acc[m][0], acc[m][1]), vf_set(c->scale)));
+    UNROLL for (int m = 0; m < MT; m++) {
+        if (chains > 1) dot[0][m] = vi_add(dot[0][m], dot[1][m]);
+        sum[m] = vf_fma(vi_to_float(dot[0][m]), vf_set(low[m * ld].d), sum[m]);
+    }
+}
+INLINE void expand_rows(int dtype, int MT, int rank, const uint8_t *b, const Low *low, long ld, float *delta) {
+    if (dtype != DT_I8) { expand_floats(dtype, MT, rank, b, (const float *)low, ld * LANES, delta); return; }
+    vf sum[EXPAND_ROWS];
+    const uint8_t *at = b + 64;
+    UNROLL for (int m = 0; m < MT; m++) sum[m] = vf_set(0.0f);
+    for (; rank >= LANES; rank -= LANES, at += LANES * LANES, low++) dot_low(MT, LANES / 2, at, low, ld, sum);
+    if (rank == LANES / 2) dot_low(MT, LANES / 4, at, low, ld, sum); /* as below, with sums in registers */
+    else if (rank) dot_low(MT, (rank + 1) / 2, at, low, ld, sum);
+    UNROLL for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(sum[m], vf_load((const float *)b)));
+}
+INLINE void expand_typed(int dtype, int rows, int rank, const uint8_t *b, const Low *low, long ld, float *delta) {
+    switch (rows) {
+    case 1: expand_rows(dtype, 1, rank, b, low, ld, delta); break;
+    case 2: expand_rows(dtype, 2, rank, b, low, ld, delta); break;
+    case 3: expand_rows(dtype, 3, rank, b, low, ld, delta); break;
+    case 4: expand_rows(dtype, 4, rank, b, low, ld, delta); break;
+    default: expand_rows(dtype, EXPAND_ROWS, rank, b, low, ld, delta);
+    }
 }
 /* delta[mc][16]: what group g of rows m0.. gets added; returns the rows that get something, as bits. */
 static unsigned expand_tile(const LowRankRows *l, int g, int m0, int mc, float *delta) {
     unsigned changed = 0;
+    team_await(l->team);
     for (int m = 0, run; m < mc; m += run) {
-        const int a = l->of ? l->of[m0 + m] : 0;
-        for (run = 1; run < 4 && m + run < mc && (!l->of || l->of[m0 + m + run] == a); run++) {}
-        const LowRank *p = a < 0 ? NULL : &l->table[a][l->which];
-        if (!p || !p->rank) continue;
+        const LowRank *p = lowrank_run(l, m0 + m, mc - m < EXPAND_ROWS ? mc - m : EXPAND_ROWS, &run);
+        if (!p) continue;
         const LowRankPiece *c = p->piece;
         int before = 0;
         for (; g >= c->end; c++) before = c->end;
         if (!c->rank) continue;
-        const float *low = l->low + (long)(m0 + m) * l->ld;
-        float *to = delta + m * LANES;
-        if (run == 3) run = 2;
+        const int dtype = p->a.kind == W_Q8 ? DT_I8 : p->a.dtype;
+        const long size = 64 + LANES * (dtype == DT_I8 ? (c->rank + 1) & ~1L : (long)c->rank * (dtype == DT_F32 ? 4 : 2));
+        const uint8_t *b = p->b + c->at + (g - before) * size;
+        const Low *low = (const Low *)((const float *)(l->low + (m0 + m) * l->ld) + c->first);
+        if (!(m0 + m) || (l->of && l->of[m0 + m] != l->of[m0 + m - 1])) { /* else the row before has asked */
+            for (long i = 0; i < size; i += 64) __builtin_prefetch(b + i + AHEAD, 0, 2);
+            for (long i = g * p->lines; i < (g + 1) * p->lines; i++) __builtin_prefetch(p->next + 64 * i, 0, 2);
+        }
         changed |= ((1u << run) - 1) << m;
-#define EXPAND(dtype) \
-        if (run == 4) expand_rows(dtype, 4, p, c, g - before, low, l->ld, to); \
-        else if (run == 2) expand_rows(dtype, 2, p, c, g - before, low, l->ld, to); \
-        else expand_rows(dtype, 1, p, c, g - before, low, l->ld, to)
-        if (p->dtype == DT_F32) { EXPAND(DT_F32); }
-        else if (p->dtype == DT_F16) { EXPAND(DT_F16); }
-        else { EXPAND(DT_BF16); }
+#define EXPAND(type) expand_typed(type, run, c->rank, b, low, l->ld, delta + m * LANES)
+        if (dtype == DT_I8) EXPAND(DT_I8);
+        else if (dtype == DT_F32) EXPAND(DT_F32);
+        else if (dtype == DT_F16) EXPAND(DT_F16);
+        else EXPAND(DT_BF16);
 #undef EXPAND
     }
     return changed;

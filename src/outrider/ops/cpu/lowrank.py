@@ -6,33 +6,52 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int32, c_void_p
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import DeviceWeight
 from ..lowrank import Adapter, LowRank
 from ..reference import as_tensor
-from .lib import DTYPES, CAdapters, CLowRank
+from . import packing
+from .lib import DTYPES, CAdapters, CLowRank, PackedKind
 from .memory import HUGE, Arena
-from .packing import LANES
+from .packing import LANES, PackedWeight
 
+AHEAD = 4096  # of lowrank.h
 NAMES = ("qkv", "out", "gate_up", "down", "ple_gate", "ple_out")  # of a layer's weights, in the order of lowrank.h
 
 
-def pack(a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank | None:
-    """A by fours of rows, B by pieces and groups of 16 outputs, which lie side by side; the zeros between pieces are
-    left out. None: sizes that are no whole groups."""
-    if a.shape[1] % LANES or any(outputs % LANES for outputs, _ in pieces):
+def pack(
+    a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]], base: DeviceWeight | None
+) -> LowRank | None:
+    """A as a weight of its own, B by pieces and groups of 16 outputs without the zeros between pieces. Both are int8
+    next to a quantised base, whose activations are int8 as well; next to 16 bits float32 becomes float16. None: outputs
+    that are no whole groups."""
+    if any(outputs % LANES for outputs, _ in pieces):
         return None
-    rank, k = a.shape
-    quads = F.pad(a, (0, 0, 0, -rank % 4)).reshape(-1, 4, k // LANES, LANES).transpose(1, 2).contiguous()
-    groups, row, first = [], 0, 0
+    short = base is not None and not (isinstance(base, Tensor) and base.dtype == torch.float32)
+    short = short and max(float(t.abs().max()) for t in (a, b)) < 6e4  # what float16 holds, as a value or a scale
+    coded = short and isinstance(base, PackedWeight) and base.c.kind != PackedKind.DENSE
+    if short and not coded and a.dtype == torch.float32:
+        a, b = a.half(), b.half()
+    groups, heights, row, first = [], [], 0, 0
     for outputs, rank in pieces:
-        own = b[row : row + outputs, first : first + rank]  # [outputs, rank]
-        groups.append(own.reshape(outputs // LANES, LANES, rank).transpose(1, 2).reshape(-1))
+        own, scales = b[row : row + outputs, first : first + rank], scale[row : row + outputs].float()
+        if coded and rank:
+            step = own.float().abs().amax(1) / 127
+            own = (own.float() / step.clamp_min(1e-38)[:, None]).round().to(torch.int8)
+            scales = scales * step
+        own = F.pad(own, (0, rank % 2 * coded)).reshape(outputs // LANES, LANES, -1, 1 + coded).transpose(1, 2)
+        parts = (scales.view(torch.uint8).view(-1, 4 * LANES), own.contiguous().view(torch.uint8).flatten(1))
+        groups.append(torch.cat(parts, dim=1).flatten())
+        heights.append(F.pad(a[first : first + rank], (0, 0, 0, -rank % LANES * coded)))
         row, first = row + outputs, first + rank
-    return LowRank(quads, torch.cat(groups), scale, tuple(pieces))
+    a = torch.cat(heights)
+    rows = packing.int8_rows(a) if coded else packing.dense_rows(a, a.nbytes)
+    return LowRank(rows, torch.cat(groups), scale, tuple(pieces))
 
 
 def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
@@ -41,24 +60,27 @@ def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
         return dict(parts)
     arena, out = Arena(), {}
     for name, part in parts.items():
-        a, b = (arena.empty(tuple(t.shape), t.dtype).copy_(t) for t in (as_tensor(part.a), as_tensor(part.b)))
-        out[name] = replace(part, a=a, b=b)
+        if isinstance(part.a, PackedWeight):
+            b = as_tensor(part.b)
+            part = replace(part, a=part.a.moved(arena), b=arena.empty(tuple(b.shape), b.dtype).copy_(b))
+        out[name] = part
     return out
 
 
 def packed(part: LowRank) -> bool:
-    return len(part.b.shape) == 1
+    return isinstance(part.a, PackedWeight)
 
 
 def c_lowrank(part: LowRank) -> CLowRank:
-    a, b, group, first, at = as_tensor(part.a), as_tensor(part.b), 0, 0, 0
-    rank = sum(rank for _, rank in part.pieces)
-    c = CLowRank(a.data_ptr(), b.data_ptr(), rank, a.shape[1] * LANES, DTYPES[a.dtype])
+    assert isinstance(part.a, PackedWeight)
+    c, group, first, at = CLowRank(part.a.c, as_tensor(part.b).data_ptr()), 0, 0, 0
+    coded, item = part.a.c.kind == PackedKind.Q8_0, 4 if part.a.c.dtype == DTYPES[torch.float32] else 2
     for piece, (outputs, rank) in zip(c.piece, part.pieces):
-        scale = float(part.scale[LANES * group])
-        group += outputs // LANES
-        piece.end, piece.first, piece.rank, piece.scale, piece.at = group, first, rank, scale, at
-        first, at = first + rank, at + outputs * rank
+        groups = outputs // LANES
+        group += groups
+        piece.end, piece.first, piece.rank, piece.at = group, first, rank, at
+        first += -(-rank // LANES) * LANES if coded else rank
+        at += groups * LANES * (4 + (-(-rank // 2) * 2 if coded else rank * item))
     return c
 
 
@@ -68,7 +90,12 @@ def table(adapter: Adapter, layers: int) -> ctypes.Array[CLowRank] | None:
     if not set(adapter.parts) <= set(names) or not all(packed(part) for part in adapter.parts.values()):
         return None
     found = [adapter.parts.get(name) for name in names]
-    return (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in found])
+    made = (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in found])
+    changed = [(c, part.a) for c, part in zip(made, found) if part is not None]
+    for (c, _), (after, a) in pairwise(changed):
+        lines = (a.nbytes + AHEAD) // 64  # of A's rows, its scales and the first of B
+        c.next, c.lines = after.a.data, -(-lines // max(piece.end for piece in c.piece))
+    return made
 
 
 class PassAdapters:

@@ -180,8 +180,10 @@ class CpuOps(ReferenceOps):
         self.lib.or_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
         return out
 
-    def lowrank(self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]]) -> LowRank:
-        return lowrank.pack(a, b, scale, pieces) or super().lowrank(a, b, scale, pieces)
+    def lowrank(
+        self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]], base: DeviceWeight | None = None
+    ) -> LowRank:
+        return lowrank.pack(a, b, scale, pieces, base) or super().lowrank(a, b, scale, pieces)
 
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
         return lowrank.side_by_side(parts)

@@ -45,6 +45,13 @@ class PackedWeight:
         assert shape[-1] == self.c.k and math.prod(shape) == self.c.n * self.c.k
         return PackedWeight(shape, self.c, self.nbytes, self.keep)
 
+    def moved(self, arena: Arena) -> PackedWeight:
+        """A copy in `arena`, of rows of one kind."""
+        own = [arena.empty(tuple(t.shape), t.dtype).copy_(t) for t in self.keep if isinstance(t, Tensor)]
+        at = [t.data_ptr() for t in own]
+        c = CWeight(self.c.kind, self.c.n, self.c.k, self.c.dtype, at[0], at[1] if at[1:] else None)
+        return PackedWeight(self.shape, c, self.nbytes, tuple(own))
+
 
 class Packer:
     """Packs weights with the library's threads; `arena` holds them."""
@@ -162,6 +169,18 @@ def in_file(part: Weight) -> PackedWeight:
 def dense_rows(rows: Tensor, nbytes: int) -> PackedWeight:
     """Dense rows [N, K] in place; `nbytes`: their memory in addition to the file."""
     return PackedWeight(tuple(rows.shape), dense_weight(rows), nbytes, (rows,))
+
+
+def int8_rows(dense: Tensor) -> PackedWeight:
+    """[N, K] in the layout of W_Q8, in memory of its own."""
+    n, k = dense.shape
+    blocks = quantize_rows(dense.float().numpy(), "int8").tensors["blocks"].view(n, k // BLOCK, 2 + BLOCK)
+    blocks = torch.nn.functional.pad(blocks, (0, 0, 0, 0, 0, -n % LANES))
+    groups = blocks.view(-1, LANES, k // BLOCK, 2 + BLOCK).transpose(1, 2)  # [groups, KB, 16, 34]
+    codes = groups[..., 2:].unflatten(3, (8, 4)).transpose(2, 3).contiguous()  # [groups, KB, 8, 16, 4]
+    scale = groups[..., :2].contiguous()
+    c = CWeight(PackedKind.Q8_0, n, k, 0, codes.data_ptr(), scale.data_ptr())
+    return PackedWeight((n, k), c, codes.nbytes + scale.nbytes, (codes, scale))
 
 
 def quantize_rows(dense: np.ndarray, mode: str) -> Weight:

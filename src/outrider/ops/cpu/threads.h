@@ -42,6 +42,7 @@ struct ThreadPool {
     int size;
     Claim *claims;                  /* [members] */
     _Alignas(64) atomic_int task;   /* the next unclaimed task of the phase */
+    _Alignas(64) atomic_int ready;  /* members that have done the phase's first part (team_ready) */
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_int phase;
     atomic_int asleep;              /* members that sleep at a barrier, or are about to */
@@ -119,7 +120,7 @@ static void barrier_give_way(ThreadPool *t, int phase) {
     if (clock_now() - began > 5e-4) team_wary = WARY;
 }
 
-/* All members meet. The last to arrive resets the task counter. */
+/* All members meet. The last to arrive resets the counters. */
 static void team_barrier(ThreadPool *t) {
     if (t->size == 1) { atomic_store_explicit(&t->task, 0, memory_order_relaxed); return; }
     int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = core_now(), spins = 0, crowded = 0;
@@ -128,6 +129,7 @@ static void team_barrier(ThreadPool *t) {
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&t->task, 0, memory_order_relaxed);
+        atomic_store_explicit(&t->ready, 0, memory_order_relaxed);
         atomic_store_explicit(&t->phase, phase + 1, memory_order_release);
         barrier_wake(t);
         return;
@@ -137,6 +139,17 @@ static void team_barrier(ThreadPool *t) {
         if (crowded) barrier_give_way(t, phase);
         else if (spins < PATIENT) cpu_relax();
         else barrier_sleep(t, phase);
+    }
+}
+
+/* A phase whose later part reads what all members write in its first part: every member says once when it has done the first, and waits
+ * before it begins to read. In between it does what needs neither. */
+INLINE void team_ready(ThreadPool *t) { atomic_fetch_add_explicit(&t->ready, 1, memory_order_release); }
+INLINE void team_await(ThreadPool *t) {
+    if (t->size == 1) return;
+    for (int spins = 0; atomic_load_explicit(&t->ready, memory_order_acquire) < t->size; spins++) {
+        if (spins < GLANCE || (spins < PATIENT && !team_crowded(t, core_now()))) cpu_relax();
+        else sched_yield();
     }
 }
 
@@ -196,7 +209,7 @@ static void *team_member(void *arg) {
 
 static void team_start(ThreadPool *t) {
     t->owner = getpid();
-    atomic_store(&t->task, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
+    atomic_store(&t->task, 0); atomic_store(&t->ready, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
     atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0); atomic_store(&t->asleep, 0);
     for (int i = 0; i < t->size; i++) { atomic_store(&t->claims[i].taken, ~0ull); atomic_store(&t->claims[i].core, -1); }
     t->stop = 0;

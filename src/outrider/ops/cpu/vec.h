@@ -85,6 +85,8 @@ INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
 INLINE vi vi_min_unsigned(vi a, vi b) { return _mm512_min_epu32(a, b); }
+INLINE vi vi_pairs(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)); } /* a lane: two of 16 bits */
+INLINE vi vi_dot2(vi sum, vi pairs, int32_t x) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(x)); } /* x: another two */
 #define vi_shl(a, n) _mm512_slli_epi32(a, n)
 #define vi_shr(a, n) _mm512_srli_epi32(a, n)
 INLINE float vf_sum(vf a) { /* ((0+8)+(4+12))... : the same tree on every call */
@@ -169,6 +171,15 @@ INLINE vi vi_and(vi x, vi y) { vi r = {_mm256_and_si256(x.a, y.a), _mm256_and_si
 INLINE vi vi_or(vi x, vi y) { vi r = {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; return r; }
 INLINE vi vi_xor(vi x, vi y) { vi r = {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; return r; }
 INLINE vi vi_min_unsigned(vi x, vi y) { vi r = {_mm256_min_epu32(x.a, y.a), _mm256_min_epu32(x.b, y.b)}; return r; }
+INLINE vi vi_pairs(const int8_t *p) {
+    vi r = {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p + 16)))};
+    return r;
+}
+INLINE vi vi_dot2(vi sum, vi pairs, int32_t x) {
+    const __m256i y = _mm256_set1_epi32(x);
+    vi r = {_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, y)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, y))};
+    return r;
+}
 INLINE vi vi_shl(vi x, int n) { vi r = {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; return r; }
 INLINE vi vi_shr(vi x, int n) { vi r = {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; return r; }
 INLINE float m256_sum(__m256 s) {
@@ -243,6 +254,14 @@ INLINE vi vi_and(vi a, vi b) { return a & b; }
 INLINE vi vi_or(vi a, vi b) { return a | b; }
 INLINE vi vi_xor(vi a, vi b) { return a ^ b; }
 INLINE vi vi_min_unsigned(vi a, vi b) { vi m = (vu)a < (vu)b; return (m & a) | (~m & b); }
+INLINE vi vi_pairs(const int8_t *p) {
+    vi r;
+    for (int i = 0; i < 16; i++) r[i] = (int32_t)((uint32_t)p[2 * i + 1] << 16 | (uint16_t)p[2 * i]);
+    return r;
+}
+INLINE vi vi_dot2(vi sum, vi pairs, int32_t x) {
+    return sum + ((vi)((vu)pairs << 16) >> 16) * (int16_t)x + (pairs >> 16) * (x >> 16);
+}
 INLINE vi vi_shl(vi a, int n) { return (vi)((vu)a << n); }
 INLINE vi vi_shr(vi a, int n) { return (vi)((vu)a >> n); }
 INLINE float vf_sum(vf a) {
