@@ -6,7 +6,6 @@ joins, leaves, is pre-empted or stops in between.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor, choosing_of
 from outrider.engine.step import Request, ScheduledSeq
 from outrider.ops.backend import Capabilities
+from outrider.spec.drafter import Drafter
 from outrider.spec.plan import VERIFY, CostPart
 from outrider.spec.slot_sampling import NO_FEATURES, SamplingFeatures
 from outrider.types import MAX_DRAFT, DraftPlan, SamplingParams
@@ -273,8 +273,13 @@ def test_a_graph_without_a_gpu_is_the_function() -> None:
 @pytest.mark.parametrize("asked, nodes", [((16,), 15), ((8,), 7), ((5,), 0), ((16, 8), 7), ((16, 0), 0)])
 def test_a_captured_tree_has_no_more_rows_than_each_sequence_has_pages_for(asked: tuple[int, ...], nodes: int) -> None:
     """Rows beyond what was reserved would lie on the scratch page, which neighbours write too."""
+
+    class Wide(Drafter):
+        def max_nodes(self, depth: int) -> int:
+            return 99
+
     executor = object.__new__(GraphExecutor)
-    executor.drafter, executor.trees = SimpleNamespace(max_nodes=lambda depth: 99), True  # type: ignore[assignment]
+    executor.drafter, executor.names, executor.trees = Wide(), (None,), True
     scheduled = [ScheduledSeq(None, i, 10, plan=DraftPlan("mtp", 3, nodes=n)) for i, n in enumerate(asked)]  # type: ignore[arg-type]
     assert executor._nodes(scheduled, 3, 20) == nodes
     plain = ScheduledSeq(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
