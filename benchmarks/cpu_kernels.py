@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from outrider.types import DraftPlan, KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_target
 
-CLOCKS = {False: time.perf_counter, True: time.thread_time}
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
 
 
@@ -90,9 +90,8 @@ class Ours:
     def __init__(self, path: str, threads: int | None, isa: str | None):
         began = time.perf_counter()
         self.ops = CpuOps(threads, isa)
-        self.config, self.weights, _ = load_target(path, ops=self.ops)
-        weights = self.weights
-        self.model = self.ops.compile(TextModel(self.config, weights, self.ops))
+        self.config, weights, _ = load_target(path, ops=self.ops)
+        self.weights, self.model = weights, self.ops.compile(TextModel(self.config, weights, self.ops))
         print(f"{self.ops.threads} threads, {self.ops.version}, loaded in {time.perf_counter() - began:.2f} s")
         held = {name: w.nbytes for name, w in weights.items()}  # tables that stay in the file: 0
         experts = sum(size for name, size in held.items() if ".experts_" in name)
@@ -142,10 +141,7 @@ class Given:
 
     def run(self, rows: int, adapters: Sequence[Adapter | None]) -> None:
         plan, given = DraftPlan(None, rows - 1), [7] * (rows - 1)
-        asked = [
-            CycleRequest(seq.slot, 5, CONTEXT, plan, given, adapter=adapter)
-            for seq, adapter in zip(self.slots, adapters, strict=True)
-        ]
+        asked = [CycleRequest(s.slot, 5, CONTEXT, plan, given, adapter=a) for s, a in zip(self.slots, adapters)]
         self.cycle.run(asked, self.sampling, None)
 
 
@@ -163,16 +159,15 @@ def random_adapter(ours: Ours, rank: int, seed: int) -> Adapter:
 def adapted(ours: Ours, rank: int, repeat: int, rounds: int) -> None:
     """Turn about, four cycles each: ratios of neighbours, so that a busy moment meets both. One sequence, and eight
     with an adapter each."""
-    adapters, clock = [random_adapter(ours, rank, i) for i in range(8)], Clock(CLOCKS[ours.ops.threads == 1])
+    adapters = [random_adapter(ours, rank, i) for i in range(8)]
+    clock = Clock(time.thread_time if ours.ops.threads == 1 else time.perf_counter)
     print(f"adapter of rank {rank}: {adapters[0].nbytes / 1e6:.1f} MB")
     for count, sizes in ((1, PASS_ROWS), (8, (5,))):
         given = Given(ours, count)
         for rows in sizes:
-            one = f"{count} x {rows} rows"
-            two = f"{one}, rank {rank}"
+            one, two = f"{count} x {rows} rows", f"{count} x {rows} rows, rank {rank}"
+            base, work = partial(given.run, rows, [None] * count), partial(given.run, rows, adapters[:count])
             for _ in range(rounds):
-                base = lambda: given.run(rows, [None] * count)  # noqa: B023, E731
-                work = lambda: given.run(rows, adapters[:count])  # noqa: B023, E731
                 clock.pairs(one, base, two, work, repeat)
             clock.show(one)
             clock.show(two, one)

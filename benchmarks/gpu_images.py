@@ -120,9 +120,8 @@ def engine(name: str, layers: int | None, device: torch.device, ks: list[int], q
     )  # fmt: skip
     encoder, rng = llm.images(), np.random.default_rng(1)
     encoder.tokens = 280
-    print(
-        f"{name}: loaded, {time.perf_counter() - BEGAN:.0f} s; decoding by {llm.engine.executors[0].name}", flush=True
-    )
+    took, executor = time.perf_counter() - BEGAN, llm.engine.executors[0].name
+    print(f"{name}: loaded, {took:.0f} s; decoding by {executor}", flush=True)
     place = encoder.config.placeholder_id
     photo = lambda i: np.random.default_rng(i).integers(0, 256, (600, 800 + 60 * i, 3), dtype=np.uint8)  # noqa: E731
     texts = [rng.integers(10, 250, 40).tolist() for _ in range(3)]
@@ -137,11 +136,9 @@ def engine(name: str, layers: int | None, device: torch.device, ks: list[int], q
         for k in ks:
             answers = llm.generate(prompts, params, draft_tokens=k)
             llm.engine.store.prefix.clear()
-            same = [a.token_ids for a in answers] == alone
+            same = "same bits" if [a.token_ids for a in answers] == alone else "OTHER BITS"
             drafted = sum(a.stats.drafted for a in answers)
-            print(
-                f"{name} T {temperature} K {k}: {'same bits' if same else 'OTHER BITS'}, {drafted} drafted", flush=True
-            )
+            print(f"{name} T {temperature} K {k}: {same}, {drafted} drafted", flush=True)
     for budget in IMAGE_TOKENS:
         encoder.tokens = budget
         prompt = llm._encode({"text": [2, place, *texts[0]], "images": [photo(0)]})

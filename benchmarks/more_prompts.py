@@ -42,6 +42,7 @@ TOPIC = (
     "Describe {a} to somebody who has never heard of it, in detail.",
     "What questions do people ask about {a}? Answer three of them.",
 )  # fmt: skip
+PASSAGE, ARTICLES = r"[A-Z][^\n]{2,60} -- [^\n]{200,}", ("p3/quoref", "p3/duorc", "standardebooks")
 NEWS = r"(?s)(?:from English to \w+\.|English to \w+:)\s+(.*)"
 
 
@@ -58,9 +59,7 @@ class Passages:
         for row in rows:
             text = row["prompt"]
             if row["source"] == "boolq":
-                found = [
-                    p.removeprefix("Passage: ").strip() for p in re.findall(r"[A-Z][^\n]{2,60} -- [^\n]{200,}", text)
-                ]
+                found = [p.removeprefix("Passage: ").strip() for p in re.findall(PASSAGE, text)]
                 questions = [q.strip() for q in re.findall(r"Question: ([^\n]+)", text)]
                 alone.update(found)
                 asked.update(questions)
@@ -69,15 +68,10 @@ class Passages:
                     self.own[found[0]] = questions[0]
             elif row["source"] == "ntrex-128":
                 news.update(s.strip() for s in re.findall(NEWS, text) if len(s) > 60)
-            elif row["source"] in ("p3/quoref", "p3/duorc", "standardebooks") and row["category"] in (
-                "reading",
-                "summarization",
-                "extraction",
-            ):
+            elif row["source"] in ARTICLES and row["category"] in ("reading", "summarization", "extraction"):
                 pieces = text.split("\n\n")
-                articles.add(
-                    ("\n\n".join(pieces[1:]) if row["source"] == "standardebooks" else max(pieces, key=len)).strip()
-                )
+                own = "\n\n".join(pieces[1:]) if row["source"] == "standardebooks" else max(pieces, key=len)
+                articles.add(own.strip())
         self.alone, self.asked, self.news, self.titles = sorted(alone), sorted(asked), sorted(news), sorted(titles)
         self.articles = sorted(a for a in articles if len(a) > 700)
 
