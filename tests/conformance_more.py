@@ -28,6 +28,8 @@ def embeddings_kinds_of_input(api: Api) -> None:
     assert vectors(both)[0] == one != vectors(both)[1] and [d["index"] for d in both["data"]] == [0, 1]
     assert abs(sum(x * x for x in one) - 1.0) < 1e-4
     assert both["usage"]["prompt_tokens"] == both["usage"]["total_tokens"] > len(ids)
+    for nothing in ("", [], [""], ["hello", ["", ""]]):
+        assert embed(api, nothing, 400)["error"]["param"] == "input"
 
 
 @case

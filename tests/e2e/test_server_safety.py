@@ -233,3 +233,18 @@ def test_a_full_disk_behind_its_output_does_not_end_the_server(tmp_path: Path) -
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_mistake_of_the_server_is_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: object) -> None:
+        raise AssertionError("not foreseen")
+
+    monkeypatch.setattr("outrider.server.embeddings.tokens", mistaken)
+    with httpx.Client(base_url=f"http://127.0.0.1:{served.port}") as http:
+        for path, told in (
+            ("/v1/embeddings", lambda body: body["error"]["message"]),
+            ("/api/embed", lambda body: body["error"]),
+        ):
+            answer = http.post(path, json={"input": "hi", "model": "fake"})
+            assert answer.status_code == 500 and "its log" in told(answer.json())
+        assert http.get("/health").status_code == 200

@@ -287,5 +287,13 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
         response.headers.update(error.headers or {})
         return response
 
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, _: Exception) -> Response:
+        """The log has its traceback; uvicorn closes the connection."""
+        answer = ApiError(500, "The server made a mistake with this request; its log says which.")
+        response = answer.response(request.url.path)
+        response.headers["Connection"] = "close"
+        return response
+
     app.add_middleware(RequestGuard, settings=settings, keys=server.keys, count=server.metrics.count)
     return app

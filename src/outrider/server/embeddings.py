@@ -154,4 +154,7 @@ def tokens(preparer: Preparer, body: EmbeddingsRequest | EmbedBody | OldEmbedBod
     keep, inputs = preparer.kept(body.truncate_prompt_tokens, body.truncation_side), split(body.input)
     for one in inputs if keep is None else ():
         preparer.check_length(one, "input")
-    return [preparer.fitting(preparer.prompt_ids(one, "input", keep), "input", keep) for one in inputs]
+    found = [preparer.fitting(preparer.prompt_ids(one, "input", keep), "input", keep) for one in inputs]
+    if not all(found):
+        raise bad("An input has no tokens.", "input")
+    return found
