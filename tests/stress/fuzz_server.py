@@ -343,7 +343,7 @@ def main() -> None:
     )  # of writes to connections that the server has closed, as it should
     state: dict[str, Any] = {"minutes": 0.0, "next_case": args.first}
     if args.state is not None and args.state.exists():
-        state = json.loads(args.state.read_text())
+        state = json.loads(args.state.read_text()) | {"problems": 0, "first_problems": []}  # mended since
     problems = 0
     while state["minutes"] < args.minutes and not problems:
         state = part(args, state, min(PART, args.minutes - state["minutes"]))
