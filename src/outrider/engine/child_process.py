@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 LENGTH = struct.Struct("<I")
@@ -25,11 +26,12 @@ class ChildLost(Exception):
 
 class ChildProcess:
     def __init__(self, script: str, setup: Callable[[], bytes] | None = None, seconds: float | None = None) -> None:
-        """seconds: how long one call may take, by the clock."""
+        """seconds: how long one call may take, by the clock, once the process has started."""
         self._script, self._setup = script, setup
         self._seconds = None if seconds is None else max(1e-3, seconds)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._ends: float | None = None  # of the call under way
         self.closed = False
 
     def call(self, data: bytes) -> bytes:
@@ -37,6 +39,7 @@ class ChildProcess:
         with self._lock:
             try:
                 self._start()
+                self._ends = None if self._seconds is None else time.monotonic() + self._seconds
                 self._send(data)
                 return self._read(*LENGTH.unpack(self._read(LENGTH.size)))
             except (OSError, EOFError):
@@ -66,7 +69,7 @@ class ChildProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._connection, its = socket.socketpair()
-            self._connection.settimeout(self._seconds)
+            self._connection.settimeout(self._seconds)  # of the set-up
             with its:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", self._script],
@@ -86,6 +89,8 @@ class ChildProcess:
     def _read(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
+            if self._ends is not None:
+                self._connection.settimeout(max(1e-3, self._ends - time.monotonic()))
             part = self._connection.recv(min(size - len(data), 1 << 20))
             if not part:
                 raise EOFError
