@@ -14,9 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cuda.emulator import Memory, missing
+from tests.kernels import no_kernel
 
 from outrider.ops.backend import ExpertWeights
-from outrider.ops.cuda import runtime
 from outrider.ops.formats import MODES, DeviceWeight, IntegerFormat
 from outrider.ops.triton import moe_gemv_int8, nvrtc_kernels
 from outrider.ops.triton.moe_gemv_int8 import NUMBERS, SOURCE, MoeGemvInt8, MoeGemvLayer, MoeGemvPlan, SharedMLP, spans
@@ -220,10 +220,7 @@ def test_the_kernels_are_told_what_they_read() -> None:
 def test_a_compiler_that_fails_leaves_it_to_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
-        raise runtime.CudaError("NVRTC gives no machine code")
-
-    monkeypatch.setattr(nvrtc_kernels, "Kernel", broken)
+    monkeypatch.setattr(nvrtc_kernels, "Kernel", no_kernel)
     few, (gate_up, down) = MoeGemvInt8(torch.device("cpu")), shells(128, 2816, 704)
     x = torch.zeros((1, 2816), dtype=torch.bfloat16)
     held = weights(gate_up, down)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joining, tiny_engine, tiny_model
+from tests.strategies import SAMPLING
 from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.step import Request
@@ -114,16 +115,11 @@ def test_broken_drafters_are_switched_off(rule: str, caplog: pytest.LogCaptureFi
 
 sampling = st.fixed_dictionaries(
     {
-        "temperature": st.sampled_from([0.0, 0.7, 1.3]),
-        "seed": st.integers(0, 2**40),
-        "top_p": st.sampled_from([1.0, 0.8]),
-        "top_k": st.sampled_from([0, 10]),
-        "min_p": st.sampled_from([0.0, 0.05]),
+        **SAMPLING,
         "repetition_penalty": st.sampled_from([1.0, 1.3]),
         "frequency_penalty": st.sampled_from([0.0, 0.5]),
         "logit_bias": st.sampled_from([{}, {7: 3.0, 8: -3.0}]),
         "bad_words": st.sampled_from([(), ((5, 7), (12,))]),
-        "max_tokens": st.integers(1, 20),
     }
 )
 one = st.tuples(

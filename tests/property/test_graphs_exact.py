@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import VOCAB, request, run
+from tests.strategies import SAMPLING
 from tests.unit.engine.test_graphs import MODELS, PROMPT, Thirds, alone, engines, graphs_of
 
 from outrider.engine.engine import Engine
@@ -29,11 +30,7 @@ def test_the_same_text_at_every_k(variant: str, params: dict[str, Any]) -> None:
 
 sampling = st.fixed_dictionaries(
     {
-        "temperature": st.sampled_from([0.0, 0.7, 1.3]),
-        "seed": st.integers(0, 2**40),
-        "top_p": st.sampled_from([1.0, 0.8]),
-        "top_k": st.sampled_from([0, 10]),
-        "min_p": st.sampled_from([0.0, 0.05]),
+        **SAMPLING,
         "repetition_penalty": st.sampled_from([1.0, 1.0, 1.0, 1.3]),
         "presence_penalty": st.sampled_from([0.0, 0.0, 0.4]),
         "frequency_penalty": st.sampled_from([0.0, 0.0, 0.5]),
@@ -43,7 +40,6 @@ sampling = st.fixed_dictionaries(
         "min_tokens": st.sampled_from([0, 0, 1]),
         "logprobs": st.sampled_from([None, None, 0, 3]),
         "grammar": st.sampled_from([None, None, None, Thirds()]),
-        "max_tokens": st.integers(1, 20),
     }
 )
 one = st.tuples(

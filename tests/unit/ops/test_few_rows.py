@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.kernels import no_kernel
+
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
 from outrider.models.names import tensor_plan
@@ -180,10 +182,7 @@ def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_a_compiler_that_fails_leaves_it_to_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
-        raise runtime.CudaError("NVRTC gives no machine code")
-
-    monkeypatch.setattr(nvrtc_kernels, "Kernel", broken)
+    monkeypatch.setattr(nvrtc_kernels, "Kernel", no_kernel)
     few, w = WNA16Gemv(torch.device("cpu"), torch.zeros(8, dtype=torch.int32)), weight()
     x = torch.zeros((2, 512), dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="outrider"):
