@@ -1,7 +1,8 @@
-"""Wheels carry the compiled CPU kernels, one library for each instruction set of the machine's architecture: nobody needs a compiler.
+"""Wheels carry the compiled CPU kernels, one library for each instruction set of the machine's architecture, so that
+users need no compiler.
 
-Everything else is in pyproject.toml. Without a compiler the wheel is built without them, and says so; an editable install compiles at
-first use, from the sources.
+Everything else is in pyproject.toml. Without a compiler the wheel is built without them, and says so; an editable
+install compiles at first use, from the sources.
 """
 
 from __future__ import annotations

@@ -205,8 +205,9 @@ class LoadSettings:
     @classmethod
     def of(cls, options: Mapping[str, object]) -> LoadSettings:
         """From options by name, including the engine's."""
-        engine = EngineConfig(**{name: value for name, value in options.items() if name in ENGINE})  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in options.items() if name not in ENGINE}, engine=engine)  # type: ignore[arg-type]
+        inner = {name: value for name, value in options.items() if name in ENGINE}
+        outer = {name: value for name, value in options.items() if name not in ENGINE}
+        return cls(**outer, engine=EngineConfig(**inner))  # type: ignore[arg-type]
 
     def changed(self, changes: Mapping[str, object]) -> LoadSettings:
         """A copy with these fields changed, including the engine's and names of other engines (`ALIASES`); an engine
@@ -227,7 +228,8 @@ class LoadSettings:
                 given[name] = value
         engine = given.pop("engine", self.engine)
         if isinstance(engine, EngineConfig):  # anything else is refused below
-            engine = replace(engine, **{name: given.pop(name) for name in inner if name in given})  # type: ignore[arg-type]
+            own = {name: given.pop(name) for name in inner if name in given}
+            engine = replace(engine, **own)  # type: ignore[arg-type]
         return replace(self, **given, engine=engine)  # type: ignore[arg-type]  # they are checked as they are set
 
     def options(self) -> dict[str, object]:

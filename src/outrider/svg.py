@@ -70,7 +70,7 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> s
 
 def stacked(charts: Sequence[str]) -> str:
     """Several charts below each other in one picture."""
-    sizes = [tuple(map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', chart).groups())) for chart in charts]  # type: ignore[union-attr]
+    sizes = [tuple(map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', chart)[0])) for chart in charts]
     width, height, top, placed = max(w for w, _ in sizes), sum(h for _, h in sizes), 0, []
     for chart, (_, high) in zip(charts, sizes, strict=True):
         placed.append(chart.replace("<svg ", f'<svg y="{top}" ', 1))

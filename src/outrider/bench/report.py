@@ -138,7 +138,8 @@ HEADS = tuple(COLUMNS)
 
 def _texts(row: Row) -> tuple[str, ...]:
     share = lambda v: "–" if v is None else f"{100 * v:.0f} %"  # noqa: E731
-    gain, between = ("–", "–") if row.speedup is None else (f"{row.speedup:.2f}x", f"{row.low:.2f}–{row.high:.2f}")
+    gain = "–" if row.speedup is None else f"{row.speedup:.2f}x"
+    between = "–" if row.speedup is None else f"{row.low:.2f}–{row.high:.2f}"
     cycle = "–" if row.tokens_per_cycle is None else f"{row.tokens_per_cycle:.2f}"
     return (
         row.contestant,

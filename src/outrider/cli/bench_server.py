@@ -127,7 +127,8 @@ def draw(rows: list[Summary], file: Path) -> None:
         throughput.append((name, [(r["concurrency"], r["tokens_per_s"]) for r in mine]))
         for series, key in ((first, "ttft_s"), (per_token, "token_s")):
             for part, label in (("p50", "median"), ("p95", "95th")):
-                series.append((f"{name}, {label}", [(r["concurrency"], 1e3 * r[key][part]) for r in mine]))  # type: ignore[literal-required]
+                points = [(r["concurrency"], 1e3 * r[key][part]) for r in mine]  # type: ignore[literal-required]
+                series.append((f"{name}, {label}", points))
     titles = ("Throughput, tokens/s", "First token, ms", "Per token, ms")
     charts = [svg.lines(t, "streams at once", "", s) for t, s in zip(titles, (throughput, first, per_token))]
     try:

@@ -150,7 +150,8 @@ def offering(
             command(**{parameter: made, **given})
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
-        run.__signature__ = inspect.Signature([*own, *offered.values()])  # type: ignore[attr-defined]  # what typer reads
+        # what typer reads
+        run.__signature__ = inspect.Signature([*own, *offered.values()])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 

@@ -107,7 +107,8 @@ def run() -> int:
         return refused(str(error))
     except OSError as error:  # a file that was not checked before: a full disk, a folder that may not be written
         return refused(error.strerror or str(error), error.filename or out_option())
-    except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
+    # the parser's general error, which has no public name
+    except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]
         command = f"outrider {named}" if named in COMMANDS else "outrider"
         # without arguments the help was printed, and there is nothing else to say
         if told := error.format_message():

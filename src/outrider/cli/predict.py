@@ -155,7 +155,8 @@ def _show(model: str, data: model_of.Prediction) -> None:
     shown = (0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,)
     for point in data["points"]:
         if point["k"] in (*shown, data["best_k"]):
-            cells = [f"{point[key]:.2f}" for key in ("cycle_ms", "tokens", "ms_per_token", "speedup")]  # type: ignore[literal-required]
+            columns = ("cycle_ms", "tokens", "ms_per_token", "speedup")
+            cells = [f"{point[key]:.2f}" for key in columns]  # type: ignore[literal-required]
             table.add_row(
                 str(point["k"]), *cells[:3], f"{cells[3]}x", style="bold" if point["k"] == data["best_k"] else ""
             )

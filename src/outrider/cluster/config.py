@@ -59,7 +59,8 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 # a file has the options of LoadSettings next to the others; LoadSettings checks their values
-LoadFields = create_model("LoadFields", **{name: (option.kind, option.default) for name, option in OPTIONS.items()})  # type: ignore[call-overload]
+FIELDS = {name: (option.kind, option.default) for name, option in OPTIONS.items()}
+LoadFields = create_model("LoadFields", **FIELDS)  # type: ignore[call-overload]
 
 
 class ClusterConfig(BaseModel):

@@ -124,7 +124,8 @@ class HostExecutor(Executor):
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         scheduled, out, width, context = pending.batch.decode, [], 0, 0
-        for item, (k, tokens, confidence, tree, rows, drafts) in zip(scheduled, pending.payload or ()):  # type: ignore[call-overload]
+        made = pending.payload or ()
+        for item, (k, tokens, confidence, tree, rows, drafts) in zip(scheduled, made):  # type: ignore[call-overload]
             seq = item.seq
             top = logprobs(rows, tokens, seq.request.params.logprobs or 0) if rows is not None else None
             verified = VerifiedTree.of(*tree) if tree is not None else None

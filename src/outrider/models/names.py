@@ -46,7 +46,7 @@ SHARED_KV = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def normalise(name: str) -> str:
-    """The text tower's names without any wrapper's prefix: `model.language_model.layers.0…` -> `model.layers.0…`."""
+    """The text tower's names without any wrapper's prefix: `model.language_model.layers.0` -> `model.layers.0`."""
     for prefix, to in (
         ("model.language_model.", "model."),
         ("language_model.model.", "model."),

@@ -108,9 +108,9 @@ class TreeOps:
     def branch(
         self, logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes, level: int
     ) -> Frontier:
-        """Adds the BRANCH best tokens after each row of the frontier, by logits [B·WIDTH, N] of the tokens `ids` (None:
-        0..N-1), to `nodes`; the likeliest of them are the next frontier. A child's probability is its parent's times
-        its own under the (noisy) logits."""
+        """Adds the BRANCH best tokens after each row of the frontier, by logits [B·WIDTH, N] of the tokens `ids`
+        (None: 0..N-1), to `nodes`; the likeliest of them are the next frontier. A child's probability is its parent's
+        times its own under the (noisy) logits."""
         batch, wide, first = front.node.shape[0], WIDTH * BRANCH, level * WIDTH * BRANCH
         z = logits.float()
         if noise is not None:

@@ -128,7 +128,8 @@ class Leader:
             known.cache, known.pages = seq.held, {}
         pages = new_pages(seq.held, known.pages)
         tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
-        return SeqMessage(replace(item, seq=None), seq.id, fresh, pages, tokens, seq.num_inflight_tokens)  # type: ignore[arg-type]
+        bare = replace(item, seq=None)  # type: ignore[arg-type]
+        return SeqMessage(bare, seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
 
     def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
         self.team.send(Order("score", score=(cache.slot, new_pages(cache, {}), tokens, begin, logits)))

@@ -1,7 +1,7 @@
 """Chooses drafter and K for every sequence in every cycle, so that speculation is never slower. Pure, torch-free.
 
-A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller picks
-the K in 0..16 (0 is plain decoding) with the most tokens per second, jointly over the batch. C comes from the
+A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller
+picks the K in 0..16 (0 is plain decoding) with the most tokens per second, jointly over the batch. C comes from the
 measured `CostTable`. a_j, the probability that position j is right given that all before it were, is learnt from what
 the target accepted: exponentially weighted per request, drawn towards the running estimate over all requests with the
 same adapter, which itself starts from the model card's prior (an adapter's from the base model's). A rejection hides

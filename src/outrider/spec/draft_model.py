@@ -162,7 +162,10 @@ class DraftModel(Drafter):
             return Draft(tokens, torch.zeros_like(batch.position))
         at = torch.tensor(fit, device=batch.last.device)
         drafted = self._steps(batch, fit, at, k)
-        spread = lambda t: None if t is None else t.new_zeros((len(batch.ids), *t.shape[1:])).index_copy_(0, at, t)  # noqa: E731
+
+        def spread(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.new_zeros((len(batch.ids), *t.shape[1:])).index_copy_(0, at, t)
+
         lengths = torch.zeros_like(batch.position).index_copy_(0, at, drafted.lengths)
         return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, spread(drafted.q), spread(drafted.confidence))
 

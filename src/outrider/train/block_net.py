@@ -1,9 +1,9 @@
 """Block drafters as trainable networks: DFlash and EAGLE-3 from many anchors of whole sequences at once.
 
 The network is that of `models/block.py` over dense ops, so training and inference run the same code. An anchor a is a
-position that the target has seen. DFlash drafts tokens a + 2, a + 3, … in one pass over a block at positions a + 1, a +
-2, …: the token a + 1 and mask tokens. EAGLE-3 runs step by step, fed the true next token. All anchors of a sequence
-attend to one set of context keys, each up to its own position, and to the rows of their own block.
+position that the target has seen. DFlash drafts tokens a + 2, a + 3, … in one pass over a block at positions a + 1,
+a + 2, …: the token a + 1 and mask tokens. EAGLE-3 runs step by step, fed the true next token. All anchors of a
+sequence attend to one set of context keys, each up to its own position, and to the rows of their own block.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def load_block_weights(name: str, target: TrainTarget) -> tuple[BlockConfig, dic
 
 
 class GroupedBlock(BlockNet):
-    """M anchors for each of B sequences: rows come as [B·M, S, …], the context once for each sequence. Attention is one
-    library call for each layer: `group` anchors of a sequence are one batch entry, and the query heads that share a K/V
-    head are further queries of it."""
+    """M anchors for each of B sequences: rows come as [B·M, S, …], the context once for each sequence. Attention is
+    one library call for each layer: `group` anchors of a sequence are one batch entry, and the query heads that share
+    a K/V head are further queries of it."""
 
     def begin(self, start: Tensor, context: Tensor, group: int) -> None:
         """start [B, M]: the first position of each block, M a multiple of `group`; context [B, T, H'] what layers read
@@ -119,7 +119,8 @@ class GroupedBlock(BlockNet):
         for layer in self.layers:
             k, v = (t.view(size, 1, length, *t.shape[1:]) for t in self.project(layer, flat, angles))
             grouped = (t.expand(-1, copies, -1, -1, -1).transpose(2, 3) for t in (k, v))
-            self.shared[layer.attn.spec.kv_layer] = tuple(grouped)  # type: ignore[assignment]  # [B, M/group, heads, T, D]
+            # [B, M/group, heads, T, D]
+            self.shared[layer.attn.spec.kv_layer] = tuple(grouped)  # type: ignore[assignment]
 
     def project(self, layer: DraftLayer, x: Tensor, angles: Rotations) -> Keys:
         """K and V [R, kv_heads, D] of rows x."""
@@ -247,9 +248,10 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
         net.weight(at + "attn_norm").copy_(block.attn_norm)
         net.weight(at + "mlp_norm").copy_(block.mlp_norm)
         h = rms(seen.taps[i].flatten(0, 1).float(), block.attn_norm.float(), config.norm_eps)
-        size = lambda w: (h @ w.float().T).unflatten(-1, (-1, theirs.head_dim)).pow(2).mean(-1).sqrt().mean()  # noqa: E731, B023
-        net.weight(at + "q_norm").fill_(float(size(qkv[:rows])) * theirs.scale * theirs.head_dim**0.5)
-        net.weight(at + "k_norm").fill_(float(size(qkv[rows : rows + theirs.kv_heads * theirs.head_dim])))
+        q, k = (h @ w.float().T for w in (qkv[:rows], qkv[rows : rows + theirs.kv_heads * theirs.head_dim]))
+        q_size, k_size = (t.unflatten(-1, (-1, theirs.head_dim)).pow(2).mean(-1).sqrt().mean() for t in (q, k))
+        net.weight(at + "q_norm").fill_(float(q_size) * theirs.scale * theirs.head_dim**0.5)
+        net.weight(at + "k_norm").fill_(float(k_size))
     fc, width = net.weight("fc"), target.hidden
     fc.mul_(0.1)
     fc[:, -width:] += torch.eye(config.hidden, device=fc.device)

@@ -137,7 +137,8 @@ class DrafterModule(TrainNet):
         for layer in self.layers:
             at = (layer.attn.kv_layer, layer.attn.heads)
             if at not in spread:
-                spread[at] = tuple(spread_heads(x[at[0]], at[1]) for x in (seen.keys, seen.values))  # type: ignore[assignment]
+                k, v = (spread_heads(x[at[0]], at[1]) for x in (seen.keys, seen.values))
+                spread[at] = (k, v)
             keys.append(spread[at][0])
             values.append(spread[at][1])
             turn = positions.float()[:, None] * inverse_frequencies(layer.rope, device)[None, :]

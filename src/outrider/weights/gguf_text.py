@@ -161,7 +161,8 @@ def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]],
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     ends: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    first = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence([first, decoders.ByteFallback(), decoders.Fuse(), *ends])
     return tokenizer
 
 

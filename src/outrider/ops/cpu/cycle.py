@@ -29,8 +29,8 @@ STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: step
 
 class CpuCycle:
     """For requests that are greedy or use temperature and filters alone. `cache`: tables with one row per slot.
-    `features` [slots, H·(1 + taps)] float32: the drafter's inputs, by slot; updated by every run. `drafts`: whether the
-    drafter's rounds are part of the call; otherwise it takes only given drafts."""
+    `features` [slots, H·(1 + taps)] float32: the drafter's inputs, by slot; updated by every run. `drafts`: are the
+    drafter's rounds part of the call? Otherwise it takes only given drafts."""
 
     def __init__(
         self,

@@ -56,9 +56,9 @@ def linear_kernel(
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
     PARTS: tl.constexpr, RANK: tl.constexpr, LORA_SPANS: tl.constexpr, RANGES: tl.constexpr,
 ):
-    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N]. SERIAL_SPLITK:
-    this program processes all SPLITS spans itself. BM2: rows in addition to BM (tiles are powers of two, batches are
-    not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none."""
+    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x @ w.T) * mul [M, N].
+    SERIAL_SPLITK: this program processes all SPLITS spans itself. BM2: rows in addition to BM (tiles are powers
+    of two, batches are not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
