@@ -246,5 +246,5 @@ def test_a_mistake_of_the_server_is_json(served: Served, monkeypatch: pytest.Mon
             ("/api/embed", lambda body: body["error"]),
         ):
             answer = http.post(path, json={"input": "hi", "model": "fake"})
-            assert answer.status_code == 500 and "its log" in told(answer.json())
+            assert answer.status_code == 500 and "log has the details" in told(answer.json())
         assert http.get("/health").status_code == 200

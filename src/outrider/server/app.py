@@ -29,7 +29,7 @@ from .adapters import adapter_named
 from .answer import Answer
 from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
-from .errors import ApiError, read, shutting_down
+from .errors import ApiError, api_error, read, shutting_down
 from .fair import FairExecutor, FairGate
 from .files import FileStore
 from .limits import Admission, Keys, RequestGuard
@@ -40,7 +40,7 @@ from .prepare import Preparer
 from .recorder import PromptRecorder
 from .response_store import ResponseStore
 from .routes import add_routes
-from .runner import EngineError, where
+from .runner import EngineError
 from .schema import ChatRequest, Named
 from .scoring import score
 from .settings import ServerSettings
@@ -109,14 +109,16 @@ class Server:
         except ClientDisconnect:
             raise
         except Exception as e:
-            return _told(request, e).response(request.state.path)
+            error = api_error(e, request.state.request_id)
+            request.state.refusal = error.reason
+            return error.response(request.state.path)
 
     async def completed(self, request: Request, wire: Wire) -> tuple[int, Json]:
         """The answer's status and body when it is done, for a caller without a connection."""
         try:
             return 200, json.loads(await (await self._call(request, wire)).whole())
         except Exception as e:
-            error = _told(request, e)
+            error = api_error(e, request.state.request_id)
             return error.status, error.body()
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
@@ -241,15 +243,6 @@ class Server:
             await asyncio.to_thread(self.tracing.close)
 
 
-def _told(request: Request, error: Exception) -> ApiError:
-    """What a request's sender learns of an error, and the log of one that is not the request's fault."""
-    if not isinstance(error, ApiError):
-        log.error("unexpected, in request %s: %s", request.state.request_id, where(error))
-        return ApiError(500, "Internal error; the server's log has the details.")
-    request.state.refusal = error.reason
-    return error
-
-
 def _unsupported(message: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 
@@ -270,7 +263,7 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
     add_routes(app, server)
 
     @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
+    async def refused(request: Request, error: ApiError) -> Response:
         request.state.refusal = error.reason
         return error.response(request.state.path)
 
@@ -285,14 +278,6 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
             request.state.path
         )
         response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, _: Exception) -> Response:
-        """The log has its traceback; uvicorn closes the connection."""
-        answer = ApiError(500, "The server made a mistake with this request; its log says which.")
-        response = answer.response(request.url.path)
-        response.headers["Connection"] = "close"
         return response
 
     app.add_middleware(RequestGuard, settings=settings, keys=server.keys, count=server.metrics.count)

@@ -21,9 +21,8 @@ from pydantic import Field
 
 from ..types import OutriderError
 from .batch import ROUTES, BadLine, BatchLine, answered, bad_row, claim, read_lines, salt_of, seeded
-from .errors import ApiError, bad
+from .errors import INTERNAL, ApiError, bad, where
 from .files import FileStore, StoredFile
-from .runner import where
 from .schema import Strict
 from .wire import Json
 
@@ -153,7 +152,7 @@ class Batches:
             batch.become("cancelled")
         except Exception as e:
             told = isinstance(e, OutriderError | ApiError)
-            batch.error = str(e) if told else "Internal error; the server's log has the details."
+            batch.error = str(e) if told else INTERNAL
             batch.become("failed")
             log.error("%s failed: %s", batch.id, e if told else where(e))
 

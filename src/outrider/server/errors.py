@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -12,6 +14,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+log = logging.getLogger("outrider.server")
+INTERNAL = "Internal error; the server's log has the details."
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -90,6 +94,19 @@ class ContextOverflow(ApiError):
             return super().body_for(path)
         message = f"prompt is too long: {self._tokens} tokens > {self._most} maximum"
         return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+
+
+def where(error: BaseException) -> str:
+    """Type and place of an error for the log; not its message, which may hold a prompt."""
+    return type(error).__name__ + "\n" + "".join(traceback.format_tb(error.__traceback__))
+
+
+def api_error(error: Exception, request_id: str) -> ApiError:
+    """What a request's sender learns of an error. One that is not the request's fault is logged."""
+    if isinstance(error, ApiError):
+        return error
+    log.error("unexpected, in request %s: %s", request_id, where(error))
+    return ApiError(500, INTERNAL)
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

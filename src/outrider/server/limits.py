@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..types import OutriderError
-from .errors import ApiError, bad, shutting_down
+from .errors import ApiError, api_error, bad, shutting_down
 from .fair import WaitEstimate
 from .settings import LOOPBACK, ServerSettings, read_keys
 
@@ -162,7 +162,7 @@ class RequestGuard:
         }
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers)
-        got, refused = 0, False
+        got, refused, begun = 0, False, False
 
         async def counted() -> Message:
             nonlocal got, refused
@@ -172,6 +172,8 @@ class RequestGuard:
             return {"type": "http.disconnect"} if refused else message
 
         async def answer(message: Message) -> None:
+            nonlocal begun
+            begun = True
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._count(scope["method"], path, status)
@@ -215,10 +217,13 @@ class RequestGuard:
                 await self.app(scope, counted, secured)
             if refused:
                 raise self._too_large()
-        except ApiError as e:
-            state["refusal"] = e.reason
-            response = e.response(path)
-            if e.code == "two_lengths":
+        except Exception as e:
+            if begun:
+                raise  # too late for another answer: the connection is cut
+            error = api_error(e, id)
+            state["refusal"] = error.reason
+            response = error.response(path)
+            if error.code == "two_lengths":
                 response.headers["connection"] = "close"
             await response(scope, receive, answer)
 

@@ -25,12 +25,12 @@ from ..engine.chat_template import TemplateProcess
 from ..engine.metrics import Metrics
 from ..types import OutriderError
 from .adapters import adapter_named
-from .errors import ApiError, shutting_down
+from .errors import ApiError, shutting_down, where
 from .fair import TurnQueue
 from .grammars import Grammars
 from .model_info import UNKNOWN, ModelInfo, ServedModel
 from .prepare import Preparer
-from .runner import Runner, where
+from .runner import Runner
 from .settings import ServerSettings, without_paths
 from .tokenizer_process import TokenizerProcess
 from .trim import trim

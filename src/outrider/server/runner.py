@@ -13,7 +13,6 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from ..engine.engine import Event
 from ..engine.metrics import Metrics
 from ..engine.step import Progress, Request
 from ..types import OutriderError
+from .errors import where
 from .outbox import FEW, Item, Outbox
 from .trim import trim
 
@@ -52,11 +52,6 @@ class EngineLike(Protocol):
     def progress(self) -> dict[str, Progress]: ...
     def check(self) -> None: ...
     def tidy(self, unused_s: float) -> int: ...
-
-
-def where(error: BaseException) -> str:
-    """Type and place of an error for the log; not its message, which may hold a prompt."""
-    return type(error).__name__ + "\n" + "".join(traceback.format_tb(error.__traceback__))
 
 
 class EngineError(Exception):

@@ -15,9 +15,9 @@ from ..engine.scoring import Scorer, ScoringJob
 from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .answer import Answer
-from .errors import ApiError
+from .errors import ApiError, where
 from .model_pool import LoadedModel
-from .runner import EngineError, EngineLike, where
+from .runner import EngineError, EngineLike
 from .settings import without_paths
 
 log = logging.getLogger("outrider.server")
