@@ -428,16 +428,22 @@ CLAUDE_TOOL = {
     "description": "d",
     "input_schema": {"type": "object", "properties": {"x": {"enum": ["a"]}}, "required": ["x"]},
 }
+# one whole call whatever is drawn: no second one is begun, and 300 bytes hold the longest white space between its parts
+CLAUDE_CALL: Any = {
+    "tools": [CLAUDE_TOOL],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "max_tokens": 300,
+}
 add(L, "test_compat_anthropic", {
     "messages_basic": claude_basic, "messages_with_system": lambda api: claude(api, system="You help."),
     "messages_multipart_content": lambda api: claude(api, [{"role": "user", "content": PARTS}]),
     "messages_conversation": lambda api: claude(api, [*SAID, HI[0]]), "messages_streaming": claude_stream,
     "count_tokens": claude_counts, "count_tokens_with_system": lambda api: claude_counts(api, system="You help."),
     "count_tokens_no_max_tokens": claude_counts,
-    "tool_use_basic": lambda api: must(claude(api, tools=[CLAUDE_TOOL], tool_choice={"type": "any"}, max_tokens=60)["content"][-1]["input"] == {"x": "a"}),
+    "tool_use_basic": lambda api: must(claude(api, **CLAUDE_CALL)["content"][-1]["input"] == {"x": "a"}),
     "tool_result": lambda api: claude(api, result()), "tool_result_with_text": lambda api: claude(api, result(PARTS[0])),
     "tool_result_error": lambda api: claude(api, result(is_error=True)),
-    "tool_streaming": lambda api: must(any(e.get("content_block", {}).get("type") == "tool_use" for e in claude_stream(api, tools=[CLAUDE_TOOL], tool_choice={"type": "any"}, max_tokens=60))),
+    "tool_streaming": lambda api: must(any(e.get("content_block", {}).get("type") == "tool_use" for e in claude_stream(api, **CLAUDE_CALL))),
     "vision_format_accepted": lambda api: must("image" in claude(api, [{"role": "user", "content": [PIXEL, PARTS[0]]}], 400)["error"]["message"]),
     "stop_sequences": lambda api: claude(api, stop_sequences=["\n", "END"]), "temperature": lambda api: claude(api, temperature=0.5),
     "top_p": lambda api: claude(api, top_p=0.9), "top_k": lambda api: claude(api, top_k=40),
