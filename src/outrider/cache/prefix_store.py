@@ -44,7 +44,7 @@ HEADER = struct.Struct("<8s16s16sIIQ8x")
 MAGIC = b"outrkv1\n"
 QUEUED = 256 << 20  # bytes copied out and not yet written; more pages wait in the cache
 PER_STEP = 64 << 20  # bytes read back, or copied out, between two steps
-AT_ONCE = 8  # pages read, then copied together
+READ_PAGES = 8  # pages read, then copied together
 KEEP = 0.9  # of the size limit is left by an eviction, so that not every page evicts
 StoredPage = tuple[bytes, bytes, Mapping[GroupName, Tensor]]  # parent, key, bytes by group
 
@@ -223,7 +223,7 @@ class PrefixStore:
                     return  # evicted between two steps
                 at_once.append((parent, key, {name: data[name] for name in wanted}))
                 moved += sum(map(len, data.values()))
-                if len(at_once) < AT_ONCE and moved < PER_STEP:
+                if len(at_once) < READ_PAGES and moved < PER_STEP:
                     continue
                 if not self._adopt(at_once):
                     return

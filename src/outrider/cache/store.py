@@ -23,7 +23,7 @@ from .prefix import ROOT, PrefixCache
 from .prefix_store import PrefixStore, StoredPage
 from .swap import Swap, SwappedKV
 
-AT_ONCE = 32  # pages of shared prefixes that are evicted together: finding the oldest scans all
+EVICT_PAGES = 32  # pages of shared prefixes that are evicted together: finding the oldest scans all
 
 
 def upload(
@@ -283,7 +283,7 @@ class KVStore:
         """Free the given number of pages, evicting unused shared prefixes. False: there are not enough."""
         pool = self.groups[name].pool
         if pages > pool.free:
-            self.prefix.evict(name, max(pages - pool.free, AT_ONCE))
+            self.prefix.evict(name, max(pages - pool.free, EVICT_PAGES))
         return pages <= pool.free
 
     def reserve(self, seq: SeqCache, positions: int) -> bool:

@@ -37,7 +37,7 @@ from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
-USUAL = 4  # the K that a server captures if the controller chooses
+SERVED_K = 4  # the K that a server captures if the controller chooses
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class Engine:
         runner, drafter, made = self.runner, self.drafter, list[Executor]()
         if self.spec.verify == "coupled":
             if self.graphs and (drafter is None or drafter.in_graph):
-                widths = (0, USUAL if self.spec.draft_tokens is None else self.spec.draft_tokens)
+                widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
                 made.append(GraphExecutor(runner, self.can, self.kv_budget.pass_rows, widths))
             net = drafter.net if drafter is not None else None
             cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)

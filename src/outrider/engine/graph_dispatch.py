@@ -10,7 +10,7 @@ it. So:
   the same bits;
 - `padded`: a step that no graph covers is captured with padding, so that few captures are needed;
 - `oversized`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more
-  sequences (and more than `FEW`, which cost about as much as one), gets a graph of its own.
+  sequences (and more than `FEW_SEQS`, which cost about as much as one), gets a graph of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import get_args
 from .decode import Choosing, Key
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-NEAR, FURTHER = 2048, 4  # positions of the nearest context, and how many times as far the next one reaches
+NEAR_CONTEXT, FURTHER = 2048, 4  # positions of the nearest context, and how many times as far the next one reaches
 FAR_BATCH = 16  # sequences for which a server captures the second context at start
-OFTEN, FEW = 64, 8  # steps; sequences that cost about as much as one
+OFTEN, FEW_SEQS = 64, 8  # steps; sequences that cost about as much as one
 WAYS: tuple[Choosing, ...] = get_args(Choosing)  # each includes the features of the earlier ones
 
 
@@ -44,7 +44,7 @@ def cheapest_covering(there: Iterable[Key], wanted: Key) -> Key | None:
 
 def oversized(found: Key, wanted: Key) -> bool:
     """Does the step pay for more than it needs?"""
-    return found.k > wanted.k or found.batch > max(wanted.batch, FEW)
+    return found.k > wanted.k or found.batch > max(wanted.batch, FEW_SEQS)
 
 
 def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
@@ -55,7 +55,7 @@ def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
         return key
     batch = next((size for size in BATCHES if size >= key.batch), key.batch)
     batch = batch if batch <= most and batch * (key.drafted + 1) <= rows else key.batch
-    context = NEAR
+    context = NEAR_CONTEXT
     while context < key.context:
         context *= FURTHER
     return replace(key, batch=batch, context=max(key.context, min(context, furthest)))
@@ -67,8 +67,12 @@ def warmup_keys(
     """The steps that a server will need, those of most rows first, so that the others reuse their memory. widths: the K
     of its sequences; drafters: as in `Key`."""
     batches = [*(size for size in BATCHES if size < most), most]
-    shapes = [(batch, min(NEAR, furthest)) for batch in batches]
-    shapes += [(batch, min(NEAR * FURTHER, furthest)) for batch in batches if batch <= FAR_BATCH and furthest > NEAR]
+    shapes = [(batch, min(NEAR_CONTEXT, furthest)) for batch in batches]
+    shapes += [
+        (batch, min(NEAR_CONTEXT * FURTHER, furthest))
+        for batch in batches
+        if batch <= FAR_BATCH and furthest > NEAR_CONTEXT
+    ]
     ways: tuple[Choosing, ...] = ("sampled", "greedy")
     each = [(k, *shape, way) for k in dict.fromkeys(widths) for shape in shapes for way in ways]
     keys = [Key(b, k, context, way, "drafter" if k else None) for k, b, context, way in each if b * (k + 1) <= rows]

@@ -14,7 +14,7 @@ from ..models.image_processing import HEAD, REPLY
 from ..types import OutriderError
 from .child_process import ChildLost, ChildProcess
 
-SECONDS = 20.0  # of wall time for one file
+DECODE_SECONDS = 20.0  # of wall time for one file
 MAX_BYTES = 64 << 20  # of one file
 MAX_PIXELS = 64_000_000  # of one image, by its header
 SMALL_PIXELS, SMALL_SECONDS = 1 << 21, 2.0  # a screenshot of 1920 x 1080, which takes a tenth of a second
@@ -22,7 +22,7 @@ SPOILED = OutriderError("the image took too much memory or time to decode, and w
 
 
 class ImageDecoder:
-    def __init__(self, max_pixels: int = MAX_PIXELS, seconds: float = SECONDS) -> None:
+    def __init__(self, max_pixels: int = MAX_PIXELS, seconds: float = DECODE_SECONDS) -> None:
         self.max_pixels = max_pixels
         self._small = DecodingProcess(min(max_pixels, SMALL_PIXELS), min(seconds, SMALL_SECONDS))
         self._large = DecodingProcess(max_pixels, seconds)

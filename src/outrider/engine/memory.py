@@ -26,7 +26,7 @@ from .prefill_budget import max_prefill_rows
 UNKNOWN = 1 << 62  # bytes, if the system does not report how many are free
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
 SHARE = 8  # one sequence's K/V may take an eighth of the free memory by default
-USUAL = 4096  # tokens; the smallest default, unless the model's limit is lower
+MIN_CONTEXT = 4096  # tokens; the smallest default, unless the model's limit is lower
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
 # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
 SUMMED, PIECES = 65, 88
@@ -144,7 +144,7 @@ def plan_kv_memory(
         window = max(attn.window or 0 for attn in specs)
         return _divided(config, asked, full, per_token - full, window, batch, budget)
     if config.max_context is None and budget is None:
-        asked = min(model.max_context, max(USUAL, max(KV_BYTES, free // SHARE) // per_token - config.page_size))
+        asked = min(model.max_context, max(MIN_CONTEXT, max(KV_BYTES, free // SHARE) // per_token - config.page_size))
     if full * asked > free:
         raise _too_long(asked, full * asked, free)
     tokens = config.kv_tokens or min(batch * asked, max(asked, KV_BYTES // per_token)) + config.page_size

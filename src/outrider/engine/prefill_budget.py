@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..ops.backend import Capabilities
 
 LONGER = 2.3  # times a step without prompts; streams notice three
-FEW = 64  # rows: a smaller pass is bound by reading the weights, so it does not show the cost of a row
+FEW_ROWS = 64  # rows: a smaller pass is bound by reading the weights, so it does not show the cost of a row
 OLD = 0.85  # decay of earlier measurements
 WHOLE = 256  # budgets are multiples of this if many sequences wait: few numbers of rows to compile kernels for
 PASS = 1.25e14  # operations of a prefill pass, a quarter of a second on an H200: the longest delay of running streams
@@ -47,14 +47,14 @@ class PrefillBudget:
 
     def __post_init__(self) -> None:
         self.idle, rows = max(self.idle, self.batched), self.with_decodes
-        self._least, self._few = rows // 4 if rows > FEW else rows, min(FEW, rows)
+        self._least, self._few = rows // 4 if rows > FEW_ROWS else rows, min(FEW_ROWS, rows)
 
     @classmethod
     def of(cls, model: ModelConfig, can: Capabilities, chunk: int, spare: int) -> PrefillBudget:
         """spare: bytes of a GPU outside the share granted to weights, K/V and activations."""
         batched = max_batched_prefill(model, can.packed_rows)
         beside = prefill_with_decodes(model, can.prefill_with_decodes, can.prefill_flops_with_decodes, chunk)
-        choices = LIKELY if beside > FEW else range(beside, chunk + 1, max(1, beside))
+        choices = LIKELY if beside > FEW_ROWS else range(beside, chunk + 1, max(1, beside))
         return cls(chunk, batched, prefill_idle(model, batched, can.packed_rows, spare), beside, choices)
 
     def tokens(self, decoding: int, waiting: int) -> tuple[int, bool]:

@@ -32,7 +32,7 @@ from .step import ScheduledSeq
 
 log = logging.getLogger("outrider")
 SEQUENCES = (8, 64)
-NEAR = 1024  # positions: passes below have separate graphs, since attention has faster kernels there
+NEAR_PREFILL = 1024  # positions: passes below have separate graphs, since attention has faster kernels there
 # A server captures LIKELY before the first request comes, for few sequences and any context; some of it also for the
 # near context, and for many sequences up to FAR positions, since attention keeps partial sums of every last row by
 # splits of its context.
@@ -87,7 +87,8 @@ class PrefillGraphs:
             return None
         if not self.fixed and count <= self.most and len(scheduled) <= SEQUENCES[-1]:
             rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(scheduled))
-            key = PrefillKey(rows, sequences, NEAR if end <= NEAR < self.furthest else self.furthest, wanted)
+            context = NEAR_PREFILL if end <= NEAR_PREFILL < self.furthest else self.furthest
+            key = PrefillKey(rows, sequences, context, wanted)
             if key not in self.cache.refused:
                 return key
         there = [key for key in self.cache.graphs if key.covers(count, len(scheduled), end, wanted)]
@@ -161,7 +162,7 @@ def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillK
     without last states as `ends` says. At most twelve for each."""
     few, many = SEQUENCES
     rows = [n for n in LIKELY if n <= most]
-    shapes = {(n, few, furthest) for n in rows} | {(n, few, min(NEAR, furthest)) for n in NEARBY if n <= most}
+    shapes = {(n, few, furthest) for n in rows} | {(n, few, min(NEAR_PREFILL, furthest)) for n in NEARBY if n <= most}
     shapes |= {(min(n, rows[-1]), many, min(FAR, furthest)) for n in CROWDED if rows}
     return [PrefillKey(*shape, wanted) for shape in sorted(shapes, reverse=True) for wanted in ends]
 

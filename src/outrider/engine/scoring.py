@@ -17,7 +17,7 @@ from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .engine import Engine
 
-ROWS = 64  # positions per pass
+SCORED_ROWS = 64  # positions per pass
 
 
 class ScoringJob(ABC):
@@ -46,7 +46,7 @@ class ScoringJob(ABC):
                 raise OutriderError(
                     f"no room in the cache to score {len(tokens)} tokens now: try again, or with a shorter text"
                 )
-        begin, end = self._at, min(self._at + ROWS, self._count)
+        begin, end = self._at, min(self._at + SCORED_ROWS, self._count)
         if begin < end:
             self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
             self._at = end

@@ -26,8 +26,8 @@ from ..ops.cpu.build import processor
 from ..types import MAX_DRAFT, OutriderError
 from .plan import CostPart
 
-WIDTH = MAX_DRAFT + 1  # K = 0..16
-Curve = list[float]  # seconds by K, WIDTH entries
+CURVE_LENGTH = MAX_DRAFT + 1  # K = 0..16
+Curve = list[float]  # seconds by K, CURVE_LENGTH entries
 FORMAT = 7  # of stored tables: raised when what is timed changes, or how
 DRIFT_GAIN = 0.1  # share of a deviation that is attributed to the machine
 CELL_GAIN = 0.15  # share that is attributed to the cell, if the step before was of another kind
@@ -65,16 +65,16 @@ class CostTable:
         seconds per token for a drafter that reads the text itself. Without figures: a careful guess (a row costs 15 %
         of a plain step, a drafted token 8 %), corrected by `observe`."""
         if verify is None:
-            verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(WIDTH)] for b in (1, 32)}
+            verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(CURVE_LENGTH)] for b in (1, 32)}
         if draft is None:
-            draft = {name: {1: [0.08 * k for k in range(WIDTH)]} for name in ("mtp", "draft_model")}
+            draft = {name: {1: [0.08 * k for k in range(CURVE_LENGTH)]} for name in ("mtp", "draft_model")}
         if not verify:
             raise OutriderError("a cost table needs at least one measured step")
         by_part = {CostPart("draft", name): curves for name, curves in draft.items()}
         by_part |= {CostPart("tree", name): curves for name, curves in (trees or {}).items()}
         for curve in [*verify.values(), *(curve for curves in by_part.values() for curve in curves.values())]:
-            if len(curve) != WIDTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
-                raise OutriderError(f"cost table: a curve needs {WIDTH} finite times >= 0")
+            if len(curve) != CURVE_LENGTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
+                raise OutriderError(f"cost table: a curve needs {CURVE_LENGTH} finite times >= 0")
         self.key, self.reading = key, dict(reading or {})
         self.drift = 0.0  # log of how much slower the machine is now than when the table was measured
         self.observed = 0
@@ -94,11 +94,11 @@ class CostTable:
     def linear(base: float, per_row: float, draft: Mapping[str, float] | None = None) -> CostTable:
         """A step of R rows takes base + per_row·R; a drafter its time per token. For tests and predictions."""
         verify = {
-            (b, c): [base + per_row * b * (k + 1) for k in range(WIDTH)]
+            (b, c): [base + per_row * b * (k + 1) for k in range(CURVE_LENGTH)]
             for b in (1, 2, 4, 8, 16, 32)
             for c in (0, 8192)
         }
-        return CostTable(verify, {n: {1: [t * k for k in range(WIDTH)]} for n, t in (draft or {}).items()})
+        return CostTable(verify, {n: {1: [t * k for k in range(CURVE_LENGTH)]} for n, t in (draft or {}).items()})
 
     # ---- reading ---------------------------------------------------------------------------------------------------
     def verify(self, batch: int, k: float, context: int) -> float:
@@ -134,11 +134,11 @@ class CostTable:
         if known is not None and known[0] is curve:
             return known[1]
         made, path, rates = 1.0, 1.0, [0.0]
-        for k in range(1, WIDTH):
+        for k in range(1, CURVE_LENGTH):
             path *= sure
             made += path
             rates.append(made / curve[k])
-        best = max(range(1, WIDTH), key=rates.__getitem__)
+        best = max(range(1, CURVE_LENGTH), key=rates.__getitem__)
         self._reaches[drafter, batch, context >> 7] = (curve, best)
         return best
 
@@ -177,7 +177,7 @@ class CostTable:
         """Seconds of a draft alone, by K. Cached; treat as read-only."""
         found = self._drafts.get((part, batch))
         if found is None:
-            curves = self._draft.get(part) or {1: [0.0] * WIDTH}
+            curves = self._draft.get(part) or {1: [0.0] * CURVE_LENGTH}
             lo, hi, w = bracket(sorted(curves), batch)
             found = self._drafts[part, batch] = [max(0.0, t) for t in _between(curves[lo], curves[hi], w)]
         return found
@@ -237,9 +237,10 @@ class CostTable:
         """Move one cell, and its neighbours with it: wider cells by as much, narrower ones by half as much per step
         away. An error here is assumed there too until they are timed themselves; otherwise a cell that looks too
         expensive would never be tried again."""
-        factor = self._factor.setdefault((part if cell else None, knot), [1.0] * WIDTH)
+        factor = self._factor.setdefault((part if cell else None, knot), [1.0] * CURVE_LENGTH)
         gain = math.exp(log_gain)
-        for k in range(1, WIDTH) if cell else (0,):  # a plain step does not predict drafted ones, nor the reverse
+        # a plain step does not predict drafted ones, nor the reverse
+        for k in range(1, CURVE_LENGTH) if cell else (0,):
             share = gain if k >= cell else math.exp(log_gain * 0.5 ** (cell - k))
             factor[k] = min(4.0, max(0.25, factor[k] * share))
 
@@ -276,7 +277,7 @@ class CostTable:
                 trees,
             )
             for entry in raw["factor"]:
-                if len(entry["by_k"]) != WIDTH:
+                if len(entry["by_k"]) != CURVE_LENGTH:
                     raise ValueError("by_k")
                 part = CostPart(*entry["part"]) if entry["part"] is not None else None
                 table._factor[part, int(entry["batch"])] = [float(f) for f in entry["by_k"]]

@@ -30,7 +30,7 @@ PAGE = 32
 CHUNK = 512  # maximum tokens of one sequence in a pass while catching up
 # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
 READ, READ_BESIDE = 256, 64
-NEAR = 16  # tokens that such a round reads itself
+READ_IN_ROUND = 16  # tokens that such a round reads itself
 # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
 LISTED = 49_152
 BESIDE = 512  # and of a text's own, in addition to those
@@ -189,7 +189,7 @@ class DraftModel(Drafter):
         fit = [i for i, text in enumerate(texts) if self._fits(ids[i], text, k)]
         tracks = [self.tracks.setdefault(ids[i], Track()) for i in fit]
         self._read(tracks, [texts[i] for i in fit], k, READ if request.alone else READ_BESIDE)
-        ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= NEAR]
+        ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= READ_IN_ROUND]
         out = [NO_RESULT] * len(ids)
         if not ready:
             return out
@@ -212,7 +212,7 @@ class DraftModel(Drafter):
             self.pages.reserve(track, len(text) + k)
             done = track.agree(text)
             count = min(left, len(text) - 1 - done)
-            if len(text) - done > NEAR and count > 0:
+            if len(text) - done > READ_IN_ROUND and count > 0:
                 spans.append((track, text, done, count))
                 left -= count
         if spans:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 SIZES = (5, 2)  # n-grams that are looked up, longest first; the last is the shortest match worth a draft
 TRIES = 8  # candidates of one size that are compared
 REACH = 64  # a match this long is long enough
-BLOCK = 16  # tokens that are compared at once
+COMPARED = 16  # tokens that are compared at once
 
 
 class NgramIndex:
@@ -79,10 +79,11 @@ class NgramIndex:
         """How many tokens up to and including `at` equal the end of the text; the last `known` are known to."""
         tokens, end, most = self.tokens, len(self.tokens) - 1, min(at + 1, REACH)
         length = known
-        while length + BLOCK <= most and (
-            tokens[at - length - BLOCK + 1 : at - length + 1] == tokens[end - length - BLOCK + 1 : end - length + 1]
+        while length + COMPARED <= most and (
+            tokens[at - length - COMPARED + 1 : at - length + 1]
+            == tokens[end - length - COMPARED + 1 : end - length + 1]
         ):
-            length += BLOCK
+            length += COMPARED
         while length < most and tokens[at - length] == tokens[end - length]:
             length += 1
         return length

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from .cost import WIDTH, CostKey, CostTable, Curve, at_k, bracket, monotone
+from .cost import CURVE_LENGTH, CostKey, CostTable, Curve, at_k, bracket, monotone
 from .plan import READING, VERIFY, CostPart
 
 Cell = tuple[CostPart, int, int, int]  # (part, batch, k, context)
@@ -190,7 +190,7 @@ def _assemble(
     base = _spread(groups[VERIFY, base_batch, base_context])
     # the base curve, read at the same number of rows, replaces batches that were not timed ...
     same_rows = {
-        b: [at_k(base, b * (k + 1) / base_batch - 1) for k in range(WIDTH)]
+        b: [at_k(base, b * (k + 1) / base_batch - 1) for k in range(CURVE_LENGTH)]
         for b in {*batches, *(b for _, b, _ in groups)}
     }
     timed = {b for p, b, _ in groups if p == VERIFY}  # batches between two of these are interpolated
@@ -214,7 +214,7 @@ def _assemble(
     for d in drafters:
         for (part, batch, _), known in groups.items():
             if part in d.parts:
-                curve = [0.0, *[max(known.values())] * (WIDTH - 1)] if d.one_pass else _spread({0: 0.0, **known})
+                curve = [0.0, *[max(known.values())] * (CURVE_LENGTH - 1)] if d.one_pass else _spread({0: 0.0, **known})
                 (trees if part.kind == "tree" else draft).setdefault(d.name, {})[batch] = curve
     return CostTable(verify, draft, key, read, trees)
 
@@ -223,10 +223,10 @@ def _spread(known: Mapping[int, float]) -> Curve:
     """Times at a few K -> at all K: linear between, the mean slope beyond."""
     ks = sorted(known)
     if len(ks) == 1:
-        return [known[ks[0]]] * WIDTH
+        return [known[ks[0]]] * CURVE_LENGTH
     slope = max(0.0, (known[ks[-1]] - known[ks[0]]) / (ks[-1] - ks[0]))
     curve = []
-    for k in range(WIDTH):
+    for k in range(CURVE_LENGTH):
         lo, hi, w = bracket(ks, k)
         curve.append(known[ks[-1]] + slope * (k - ks[-1]) if k > ks[-1] else known[lo] + w * (known[hi] - known[lo]))
     return monotone(curve)
@@ -237,7 +237,7 @@ def _follow(reference: Sequence[float], known: Mapping[int, float]) -> Curve:
     ratio = {k: t / reference[k] for k, t in known.items()}
     ks = sorted(ratio)
     curve = []
-    for k in range(WIDTH):
+    for k in range(CURVE_LENGTH):
         lo, hi, w = bracket(ks, min(max(k, ks[0]), ks[-1]))
         curve.append(reference[k] * (ratio[lo] + w * (ratio[hi] - ratio[lo])))
     return curve

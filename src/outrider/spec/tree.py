@@ -28,7 +28,7 @@ from ..types import Draft, DraftNoise, DraftTree, KVView
 from .acceptance import BINS
 from .drafter import DraftBatch
 
-BRANCH = 3  # tokens after each node that `build_tree` scores: a fourth gains nothing on a CPU
+SCORED_CHILDREN = 3  # tokens after each node that `build_tree` scores: a fourth gains nothing on a CPU
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tenso
         at, sampling = batch.position[seq] + 1 + level, batch.sampling.select(seq)
         ids, logits = score(level, seq, tokens, rows)
         z = sampling.scores(logits.float(), at, ids)  # [W, N] with noise where sampled
-        best = z.topk(min(BRANCH, z.shape[1]), dim=-1).indices  # [W, 3]
+        best = z.topk(min(SCORED_CHILDREN, z.shape[1]), dim=-1).indices  # [W, 3]
         likely = z.softmax(-1).gather(1, best)
         if level < len(heads):
             others = likely[:, 1:] / (1.0 - likely[:, :1]).clamp_min(1e-6) * (1.0 - heads[level][:, None])

@@ -73,7 +73,7 @@ def test_trees_are_captured_as_they_are() -> None:
 def test_a_graph_of_more_drafts_has_room_for_their_keys(model: Any, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """A line of one draft ran in a graph of four just before the graph's context ended, and K/V of the others went past
     its table."""
-    monkeypatch.setattr(graph_dispatch, "NEAR", 512)
+    monkeypatch.setattr(graph_dispatch, "NEAR_CONTEXT", 512)
     engine, executor = served(model, max_batch=2, max_context=1024)
     executor.prepare()
     prompts = [[(7 * i * i + 3 * i) % 40 + 3 for i in range(length)] for length in (498, 505)]

@@ -42,7 +42,7 @@ def captured(engine: Engine) -> prefill_graphs.PrefillGraphs:
 def test_a_captured_pass_leaves_the_bits_of_any_other(
     variant: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_graphs, "NEAR", 32)  # so that both bounds are met
+    monkeypatch.setattr(prefill_graphs, "NEAR_PREFILL", 32)  # so that both bounds are met
     rng, left = random.Random(1), []
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
     for graphs in (False, True):

@@ -8,7 +8,7 @@ from tests.simulate import replay
 from tests.traces import synthetic
 
 from outrider.spec.controller import Controller
-from outrider.spec.cost import WIDTH, CostKey, CostTable, machine_name
+from outrider.spec.cost import CURVE_LENGTH, CostKey, CostTable, machine_name
 from outrider.spec.plan import VERIFY, CostPart, DraftContext
 from outrider.spec.timing import ProbeGrid, TimedDrafter, agrees, measure
 from outrider.types import OutriderError
@@ -61,7 +61,7 @@ def test_a_draft_of_one_pass_costs_the_same_whatever_k():
     machine = Machine()
     machine.seconds = lambda part, batch, k, context: Machine.seconds(machine, part, batch, 2, context)
     flat = measure(machine.probe, (TimedDrafter("dflash", one_pass=True),), clock=machine.clock)
-    assert {round(flat.draft("dflash", batch, k), 9) for batch in (1, 4, 9) for k in range(1, WIDTH)} == {8e-4}
+    assert {round(flat.draft("dflash", batch, k), 9) for batch in (1, 4, 9) for k in range(1, CURVE_LENGTH)} == {8e-4}
     assert flat.draft("dflash", 1, 0) == 0.0
     probed = [cell for cell in machine.seen if cell[0] == CostPart("draft", "dflash")]
     assert {k for _, _, k in probed} == {4}, "one width says it all"
@@ -95,7 +95,7 @@ def test_times_never_fall_with_k():
     table = measure(machine.probe, MTP, clock=machine.clock)
     for batch in (1, 2, 5, 16, 40):
         curve = table.curve("mtp", batch, 700)
-        assert len(curve) == WIDTH and all(a <= b for a, b in itertools.pairwise(curve))
+        assert len(curve) == CURVE_LENGTH and all(a <= b for a, b in itertools.pairwise(curve))
 
 
 class Shared(Machine):
@@ -117,7 +117,7 @@ def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one(al
     quiet, busy = Machine(), Shared()
     table = measure(quiet.probe, MTP, ProbeGrid((1,), (256,)), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
     beside = measure(busy.probe, MTP, ProbeGrid((1,), (256,)), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
-    off = max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(WIDTH))
+    off = max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(CURVE_LENGTH))
     assert off > 0.5 if alone else off < 0.03
 
 
@@ -166,9 +166,9 @@ def test_a_wrong_cell_is_corrected_by_contrast():
 def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
     true = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
     times = true.curve("mtp", 1, 100)
-    verify = [true.verify(1, k, 100) for k in range(WIDTH)]
+    verify = [true.verify(1, k, 100) for k in range(CURVE_LENGTH)]
     verify[4] *= 3.0
-    table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(WIDTH)]}})
+    table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(CURVE_LENGTH)]}})
     rng = random.Random(0)
     for i in range(300):
         k = (3, 4)[i % 2]
@@ -177,13 +177,13 @@ def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
     assert got[4] / got[3] == pytest.approx(times[4] / times[3], rel=0.15)
 
 
-@pytest.mark.parametrize("wrong", [(4, 4), (1, WIDTH)], ids=["K = 4", "every draft"])
+@pytest.mark.parametrize("wrong", [(4, 4), (1, CURVE_LENGTH)], ids=["K = 4", "every draft"])
 def test_choices_recover_from_a_table_measured_at_a_bad_moment(wrong):
     """The controller itself decides what is tried. After the first prompts it must be near the speed of the right
     table."""
     true = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
-    verify = [true.verify(1, k, 100) * (3.0 if wrong[0] <= k <= wrong[1] else 1.0) for k in range(WIDTH)]
-    table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(WIDTH)]}})
+    verify = [true.verify(1, k, 100) * (3.0 if wrong[0] <= k <= wrong[1] else 1.0) for k in range(CURVE_LENGTH)]
+    table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(CURVE_LENGTH)]}})
     traces = synthetic(40, 5, easiness=(0.55, 0.9), confident=True)
     late = [trace.id for trace in traces[20:]]
     ours = replay(traces, Controller(table, ("mtp",)), true, noise=0.1)
@@ -229,7 +229,7 @@ def test_a_stored_table_without_a_drafter_is_checked_too(whole):
 
 def test_a_table_or_a_clock_of_zeros_is_measured_again():
     machine = Machine()
-    assert not agrees(CostTable({(1, 0): [0.0] * WIDTH}, {}), machine.probe, None, 256, clock=machine.clock)
+    assert not agrees(CostTable({(1, 0): [0.0] * CURVE_LENGTH}, {}), machine.probe, None, 256, clock=machine.clock)
     assert not agrees(CostTable.linear(5e-3, 1e-3), machine.probe, None, 256, clock=lambda: 0.0)
 
 
@@ -244,7 +244,9 @@ def test_one_interrupted_step_moves_nothing_much():
 
 def test_kept_tables_are_only_used_for_the_same_machine_model_and_version(tmp_path):
     key = CostKey(machine_name(), "model", "1")
-    table = CostTable({(1, 0): [1.0 + k for k in range(WIDTH)]}, {"mtp": {1: [0.1 * k for k in range(WIDTH)]}}, key=key)
+    table = CostTable(
+        {(1, 0): [1.0 + k for k in range(CURVE_LENGTH)]}, {"mtp": {1: [0.1 * k for k in range(CURVE_LENGTH)]}}, key=key
+    )
     table.save(tmp_path / "a" / "cost.json")
     again = CostTable.load(tmp_path / "a" / "cost.json", key)
     assert again is not None and again.to_json() == table.to_json()

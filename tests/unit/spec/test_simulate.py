@@ -23,7 +23,7 @@ from outrider.spec.acceptance_profile import measure as measure_card
 from outrider.spec.acceptance_profile import read as read_card
 from outrider.spec.acceptance_profile import write as write_card
 from outrider.spec.controller import Controller
-from outrider.spec.cost import WIDTH, CostTable
+from outrider.spec.cost import CURVE_LENGTH, CostTable
 from outrider.spec.plan import DraftContext
 from outrider.types import OutriderError
 
@@ -139,8 +139,8 @@ MEASURED = (3.15, 3.55, 4.05, 4.65, 5.15, 5.95, 6.65, 7.55, 8.75)  # ms: two CPU
 
 
 def measured(first: float = 0.55, further: float = 0.3) -> CostTable:
-    rows = [*MEASURED, *(MEASURED[-1] + 0.95 * (k + 1) for k in range(WIDTH - len(MEASURED)))]
-    draft = [0.0, *(first + further * k for k in range(WIDTH - 1))]
+    rows = [*MEASURED, *(MEASURED[-1] + 0.95 * (k + 1) for k in range(CURVE_LENGTH - len(MEASURED)))]
+    draft = [0.0, *(first + further * k for k in range(CURVE_LENGTH - 1))]
     return CostTable({(1, 256): [t / 1e3 for t in rows]}, {"mtp": {1: [t / 1e3 for t in draft]}})
 
 

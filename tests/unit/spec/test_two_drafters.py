@@ -7,16 +7,16 @@ from collections import Counter
 import pytest
 
 from outrider.spec.controller import Controller
-from outrider.spec.cost import WIDTH, CostTable
+from outrider.spec.cost import CURVE_LENGTH, CostTable
 from outrider.spec.plan import DraftContext
 
 NAMES = ("mtp", "dflash", "ngram")
-VERIFY = {(b, c): [10e-3 + 1e-4 * b * (k + 1) for k in range(WIDTH)] for b in (1, 4) for c in (0, 4096)}
+VERIFY = {(b, c): [10e-3 + 1e-4 * b * (k + 1) for k in range(CURVE_LENGTH)] for b in (1, 4) for c in (0, 4096)}
 
 
 def table(per_token: float, per_pass: float) -> CostTable:
     """An MTP drafter takes `per_token` for each token, a block drafter `per_pass` whatever K."""
-    mtp, block = [per_token * k for k in range(WIDTH)], [0.0, *[per_pass] * (WIDTH - 1)]
+    mtp, block = [per_token * k for k in range(CURVE_LENGTH)], [0.0, *[per_pass] * (CURVE_LENGTH - 1)]
     return CostTable(VERIFY, {"mtp": {1: mtp, 4: mtp}, "dflash": {1: block, 4: block}})
 
 
