@@ -89,14 +89,13 @@ def mtp_drafter(model: Any, variant: str, clustered: bool = False, seed: int = 1
 
 
 def tiny_engine(
-    variant: str = "llama", drafter: Any = None, names: tuple[str, ...] = ("ngram",), verify: str = "coupled",
-    k: int | None = 4,
+    variant: str = "llama", drafter: Any = None, names: tuple[str, ...] = ("ngram",), k: int | None = 4,
     model: Any = None, kv: torch.dtype = torch.float32, **config: Any,
 ) -> Engine:  # fmt: skip
     model = model or tiny_model(variant)
     settings = EngineConfig(**{"max_batch": 8, "max_context": 512, "page_size": 4, "prefill_chunk": 16, **config})
     names = (drafter.name, *names) if drafter is not None else names
-    return Engine(model, None, settings, SpecConfig(k, verify), drafter, Controller(CostTable(), names), KVOptions(kv))  # type: ignore[arg-type]
+    return Engine(model, None, settings, SpecConfig(k), drafter, Controller(CostTable(), names), KVOptions(kv))
 
 
 def run_joining(

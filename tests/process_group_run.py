@@ -74,7 +74,7 @@ def engine(case: dict[str, Any], team: ProcessGroup, graphs: bool) -> Engine:
         target,
         None,
         settings,
-        SpecConfig(4, "coupled"),
+        SpecConfig(4),
         drafter,
         Controller(CostTable(), names),
         KVOptions(ops.kv_dtype(torch.float32, "auto")),

@@ -57,7 +57,7 @@ def batch_of(rig: Rig, seqs: list[SeqCache], contexts: int | list[int], params: 
     features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)
     sampling = sampling_batch(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
     last = (each * 7919 + 11) % rig.config.vocab_size
-    return DraftBatch([""] * n, [[]] * n, last, length, features, kv, sampling, False, rig.ops, rig.config.vocab_size)
+    return DraftBatch([""] * n, [[]] * n, last, length, features, kv, sampling, rig.ops)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from .types import MAX_DRAFT, OutriderError
 
-Verify = Literal["coupled", "rejection", "block"]
 KvDtype = Literal["auto", "int8", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
 # Names that users of other engines know, and ours.
@@ -85,17 +84,13 @@ class EngineConfig:
 @dataclass(frozen=True)
 class SpecConfig:
     draft_tokens: int | None = None  # None: the controller chooses K every cycle
-    verify: Verify = "coupled"
     tree: int | None = None  # maximum tokens per draft tree; 0: chains only; None: trees where they pay
 
     def __post_init__(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft_tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
-        known("verify", self.verify, Verify)
         if self.tree and not 2 <= self.tree <= MAX_DRAFT:  # a tree of one token is a chain, which is 0
             raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {self.tree}")
-        if self.tree and self.verify != "coupled":
-            raise OutriderError(f"trees are for the coupled verifier; {self.verify} keeps lines: leave tree out")
 
 
 @dataclass(frozen=True)
@@ -115,9 +110,6 @@ class LoadSettings:
     tree: Annotated[int | str | None, "Maximum tokens per draft tree, 2..16; off: chains; auto: where it pays."] = (
         "auto"
     )
-    verify: Annotated[
-        Verify, "coupled: same seed, same text as without drafts | rejection, block: the same distribution only."
-    ] = "coupled"
     device: Annotated[str | None, "cpu or cuda. Default: cuda where there is one."] = None
     dtype: Annotated[
         str | None, "Of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32."
@@ -200,7 +192,7 @@ class LoadSettings:
 
     @property
     def spec(self) -> SpecConfig:
-        return SpecConfig(parse_draft_tokens(self.draft_tokens), self.verify, parse_tree(self.tree))
+        return SpecConfig(parse_draft_tokens(self.draft_tokens), parse_tree(self.tree))
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> LoadSettings:

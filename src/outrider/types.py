@@ -209,13 +209,11 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens [B, K], of which the first `lengths[b]` are valid. `q` [B, K, V] is the distribution each token was
-    drawn from, or None if it was drawn with the shared noise or is a point mass. Each token follows the one before it,
-    or its parent in the sequence's tree."""
+    """Draft tokens [B, K], of which the first `lengths[b]` are valid. Each token follows the one before it, or its
+    parent in the sequence's tree."""
 
     tokens: Tensor  # int64 [B, K]
     lengths: Tensor  # int64 [B]
-    q: Tensor | None = None
     confidence: Tensor | None = None  # [B, K] the drafter's own probability of each token
     trees: Sequence[DraftTree] | None = None  # [B]
 

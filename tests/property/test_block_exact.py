@@ -159,15 +159,6 @@ def test_joining_and_leaving(folder: Path, layout: str, variant: str, asked: lis
     assert engine.metrics.drafter_failures == 0
 
 
-@pytest.mark.parametrize("verify", ["rejection", "block"])
-@pytest.mark.parametrize("layout", KINDS)
-def test_other_verifiers_keep_greedy_texts(folder: Path, layout: str, verify: str) -> None:
-    engine = tiny_engine("llama", audited(folder, layout, "llama"), names=(), verify=verify, model=MODELS["llama"])
-    jobs = [request("a", PROMPT, k=4), request("b", PROMPT[4:], k=3, temperature=1.0, seed=3)]
-    assert run(engine, jobs)["a"] == plain("llama", jobs[:1])["a"]
-    assert engine.metrics.drafted > 0 and engine.metrics.drafter_failures == 0
-
-
 @pytest.mark.parametrize("layout", KINDS)
 def test_confidence_ends_drafts(folder: Path, layout: str) -> None:
     """Trust in no confidence: a token that falls below `drop` is left out, one below `stop` is the last; trust in all:

@@ -5,12 +5,11 @@
 2. Identity: plain decoding against every drafter and K, greedy and sampled: the same tokens or the first difference,
    with the gap between the two candidates' log-probabilities there.
 3. Whole answers: log-probabilities, text, finish reason and counts of answers that end at a stop string are the same.
-4. The rejection verifiers draw from the target's distribution: chi-square tests on real logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,15 +18,13 @@ from torch import Tensor
 from ..cache.store import KVStore, SeqCache
 from ..llm import LLM, Completion
 from ..spec.protocols import Target
-from ..spec.rejection import verify_block, verify_rejection
-from ..types import MAX_DRAFT, Draft, SamplingParams, Verdict
+from ..types import MAX_DRAFT, SamplingParams
 
 BATCH = 8
 COMPARED = {
     "row invariance": "logits of a position computed alone, in blocks and in a batch, bit for bit",
     "identity": "tokens of plain decoding with those of every drafter and K",
     "whole answers": "text, log-probabilities, stop strings and counts of plain and drafted answers",
-    "distribution": "draws of the rejection verifiers with the target's probabilities (chi-square)",
 }
 
 
@@ -57,7 +54,6 @@ def prove(
                     yield identity(llm, some, plain, params, drafter, 4, tree=MAX_DRAFT)
             yield identity(llm, some, plain, params, None, None)
         yield from answers(llm, prompts[:BATCH], cases[0][0], ks)
-    yield from chi_square(llm, prompts, seed)
 
 
 # ---- 1
@@ -201,44 +197,3 @@ def _parts(answer: Completion) -> dict[str, object]:
         "finish reasons": answer.finish_reason,
         "counts": (answer.stats.new_tokens, len(answer.kinds or ())),
     }
-
-
-# ---- 4
-def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[ProofResult]:
-    """First emitted token of the rejection verifiers, K = 1, target p and a wrong but plausible q from real logits."""
-    tokens = (
-        prompts[0]
-        + llm.generate(prompts[0], SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[
-            0
-        ].token_ids
-    )
-    logits = block_logits(llm, [tokens], [len(prompts[0])], MAX_DRAFT + 1)[0].double().cpu()  # [17, V]
-    generator = torch.Generator().manual_seed(seed)
-    cases = [(1.0, int(logits.softmax(-1).max(-1).values.argmin())), (1.5, 3)]
-    rules: list[tuple[str, Callable[[Tensor, Draft, Tensor, Tensor], Verdict]]] = [
-        ("rejection", verify_rejection),
-        ("block", verify_block),
-    ]
-    for name, rule in rules:
-        for temperature, row in cases:
-            top = (logits[row] / temperature).topk(64)
-            p = top.values.softmax(-1)  # [64]: the support that top-k = 64 leaves
-            q = (logits[(row + 1) % len(logits)][top.indices] / 2 + top.values / 2).softmax(-1)
-            u = torch.rand((draws, 1), generator=generator, dtype=torch.float64)
-            noise = -torch.log(-torch.log(torch.rand((draws, 64), generator=generator, dtype=torch.float64)))
-            drawn = torch.multinomial(q, draws, replacement=True, generator=generator)[:, None]
-            draft = Draft(drawn, torch.ones(draws, dtype=torch.int64), q.expand(draws, 1, 64))
-            verdict = rule(p.expand(draws, 2, 64), draft, u, noise)
-            statistic, freedom = pearson(torch.bincount(verdict.tokens[:, 0], minlength=64).double(), p * draws)
-            limit = freedom + 5.0 * (2 * freedom) ** 0.5  # five standard deviations of the chi-square law
-            detail = f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}"
-            yield ProofResult("distribution", f"{name}, T = {temperature}, {draws} draws", statistic < limit, detail)
-
-
-def pearson(seen: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Pearson's statistic with cells below 5 expected draws pooled."""
-    big = expected >= 5
-    seen = torch.cat((seen[big], seen[~big].sum()[None]))
-    expected = torch.cat((expected[big], expected[~big].sum()[None]))
-    keep = expected > 0
-    return float(((seen - expected)[keep] ** 2 / expected[keep]).sum()), max(1, int(keep.sum()) - 1)

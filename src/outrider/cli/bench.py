@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..bench.harness import BenchSettings, Contestant
     from ..bench.report import Row
 
-LOADED = ("verify", "dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
+LOADED = ("dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class BenchOptions:
     as_json: common.AsJson = False
 
 
-@common.loading("verify", *common.MACHINE, *common.ROOM)
+@common.loading(*common.MACHINE, *common.ROOM)
 @common.taking(BenchOptions)
 def bench(asked: BenchOptions, load: LoadSettings) -> None:
     """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are
@@ -117,10 +117,10 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
                     progress("bench", done, count, f"{cell.category} · {cell.contestant}")
 
             harness.run(contestants, prompts, settings, store, tick)
-    _report(asked.output, settings, asked.as_json, load.verify)
+    _report(asked.output, settings, asked.as_json)
 
 
-def _report(output: Path, settings: BenchSettings, as_json: bool, verify: str) -> None:
+def _report(output: Path, settings: BenchSettings, as_json: bool) -> None:
     """Prints a run's results, and writes them as a page."""
     from ..bench import harness, report
 
@@ -128,21 +128,21 @@ def _report(output: Path, settings: BenchSettings, as_json: bool, verify: str) -
     (output / "report.html").write_text(report.html(asdict(settings), rows, common.command_line()), encoding="utf-8")
     if as_json:
         print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows]}))
-        _verdict(rows, verify)
+        _verdict(rows)
         return
     for at in sorted({(r.temperature, r.batch) for r in rows}):
         # a pipe's 80 columns are too few
         Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))
     out.print(f"report: {output / 'report.html'}")
-    _verdict(rows, verify)
+    _verdict(rows)
 
 
-def _verdict(rows: list[Row], verify: str) -> None:
+def _verdict(rows: list[Row]) -> None:
     from ..bench.harness import PLAIN
 
     ours = [r for r in rows if r.contestant != PLAIN and "/" in r.contestant and r.category == "all"]
     wrong = [(r.contestant, r.identical) for r in ours if r.identical is not None and r.identical < 1.0]
-    if verify == "coupled" and wrong:
+    if wrong:
         name, same = wrong[0]
         share = 100 * (1 - same)
         raise OutriderError(f"{name} gave another text than plain decoding on {share:.1f} % of prompts: a bug")

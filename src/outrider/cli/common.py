@@ -92,7 +92,7 @@ def needs(who: str, extra: str) -> Iterator[None]:
         raise OutriderError(f"{who} {e.name}: pip install 'outrider[{extra}]'") from None
 
 
-DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
+DRAFTING = ("drafter", "draft_tokens", "tree")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "quantize_drafter", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
 IMAGES = ("vision", "image_tokens", "max_images", "max_image_pixels")

@@ -19,7 +19,6 @@ from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch, accept
 from ..spec.drafter import Drafter
 from ..spec.protocols import Target
-from ..spec.rejection import randomness
 from ..types import Draft, KVPages, KVView, Verdict
 
 
@@ -55,6 +54,14 @@ class Rows:
         """[B, K + 1] -> [R]"""
         return grid.reshape(-1) if self.even else grid[self.seq, self.offset]
 
+    def grid(self, flat: Tensor) -> Tensor:
+        """[R] -> [B, K + 1]; padding of shorter sequences is 0."""
+        if self.even:
+            return flat.view(-1, self.k + 1)
+        grid = flat.new_zeros((self.limit.shape[0], self.k + 1))
+        grid[self.seq, self.offset] = flat
+        return grid
+
     def positions(self, length: Tensor) -> Tensor:
         """[R]: the position of each row's token."""
         if not self.k:
@@ -74,7 +81,7 @@ class CycleInput:
     ops: Backend
     max_context: int  # host bound of length + K + 1
     masks: Callable[[Tensor], Tensor | None] | None = None  # drafts [B, K] -> grammar masks bool [R, V]
-    tree: TreeRows | None = None  # where drafts branch (coupled choosing only); None: drafts are chains
+    tree: TreeRows | None = None  # where drafts branch; None: drafts are chains
 
     @property
     def positions(self) -> Tensor:
@@ -100,7 +107,6 @@ def cycle(
     model: Target,
     pages: KVPages,
     draft: Draft | None,
-    verify: Callable[[Tensor, Draft, CycleInput], Verdict],
     drafter: Drafter | None,
     x: CycleInput,
     override: Callable[[Verdict, Draft, Tensor], Verdict] | None = None,
@@ -147,11 +153,11 @@ def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
 
 def cut(draft: Draft, k: int) -> Draft:
     """At most k tokens per sequence."""
-    q, sure = (None if t is None else t[:, :k] for t in (draft.q, draft.confidence))
-    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), q, sure, draft.trees)
+    sure = None if draft.confidence is None else draft.confidence[:, :k]
+    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), sure, draft.trees)
 
 
-def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
+def verify(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     """The target chooses at every row with noise that depends on (seed, position) alone; a draft token is accepted if
     it equals the choice. In a tree (SpecInfer, Miao et al. 2023) a row sees its own ancestors alone, as in plain
     decoding; the accepted path starts at row 0 and continues to the child that holds the choice, while there is one."""
@@ -171,28 +177,7 @@ def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     if not rows.k:
         none = torch.zeros_like(x.position)
         return Verdict(none, chosen[:, None], none + 1)
-    return accept(spread(chosen, rows, x.position.shape[0]), draft)
-
-
-def verify_drawn(
-    rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], logits: Tensor, draft: Draft, x: CycleInput
-) -> Verdict:
-    """Verification by spec.rejection: it keeps the target's distribution, not its text."""
-    rows, sampling = x.rows, x.sampling
-    mask = x.masks(draft.tokens) if x.masks is not None else None
-    z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask, ops=x.ops)
-    p = spread(sampling.probs(z, rows.seq), rows, x.position.shape[0])  # [B, K + 1, V]
-    u, noise = randomness(sampling.seed, x.position + 1, rows.k, p.shape[-1])
-    return rule(p, draft, u, noise)
-
-
-def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
-    """[R, ...] -> [B, K + 1, ...]; padding of shorter sequences is 0."""
-    if rows.even:
-        return flat.view(batch, rows.k + 1, *flat.shape[1:])
-    grid = flat.new_zeros((batch, rows.k + 1, *flat.shape[1:]))
-    grid[rows.seq, rows.offset] = flat
-    return grid
+    return accept(rows.grid(chosen), draft)
 
 
 def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:

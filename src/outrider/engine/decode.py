@@ -20,7 +20,7 @@ from ..spec.drafter import DraftBatch, Drafter
 from ..spec.protocols import Target
 from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
-from .cycle import CycleInput, Rows, cycle, verify_coupled
+from .cycle import CycleInput, Rows, cycle
 
 # the host's tokens for one sequence: a draft, and before it as many tokens as the step in flight may add
 KNOWN = 2 * MAX_DRAFT + 1
@@ -162,9 +162,8 @@ class DecodeStep:
         drafter = self.drafter.member(key.drafter)
         kv = pages.view(length - 1, self.each, self.each_start, 1, key.context)
         features = self.drafter.features_of(drafter, self.state.features.index_select(0, self.slots))
-        vocab = self.model.config.vocab_size
         nothing: list[list[int]] = [[]] * b
-        batch = DraftBatch([""] * b, nothing, last, length, features, kv, sampling, False, self.model.ops, vocab)
+        batch = DraftBatch([""] * b, nothing, last, length, features, kv, sampling, self.model.ops)
         if key.nodes:
             return drafter.build_fixed_tree(batch, k, key.nodes)
         tokens = drafter.propose(batch, k).tokens
@@ -189,7 +188,7 @@ class DecodeStep:
         draft = self._guess(last, length, pages, sampling) if k else None
         if isinstance(draft, TreeRows):
             x.tree, draft = draft, Draft(draft.tokens, self.limit)
-        done = cycle(model, pages, draft, verify_coupled, drafter, x, self.override)
+        done = cycle(model, pages, draft, drafter, x, self.override)
         verdict, told = done.verdict, [done.verdict.tokens]
         if drafter is not None and drafter.kv_specs:
             drafter.extend(done.streams, done.kv, done.following)

@@ -93,11 +93,11 @@ class DraftPolicy:
 
     def _nodes(self, seq: Seq, widest: int) -> int:
         """Maximum number of tokens of a tree now; 0: drafts stay chains, as they do if a row could have other bits in a
-        tree (the backend says), or if verification is not coupled. Trees that were not requested must also be fast (the
+        tree (the backend says). Trees that were not requested must also be fast (the
         executor says) and pay: on a CPU runner-ups gain 14 to 21 % where tokens are drawn, and nothing to greedy
         decoding (docs/drafting.md); on a GPU rows cost little."""
         asked, params = self._tree(seq), seq.request.params
-        if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
+        if not self.can.trees or seq.request.drafter == "ngram":
             return 0
         if asked is None:
             pays = not params.processed if self.graphs else params.temperature_only and params.temperature >= GREEDY_EPS

@@ -1,41 +1,32 @@
-"""The eager executor: runs a step operation by operation. It defines the result and supports every request, drafter and
-verifier.
+"""The eager executor: runs a step operation by operation. It defines the result and supports every request and drafter.
 
-A drafter that fails (raises, or returns ids outside the vocabulary or non-finite numbers) loses its draft and never
-changes the output: it is switched off for the requests concerned.
+A drafter that fails (raises, or returns ids outside the vocabulary) loses its draft and never changes the output: it is
+switched off for the requests concerned.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..config import Verify
 from ..ops.backend import DraftResult
 from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftBatch, Drafter
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
-from ..spec.rejection import verify_block, verify_rejection
 from ..spec.slot_sampling import sampling_batch
 from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
-from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
+from .cycle import CycleInput, Rows, cut, cycle, logprobs
 from .grammar import unpacked
 from .metrics import Metrics
 from .model_runner import ModelRunner, switch_off
 from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
 
 log = logging.getLogger("outrider")
-VERIFIERS: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
-    "coupled": verify_coupled,
-    "rejection": partial(verify_drawn, verify_rejection),
-    "block": partial(verify_drawn, verify_block),
-}
 
 
 def confidences(row: list[float]) -> list[float] | None:
@@ -50,8 +41,8 @@ class EagerExecutor(Executor):
 
     name = "eager"
 
-    def __init__(self, runner: ModelRunner, verify: Verify, metrics: Metrics):
-        self.runner, self.verify, self.own_noise, self.metrics = runner, VERIFIERS[verify], verify != "coupled", metrics
+    def __init__(self, runner: ModelRunner, metrics: Metrics):
+        self.runner, self.metrics = runner, metrics
 
     def plan(self, batch: StepBatch) -> Plan:
         return Plan(batch)
@@ -98,7 +89,7 @@ class EagerExecutor(Executor):
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
         model = runner.model_for([s.adapter for s in seqs], [k + 1 for k in widths])
-        out = cycle(model, pages, draft if x.rows.k else None, self.verify, runner.drafter, x)
+        out = cycle(model, pages, draft if x.rows.k else None, runner.drafter, x)
         runner.features.index_copy_(0, x.slots, out.features)
         if runner.drafter is not None and runner.drafter.kv_specs:
             runner.extend(scheduled, out.streams, out.kv, out.following)
@@ -173,7 +164,6 @@ class EagerExecutor(Executor):
             made.append((rest, draft))
         tokens = torch.zeros((len(scheduled), k), dtype=torch.int64, device=device)
         lengths = torch.zeros(len(scheduled), dtype=torch.int64, device=device)
-        q: Tensor | None = None
         confidence: Tensor | None = None
         trees: list[DraftTree] | None = None
         for i, item in enumerate(scheduled):
@@ -185,10 +175,6 @@ class EagerExecutor(Executor):
             width = draft.tokens.shape[1]
             tokens[at, :width] = draft.tokens
             lengths[at] = torch.minimum(draft.lengths, x.rows.limit[at]).clamp(min=0)
-            if draft.q is not None:
-                q = torch.zeros((len(scheduled), k, draft.q.shape[-1]), dtype=draft.q.dtype, device=device)
-                q.scatter_(2, tokens[:, :, None], 1.0)  # the others are point masses
-                q[at, :width] = draft.q
             if draft.confidence is not None:
                 if confidence is None:
                     confidence = torch.full((len(scheduled), k), -1.0, device=device)
@@ -200,7 +186,7 @@ class EagerExecutor(Executor):
                     trees[i] = tree
         if trees is not None:
             trees = [tree if tree.tokens else DraftTree(row, range(k)) for row, tree in zip(tokens.tolist(), trees)]
-        return Draft(tokens, lengths, q, confidence, trees)
+        return Draft(tokens, lengths, confidence, trees)
 
     @torch.inference_mode()
     def drafts(self, batch: StepBatch, sampling: SamplingBatch, apart: str | None) -> dict[int, DraftResult]:
@@ -225,8 +211,6 @@ class EagerExecutor(Executor):
             k = min(draft.tokens.shape[1], max(item.plan.max_drafted for item in scheduled))
         if draft.tokens.shape != (size, k):
             raise ValueError(f"draft of shape {tuple(draft.tokens.shape)}")
-        if draft.q is not None and not bool(torch.isfinite(draft.q).all()):
-            raise ValueError("probabilities are not finite")
         if not bool(((draft.tokens >= 0) & (draft.tokens < self.runner.vocab)).all()):
             raise ValueError("token ids outside the vocabulary")
         return draft
@@ -242,8 +226,7 @@ class EagerExecutor(Executor):
             x = replace(x, slots=x.slots[at], last=x.last[at], position=x.position[at], sampling=x.sampling.select(at))
         ids, tokens = [item.seq.id for item in scheduled], [item.seq.tokens for item in scheduled]
         batch = self._draft_batch(drafter, ids, tokens, x)
-        if not self.own_noise:
-            batch.plans, batch.trust = [item.plan for item in scheduled], trust.get(drafter.name)
+        batch.plans, batch.trust = [item.plan for item in scheduled], trust.get(drafter.name)
         return drafter.propose(batch, max(item.plan.k for item in scheduled))
 
     def _draft_batch(
@@ -252,8 +235,8 @@ class EagerExecutor(Executor):
         runner, (each, start) = self.runner, (torch.arange(n, device=x.slots.device) for n in (len(ids), len(ids) + 1))
         kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, x.max_context)
         assert runner.drafter is not None
-        features, vocab = runner.drafter.features_of(drafter, runner.features[x.slots]), runner.vocab
-        return DraftBatch(ids, tokens, x.last, x.position, features, kv, x.sampling, self.own_noise, x.ops, vocab)
+        features = runner.drafter.features_of(drafter, runner.features[x.slots])
+        return DraftBatch(ids, tokens, x.last, x.position, features, kv, x.sampling, x.ops)
 
     # ---- timing
     @torch.inference_mode()
@@ -268,7 +251,7 @@ class EagerExecutor(Executor):
             draft = Draft(last[:, None].expand(batch, k), torch.full_like(position, k)) if k else None
             runner.store.flush()
             pages = runner.store.pages_of(slots, x.max_context)
-            out = cycle(runner.model, pages, draft, verify_coupled, drafter, x)
+            out = cycle(runner.model, pages, draft, drafter, x)
             out.verdict.tokens.tolist()  # waits for the device
             return
         assert drafter is not None

@@ -122,17 +122,16 @@ class Engine:
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one supports everything."""
         runner, drafter, made = self.runner, self.drafter, list[Executor]()
-        if self.spec.verify == "coupled":
-            if self.graphs and (drafter is None or drafter.in_graph):
-                widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
-                made.append(GraphExecutor(runner, self.can, self.kv_budget.pass_rows, widths))
-            net = drafter.net if drafter is not None else None
-            cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
-            if cycle is not None and not made:
-                made.append(HostExecutor(runner, cycle, self._metrics))
+        if self.graphs and (drafter is None or drafter.in_graph):
+            widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
+            made.append(GraphExecutor(runner, self.can, self.kv_budget.pass_rows, widths))
+        net = drafter.net if drafter is not None else None
+        cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
+        if cycle is not None and not made:
+            made.append(HostExecutor(runner, cycle, self._metrics))
         if drafter is not None and drafter.kv_specs and not made:
             log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
-        return [*made, EagerExecutor(runner, self.spec.verify, self._metrics)]
+        return [*made, EagerExecutor(runner, self._metrics)]
 
     def serve(self) -> str:
         """Prepare for serving, where requests come at any moment and every step delays all of them: memory is allocated

@@ -38,7 +38,7 @@ class HostExecutor(Executor):
         drafter = runner.drafter
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
         # it drafts operation by operation, and reads every pass
-        self.eager = EagerExecutor(runner, "coupled", metrics) if drafter is not None and drafter.kv_specs else None
+        self.eager = EagerExecutor(runner, metrics) if drafter is not None and drafter.kv_specs else None
         members = drafter.members if drafter is not None else ()
         # the drafter whose rounds are part of the call
         self.inside = next((one.name for one in members if one.net is not None and cycle.drafts), None)

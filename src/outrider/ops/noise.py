@@ -26,11 +26,6 @@ def token_hash(token: Tensor) -> Tensor:
     return mix32((token + 0x85EBCA6B) & 0xFFFFFFFF)
 
 
-def uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """In (0, 1), float32, exact multiples of 2^-24: 23 bits, because a 24th would round the largest value up to 1."""
-    return ((noise_bits(seed, position, token) >> 9).float() + 0.5) * (1.0 / (1 << 23))
-
-
 def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
     """Finite Gumbel noise, float32: -log(E), E = -log(1 - u), u from all 32 bits. Float32 is dense near u = 0, where E
     is small and the token wins, so that tokens of probability 1e-9 are still drawn at their rate. (A kernel without

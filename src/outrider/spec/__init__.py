@@ -1,1 +1,1 @@
-"""Speculative decoding: drafters, verification (choose, rejection) and the choice of K (controller, cost)."""
+"""Speculative decoding: drafters, verification (choose) and the choice of K (controller, cost)."""

@@ -13,6 +13,7 @@ also by the node's own token. Drafts never change the output: the target decides
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +57,7 @@ class BlockDrafter(Drafter):
             return build_tree(batch, wide, self._by_slot(batch, wide, heads), heads)
         if batch.plans is None:
             made = self._drafted(batch, wide)
-            more, q = k - wide, made.q
-            tokens = made.tokens if not more else F.pad(made.tokens, (0, more))
-            return Draft(tokens, made.lengths, q if q is None or not more else F.pad(q, (0, 0, 0, more)))
+            return made if k == wide else replace(made, tokens=F.pad(made.tokens, (0, k - wide)))
         size = len(batch.ids)
         sure: list[Tensor] = []  # by step, if there is a confidence head
         columns: Tensor | None = None  # ids of the columns of the last logits [B, N]
@@ -102,7 +101,7 @@ class BlockDrafter(Drafter):
 
     def _drafted(self, batch: DraftBatch, wide: int) -> Draft:
         """All tokens of a draft; independent ones are chosen at once."""
-        if batch.own_noise or self.config.kind in ("eagle3", "dflash2") or self.config.markov_rank:
+        if self.config.kind in ("eagle3", "dflash2") or self.config.markov_rank:
             return draft_round(batch, wide, self._score(batch, wide, None))
         size, sampling, device = batch.last.shape[0], batch.sampling, batch.last.device
         hidden = self._slots(batch, wide)

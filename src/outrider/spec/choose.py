@@ -35,8 +35,6 @@ ANY = -2  # in a bad word's prefix: matches any token
 MASS = float(1 << 40)  # fixed point of top-p; 2^40 · V stays below 2^63
 HEAD = 256  # candidates tried before sorting the whole vocabulary (CPU, top-p without top-k)
 GUESS_HEAD = 512  # candidates of a drafter's filter: a draft need not be exact
-DRAFT_SALT, VERIFY_SALT = 0x6A09E667F3BCC909, 0x3C6EF372FE94F82B  # separate streams for rejection's randomness
-STREAM = 0x1E3779B97F4A7C15  # odd: one stream per start position
 
 
 @dataclass
@@ -217,24 +215,6 @@ class SamplingBatch:
             logits,
         )
 
-    def draw(
-        self, logits: Tensor, position: Tensor, start: Tensor, ops: Backend, vocab: int, token_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """For rejection: tokens [B] drawn from q, and q [B, V] itself (a point mass where greedy). `start` [B] is the
-        first position of the block: see `stream`."""
-        z = self.apply_temperature(logits.float())
-        best = ops.gumbel_argmax(z, stream(self.seed, start, DRAFT_SALT), position, token_ids, self.sampled)
-        mass = torch.where(self.sampled[:, None], z.softmax(-1), torch.zeros_like(z).scatter(1, best[:, None], 1.0))
-        if token_ids is None:
-            return best, mass
-        q = torch.zeros(z.shape[0], vocab, dtype=mass.dtype, device=z.device).scatter_add(1, token_ids, mass)
-        return token_ids.gather(1, best[:, None])[:, 0], q
-
-    def probs(self, z: Tensor, row_seq: Tensor) -> Tensor:
-        """p [R, V]: the distribution of each row's token; a point mass where greedy."""
-        point = torch.zeros_like(z).scatter_(1, z.argmax(-1, keepdim=True), 1.0)
-        return torch.where(self.sampled[row_seq][:, None], z.softmax(-1), point) if self.any_sampled else point
-
     # ---- the pieces of process ------------------------------------------------------------------------------------
     @staticmethod
     def _penalise(z: Tensor, pen: Penalties, row_seq: Tensor, row_offset: Tensor, lines: Tensor) -> Tensor:
@@ -298,15 +278,9 @@ class SamplingBatch:
 
 
 def accept(chosen: Tensor, draft: Draft) -> Verdict:
-    """Coupled acceptance: `chosen` [B, K+1] are the target's own tokens; drafts count while they equal them."""
+    """`chosen` [B, K+1] are the target's own tokens; drafts count while they equal them."""
     width = draft.tokens.shape[1]
     real = torch.arange(width, device=chosen.device) < draft.lengths[:, None]
     right = (draft.tokens == chosen[:, :width]) & real
     accepted = right.to(torch.int64).cumprod(1).sum(1)
     return Verdict(accepted, chosen, accepted + 1)
-
-
-def stream(seed: Tensor, start: Tensor, salt: int) -> Tensor:
-    """A separate seed [B] for each (seed, block, purpose). Block verification reads the whole block before it cuts it,
-    so a position that is drafted again needs fresh noise: the block's first position is part of the key."""
-    return seed ^ (start * STREAM + salt)

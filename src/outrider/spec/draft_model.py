@@ -6,7 +6,7 @@ needed and freed by `forget`; the pool grows by doubling.
 
 A draft need not be exact, so a draft model is compressed when it is loaded (llm._load_drafter): weights in about four
 bits (`Backend.coarse`), and a head over a shortlist of tokens. Rounds run in one call if the backend supports that
-(`Backend.draft_chain`); requests with filters, and verifiers that sample, run step by step.
+(`Backend.draft_chain`); requests with filters run step by step.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class DraftModel(Drafter):
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        if self.chain is not None and not batch.own_noise and not batch.sampling.any_filter:
+        if self.chain is not None and not batch.sampling.any_filter:
             return self._one_call(batch, k)
         self._remember()
         fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(batch.ids[i], tokens, k)]
@@ -162,12 +162,10 @@ class DraftModel(Drafter):
             return Draft(tokens, torch.zeros_like(batch.position))
         at = torch.tensor(fit, device=batch.last.device)
         drafted = self._steps(batch, fit, at, k)
-
-        def spread(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.new_zeros((len(batch.ids), *t.shape[1:])).index_copy_(0, at, t)
-
         lengths = torch.zeros_like(batch.position).index_copy_(0, at, drafted.lengths)
-        return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, spread(drafted.q), spread(drafted.confidence))
+        assert drafted.confidence is not None
+        confidence = drafted.confidence.new_zeros(tokens.shape).index_copy_(0, at, drafted.confidence)
+        return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, confidence)
 
     def _fits(self, request_id: str, tokens: Sequence[int], k: int) -> bool:
         if self.vocab > (own := self.model.config.vocab_size):
@@ -242,7 +240,7 @@ class DraftModel(Drafter):
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
-        """For the sequences `fit`: k tokens [F, k], and q [F, k, V] if they were sampled."""
+        """For the sequences `fit`: k tokens [F, k]."""
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
@@ -257,10 +255,7 @@ class DraftModel(Drafter):
             view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
             return ids, scores(self.model.forward(token, view).hidden)
 
-        if batch.own_noise:
-            drafted, steps = draft_round(own, k, score), k
-        else:
-            drafted, steps = self._sure(own, k, score, fit, names)
+        drafted, steps = self._sure(own, k, score, fit, names)
         self._last = (tracks, drafted.tokens[:, : steps - 1])
         return drafted
 

@@ -1,8 +1,8 @@
 """The drafter protocol, and the shared loop of draft steps. A drafter reads a batch of sequences and drafts K tokens
 for each.
 
-A draft never changes the output: the target decides. A drafter that raises, or returns ids outside the vocabulary or
-non-finite numbers, is switched off for the requests concerned (`engine.eager`).
+A draft never changes the output: the target decides. A drafter that raises, or returns ids outside the vocabulary, is
+switched off for the requests concerned (`engine.eager`).
 
 Each kind of drafter defines how a token is scored (`Score`). `draft_round` is the shared loop, for benchmarks and for
 drafters whose rounds are not one backend call. Its step is `guess_next`. `train/evaluate.py` runs that step from all
@@ -44,10 +44,7 @@ class DraftBatch:
     features: Tensor  # [B, H·(1 + taps)] the target's hidden state at position L - 2, then the tapped streams
     kv: KVView  # one row per sequence at position L - 2, the last one the target has seen
     sampling: SamplingBatch  # temperature and noise, to guess as the target will choose
-    # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
-    own_noise: bool
     ops: Backend
-    vocab: int
     # [B] where a draft may end itself and how it may branch; None: k tokens each, as a chain. A drafter that does not
     # know its confidence ignores the thresholds, one that knows no trees the nodes.
     plans: Sequence[DraftPlan] | None = None
@@ -173,23 +170,14 @@ def draft_round(
     enough: Callable[[int, Tensor, Tensor], bool] | None = None,
 ) -> Draft:
     """k draft tokens, one after another. Each is chosen as the target will choose (the same noise at the same
-    position), or drawn from its own distribution if `batch.own_noise`, and is the input of the next step. clusters [C,
-    S]: ids of a clustered head. enough(j, guesses, logits): called after every step; if true, the round ends early and
-    fewer tokens are returned."""
+    position) and is the input of the next step. clusters [C, S]: ids of a clustered head. enough(j, guesses, logits):
+    called after every step; if true, the round ends early and fewer tokens are returned."""
     sampling, token = batch.sampling, batch.last
     guesses: list[Tensor] = []
-    laws: list[Tensor] = []
     for j in range(k):
         at = batch.position + 1 + j  # the position the guessed token will have
-        if batch.own_noise:  # drawn from q: candidates may not depend on the noise that draws among them
-            ids, logits = score(j, token, None)
-            token, law = sampling.draw(logits, at, batch.position + 1, batch.ops, batch.vocab, ids)
-            laws.append(law)
-        else:
-            token, logits = guess_next(sampling, at, partial(score, j, token), batch.ops, clusters)
+        token, logits = guess_next(sampling, at, partial(score, j, token), batch.ops, clusters)
         guesses.append(token)
         if enough is not None and enough(j, token, logits):
             break
-    return Draft(
-        torch.stack(guesses, 1), torch.full_like(batch.position, len(guesses)), torch.stack(laws, 1) if laws else None
-    )
+    return Draft(torch.stack(guesses, 1), torch.full_like(batch.position, len(guesses)))

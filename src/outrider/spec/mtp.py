@@ -31,7 +31,7 @@ class MTPDrafter(Drafter):
         sampling = batch.sampling
         if batch.branches:
             return build_tree(batch, k, self.branching(batch))
-        if batch.last.shape[0] > self.model.most or batch.own_noise or sampling.any_filter:
+        if batch.last.shape[0] > self.model.most or sampling.any_filter:
             return draft_round(batch, k, self.score(batch), self.model.cluster_ids)
         end = None
         if batch.plans is not None and batch.trust is not None:

@@ -111,7 +111,7 @@ def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tenso
     width = max(1, max(len(which) for which in picked))
     padded = lambda rows: torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)  # noqa: E731
     lengths = torch.tensor([len(which) for which in picked], device=device)
-    return Draft(padded([tree.tokens for tree in made]), lengths, None, padded(confidence).float(), made)
+    return Draft(padded([tree.tokens for tree in made]), lengths, padded(confidence).float(), made)
 
 
 def build_fixed_tree(

@@ -66,7 +66,6 @@ def test_bad_settings() -> None:
     for make in (
         lambda: SpecConfig(draft_tokens=17),
         lambda: SpecConfig(draft_tokens=-1),
-        lambda: SpecConfig(verify="exact"),  # type: ignore[arg-type]
         lambda: EngineConfig(max_batch=0),
         lambda: EngineConfig(prefill_chunk=33),
         lambda: parse_draft_tokens("many"),

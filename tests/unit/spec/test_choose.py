@@ -198,24 +198,6 @@ def test_lean_is_the_heat_of_a_clusters_luckiest_token():
     assert sampled.cluster_bonus(None, at[:1], OPS) is None and cold.cluster_bonus(clusters, at[:1], OPS) is None
 
 
-def test_draw_gives_the_law_of_its_tokens():
-    params = [SamplingParams(temperature=0.8, top_k=4, seed=3), SamplingParams(seed=4)]
-    batch = sampling_batch(params, [[1]] * 2, [[]] * 2, V, "cpu", [EOS])
-    logits, ids = torch.randn(2, 9), torch.stack([torch.randperm(V)[:9] for _ in range(2)])
-    draws = [batch.draw(logits, torch.tensor([t, t]), torch.tensor([t, t]), OPS, V, ids) for t in range(4000)]
-    q = draws[0][1]
-    assert q.shape == (2, V) and torch.allclose(q.sum(-1), torch.ones(2)) and (q[0] > 0).sum() == 4
-    assert q[1].max() == 1 and int(q[1].argmax()) == int(ids[1, logits[1].argmax()])
-    seen = torch.zeros(V).index_add_(0, torch.stack([t[0] for t, _ in draws]), torch.ones(4000)) / 4000
-    assert (seen - q[0]).abs().sum() / 2 < 0.03
-
-
-def test_draft_noise_differs_from_block_to_block():
-    batch = sampling_batch([SamplingParams(temperature=1.0)], [[1]], [[]], 1000, "cpu", [EOS])
-    flat, at = torch.zeros(1, 1000), torch.tensor([9])
-    assert len({int(batch.draw(flat, at, torch.tensor([s]), OPS, 1000)[0]) for s in range(9)}) == 9
-
-
 def test_logprobs_are_those_of_the_raw_logits():
     logits, tokens = torch.randn(3, V), torch.tensor([1, 5, 9])
     chosen, values, ids = OPS.logprob_rows(logits, tokens, 3).split((1, 3, 3), 1)

@@ -2,7 +2,7 @@
 
 Between two passes over the weights every line of Python runs on cold caches. A cycle of four to seven milliseconds made
 of single tensor operations loses half a millisecond there without a draft and more than one with a draft; this call
-loses a tenth of that. It equals `engine.cycle` with `verify_coupled`, bit for bit, for requests that are greedy or use
+loses a tenth of that. It equals `engine.cycle`, bit for bit, for requests that are greedy or use
 temperature, top-k, top-p and min-p.
 """
 
