@@ -24,6 +24,7 @@ from outrider.ops.reference import as_tensor
 from outrider.train import forecast, memory, run
 from outrider.train.answers import read_answers
 from outrider.train.data import Sequences
+from outrider.train.evaluate import Judge
 from outrider.train.recipes import Phase, Recipe, train_recipe
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError, SamplingParams
@@ -203,7 +204,7 @@ def test_what_cannot_be_done_in_time_is_refused_before_it_begins(
     world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, data = world
-    monkeypatch.setattr(memory, "product_rate", lambda *_: (1e5, 1.0))  # a machine of another century
+    monkeypatch.setattr(memory, "timed", lambda work: (1e4, 1e4))  # a machine of another century
     monkeypatch.setattr(run, "answering_engine", None)  # nothing is loaded for the forecast
     with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes"):
         run.train(job(target, data, tmp_path, minutes=1.0), QUIET)
@@ -222,6 +223,27 @@ def test_a_run_that_could_not_train_says_so_and_fails(
         main()
     text = capsys.readouterr()
     assert stop.value.code == 1 and "only 3 steps in the time there was" in text.err and "use it" not in text.out
+
+
+def test_a_signal_ends_the_evaluation_before_the_first_step(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: `--init` on a busy machine, which evaluated all held-out answers before it looked at a signal."""
+    target, data = world
+    base = job(target, data, tmp_path / "base", max_new=16, batch_anchors=256, **settings(steps=3, unroll=2))
+    run.train(base, QUIET)
+    real, done, sent = Judge.drafts, [], iter([signal.SIGTERM])
+
+    def drafts(self: Judge, *args: object, **keys: object) -> object:
+        for number in sent:
+            signal.raise_signal(number)
+        done.append(real(self, *args, **keys))  # type: ignore[arg-type]
+        return done[-1]
+
+    monkeypatch.setattr(Judge, "drafts", drafts)
+    result = run.train(replace(base, out=tmp_path / "out", init=str(tmp_path / "base" / "drafter")), QUIET)
+    assert result["stopped"] == signal.SIGTERM and not done
+    assert not (tmp_path / "out" / "best.pt").exists() and (tmp_path / "out" / "drafter" / "config.json").exists()
 
 
 def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(

@@ -1,4 +1,5 @@
-"""Time limit and stop requests of a run, checked between two pieces of work, never in the middle of one.
+"""Time limit and stop requests of a run, checked between two pieces of work (a step of the engine, a training step, a
+batch of an evaluation), never in the middle of one.
 
 The budget is wall-clock time of the whole command: loading, answering, training, evaluation and export together. Ctrl-C
 and SIGTERM set a flag, so the current piece of work finishes and everything is saved; a second Ctrl-C stops at once.
@@ -34,6 +35,15 @@ class Budget:
     @property
     def left(self) -> float:
         return self.seconds - self.spent
+
+    @property
+    def overdrawn(self) -> bool:
+        """Evaluations are planned to end in time; one that takes a tenth of it more is given up."""
+        return self.left < -0.1 * self.seconds
+
+
+class Halted(Exception):
+    """An evaluation was given up: a stop was requested, or the time is over."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ only the anchors that decoding would: from an anchor with m matches, min(m, K) +
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -23,6 +23,7 @@ from ..spec.drafter import guess_next
 from ..spec.slot_sampling import sampling_batch
 from ..types import MAX_DRAFT, SamplingParams
 from .capture import capture
+from .clock import Halted
 from .clusters import cluster_of
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .export import Json
@@ -106,21 +107,24 @@ class Judge:
     net: TrainNet
     weights: dict[str, Tensor]
     head: EvalHead
+    halt: Callable[[], bool] = lambda: False  # asked before each batch; True ends the evaluation with Halted
 
     @staticmethod
-    def of(model: TextModel, net: TrainNet, full: bool = True) -> Judge:
+    def of(model: TextModel, net: TrainNet, full: bool = True, halt: Callable[[], bool] = lambda: False) -> Judge:
         """full: by all rows of the head, also where the drafter has clusters."""
         weights = {k: v.detach() for k, v in net.cast(model.dtype, net.config.weight_bits).items()}
         rows = as_tensor(model.head) if net.config.tied_to_target else weights["embed"]
         if full or not net.config.clusters:
-            return Judge(model, net, weights, EvalHead(rows))
+            return Judge(model, net, weights, EvalHead(rows), halt)
         head = EvalHead(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top)
-        return Judge(model, net, weights, head)
+        return Judge(model, net, weights, head, halt)
 
     def batches(self, data: Sequences) -> Iterator[tuple[np.ndarray, TrainBatch]]:
         """On a CPU small ones: a batch ends when its last draft fails."""
         anchors = 16384 if self.model.device.type == "cuda" else 1024
         for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
+            if self.halt():
+                raise Halted
             yield which, make_batch(data, which, 1).to(self.model.device)
 
     def unroll(self, batch: TrainBatch, steps: int) -> Iterator[Tensor]:

@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from ..spec.acceptance_profile import Trace
 from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub
+from .clock import Halted
 from .clusters import choose_top, recall_curve
 from .config import TrainConfig
 from .data import Sequences
@@ -37,6 +40,7 @@ from .target import TrainTarget
 from .trainer import Row, Trainer
 from .trainer import write as write_checkpoint
 
+Halt = Callable[[], bool]  # whether an evaluation is to be given up
 # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
 PASSES = 4
 
@@ -47,13 +51,15 @@ def scored(result: Judged, most: int) -> Json:
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 
 
-def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: float) -> Json:
+def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: float, halt: Halt = lambda: False) -> Json:
     """An evaluation during training on held-out answers: greedy ones by the full head, and under "sampled" those drawn
     at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both if there are
-    both."""
+    both. Halted where `halt` ends it."""
+    if halt():
+        raise Halted
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {
-        kind: scored(Judge.of(target.model, net, full=kind).drafts(mine, 8, 0.0 if kind else temperature), 8)
+        kind: scored(Judge.of(target.model, net, kind, halt).drafts(mine, 8, 0.0 if kind else temperature), 8)
         for kind, mine in kinds.items()
         if len(mine)
     }
@@ -68,25 +74,24 @@ def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: floa
 
 
 def load_best(
-    job: TrainConfig, target: TrainTarget, net: TrainNet, aside: Sequences, trainer: Trainer, *, quick: bool
+    job: TrainConfig, target: TrainTarget, net: TrainNet, aside: Sequences, trainer: Trainer, halt: Halt
 ) -> int:
     """Loads the weights of the best evaluation where they are better than the last ones, so that no better drafter is
-    overwritten. `quick`: there is no time to evaluate the last ones; where only the drafter at the start was evaluated,
+    overwritten. Where `halt` leaves no time to evaluate the last ones and only the drafter at the start was evaluated,
     they are kept. Returns the step whose weights the net has now. Last weights that lose stay in OUT/last."""
     path, step = job.out / "best.pt", trainer.progress.step
     best = torch.load(path, map_location=target.model.device, weights_only=True) if path.exists() else None
-    every = job.eval_every
-    if quick and (best is None or (best["step"] == 0 and not (every and step >= every))):
+    if not len(aside):
         return step
-    if not quick:
-        if not len(aside):
-            return step
-        last = judge(target, net, aside, job.temperature)
+    try:
+        last = judge(target, net, aside, job.temperature, halt)
         trainer.log_row({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
         if best is None or last["score"] >= best["score"]:
             write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
             return step
-    assert best is not None
+    except Halted:
+        if best is None or (best["step"] == 0 and not 0 < job.eval_every <= step):
+            return step
     if best["step"] != step:
         save_drafter(job.out / "last", net.config, net.export())
     net.load_state_dict(best["net"])
@@ -100,34 +105,35 @@ def finish(
     data: Sequences,
     aside: Sequences,
     trainer: Trainer,
-    *,
-    quick: bool = False,
+    halt: Halt = lambda: False,
 ) -> Row:
-    """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used,
-    nothing measured."""
-    result: Row = {"step": load_best(job, target, net, aside, trainer, quick=quick)}
+    """The best weights, the top of the clustered head, the final evaluation, the files. What `halt` leaves no time for
+    is not measured."""
+    result: Row = {"step": load_best(job, target, net, aside, trainer, halt)}
     traces: list[Trace] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
-    if len(cold) and not quick:
-        states: Recorded = []
-        full = Judge.of(target.model, net)
-        last = full.drafts(cold, record=states, weigh=not net.config.clusters)
-        result["full"] = scored(last, MAX_DRAFT)
-        if isinstance(net, DrafterModule) and net.config.clusters:
-            curve = recall_curve(*joined(states), full.weights["centroids"], full.weights["token_ordering"])
-            net.config = replace(net.config, cluster_top=job.cluster_top or choose_top(curve, job.cluster_recall).top)
-            result["recall"] = [asdict(r) for r in curve]
-            last = Judge.of(target.model, net, full=False).drafts(cold, weigh=True)
-            result["clustered"] = scored(last, MAX_DRAFT)
-        traces = last.traces(cold, ["all"] * len(cold), job.kind)
-        result["second_guess"] = full.second_guesses(cold)
-        if len(hot):
-            drafting = Judge.of(target.model, net, full=False)
-            result["sampled"] = scored(drafting.drafts(hot, 8, job.temperature), 8)
+    with suppress(Halted):
+        if len(cold):
+            states: Recorded = []
+            full = Judge.of(target.model, net, halt=halt)
+            last = full.drafts(cold, record=states, weigh=not net.config.clusters)
+            result["full"] = scored(last, MAX_DRAFT)
+            if isinstance(net, DrafterModule) and net.config.clusters:
+                curve = recall_curve(*joined(states), full.weights["centroids"], full.weights["token_ordering"])
+                top = job.cluster_top or choose_top(curve, job.cluster_recall).top
+                net.config = replace(net.config, cluster_top=top)
+                result["recall"] = [asdict(r) for r in curve]
+                last = Judge.of(target.model, net, False, halt).drafts(cold, weigh=True)
+                result["clustered"] = scored(last, MAX_DRAFT)
+            traces = last.traces(cold, ["all"] * len(cold), job.kind)
+            result["second_guess"] = full.second_guesses(cold)
+            if len(hot):
+                drafting = Judge.of(target.model, net, False, halt)
+                result["sampled"] = scored(drafting.drafts(hot, 8, job.temperature), 8)
     if job.kind == "dflash":
         result["draft_unit"] = "pass"
     result["draft_step_share"] = round(net.size.step / model_size(target.config).active, 4)
-    if len(cold) and not quick:
+    if "full" in result:
         trainer.log_row({"step": trainer.progress.step, "final": result})
     story = provenance(job, target, data, trainer)
     write_drafter(job.out / "drafter", net, result, traces, story, job.out / "log.jsonl")

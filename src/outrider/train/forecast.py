@@ -1,14 +1,14 @@
 """Forecasts what a run will reach in its time; made in seconds before the run starts.
 
-It uses measured figures of the machine under its current load (memory.MachineSpeed) and counted operations. The same
-forecast is shown, decides whether the run starts, and gives the shortest sufficient `--minutes`, so the three cannot
-contradict each other.
+It uses measured figures of the machine under its current load (memory.MachineSpeed) and counted operations. A load
+passes, so only what an idle machine could not do either is refused. One forecast decides that and gives the shortest
+sufficient `--minutes`, so the two cannot contradict each other.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -85,6 +85,7 @@ class RunCosts:
     step: float  # per optimizer step
     evaluate: float  # per held-out token
     tokens: float  # of answers that the prompts can give
+    share: float = 1.0  # of the processor time that this process gets under the load of the moment
 
     @staticmethod
     def of(job: TrainConfig, made: RunPlan, target: ModelConfig, stored: StoredSize, tokens: float) -> RunCosts:
@@ -108,7 +109,14 @@ class RunCosts:
             step=job.grad_accumulation * step * SUSTAINED,
             evaluate=(work.target + 8.0 * vocab * drafter.head_hidden) / rate,
             tokens=tokens,
+            share=speed.share,
         )
+
+    @property
+    def idle(self) -> RunCosts:
+        """On the same machine without other processes."""
+        parts = ("load", "start", "answer", "capture", "step", "evaluate")
+        return replace(self, share=1.0, **{name: self.share * getattr(self, name) for name in parts})
 
     def seconds(self, answered: float, steps: float) -> float:
         """Seconds of a run with these answers and steps."""
@@ -136,15 +144,22 @@ class Forecast:
 
 
 def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSWER_SHARE) -> str:
-    """One line about what the time allows; OutriderError where it is too little. `spent`: seconds gone already."""
-    made = Forecast.of(costs, 60 * minutes - spent, share)
-    line = f"{made.answered:.0f} tokens of answers and {made.steps} steps (one takes {costs.step:.2g} s here)"
-    if made.enough:
-        return f"in {minutes:g} minutes about {line}"
+    """One line about what the time allows; OutriderError where it would be too little on an idle machine too. `spent`:
+    seconds gone already."""
+    here, idle = (Forecast.of(c, 60 * minutes - spent, share) for c in (costs, costs.idle))
+    amount = "{0.answered:.0f} tokens of answers and {0.steps} steps (one takes {1:.2g} s {2})"
+    if here.enough:
+        return f"in {minutes:g} minutes about {amount.format(here, costs.step, 'here')}"
+    calm = amount.format(idle, costs.idle.step, "here")
+    if idle.enough:
+        return (
+            f"other processes use {1 - costs.share:.0%} of this machine: in {minutes:g} minutes about "
+            f"{amount.format(here, costs.step, 'now')}, too few to learn from; without them about {calm}"
+        )
     raise OutriderError(
-        f"--minutes {minutes:g} is too short here: about {line}, and a drafter learns nothing from less than "
+        f"--minutes {minutes:g} is too short here: about {calm}, and a drafter learns nothing from less than "
         f"{min(costs.tokens, FEWEST_TOKENS):.0f} and {FEWEST_STEPS}; "
-        f"try --minutes {least_minutes(costs, spent, share):g}"
+        f"try --minutes {least_minutes(costs.idle, spent, share):g}"
     )
 
 

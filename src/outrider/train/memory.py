@@ -29,7 +29,8 @@ USUAL_LENGTH = 512  # tokens of a sequence, where memory depends on it
 SHARE = 0.4  # of the free memory that a batch may take; the same again is left to others
 KEEP_SHARE = 0.25  # of the free memory that captured states may take
 EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step's products reach
-BUSY = 1.3  # a product's mean time on a busy machine, relative to the fastest
+TIMED_SECONDS = 0.2  # of each measurement; ten times as long on a busy machine, whose momentary rate says little
+BUSY = 0.75  # share of the processor time that a process gets on a busy machine, at most
 
 
 def free_bytes(device: str) -> int:
@@ -49,28 +50,41 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MachineSpeed:
+    """By the clock, so under the load of the moment."""
+
     rate: float  # operations per second of large matrix products
     bandwidth: float  # bytes per second
     pair: float = 0.0  # seconds of a row and a scored token in the loss, products apart
+    share: float = 1.0  # of the processor time that this process got; 1 on an idle machine
 
     @staticmethod
     def measure(device: str, dtype: torch.dtype, width: int) -> MachineSpeed:
-        """Half a second, about three if other processes use the machine too: their share is deducted."""
-        block = torch.ones(1 << 24)
-        moved = block.nbytes / min(seconds_of(block.sum) for _ in range(4))
-        rate, share = product_rate(device, dtype, width)
-        if device.startswith("cuda"):
-            return MachineSpeed(rate, moved)
+        """Takes less than a second, several if other processes use the machine too."""
+        a, b = (torch.ones((n, width), dtype=dtype, device=device) for n in (512, 2048))
+        block, cuda = torch.ones(1 << 24), device.startswith("cuda")
+        product, used = timed(lambda: (a @ b.T)[0, 0].item())  # waits for a GPU
+        moved, used_moving = timed(block.sum)
+        rate, bandwidth = 2.0 * 512 * 2048 * width / product, block.nbytes / moved
+        if cuda:
+            return MachineSpeed(rate, bandwidth)
         z, best = torch.zeros(CPU_LOSS_ROWS, CPU_SCORED), torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
         mix = LossMix().rows(len(z), z.device)
-        pair = min(seconds_of(lambda: row_terms(z, z, best, z[:, 0], mix)) for _ in range(6)) / z.numel()
-        return MachineSpeed(rate, moved * share, pair / share)
+        terms, used_terms = timed(lambda: row_terms(z, z, best, z[:, 0], mix))
+        share = (used / product + used_moving / moved + used_terms / terms) / 3
+        return MachineSpeed(rate, bandwidth, terms / z.numel(), share)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Mean seconds of `work` by the clock, and by the processor time of each thread: what it would take on an idle
+    machine. The first call, in which memory is mapped and kernels are chosen, is not counted."""
     work()
-    return time.perf_counter() - began
+    began, used, count, threads = time.perf_counter(), time.process_time(), 0, torch.get_num_threads()
+    while True:
+        work()
+        passed, count = time.perf_counter() - began, count + 1
+        busy = min(passed, (time.process_time() - used) / threads)
+        if passed >= (TIMED_SECONDS if busy > BUSY * passed else 10 * TIMED_SECONDS):
+            return passed / count, busy / count
 
 
 @dataclass(frozen=True)
@@ -136,25 +150,6 @@ def choose_sizes(
         anchors = GPU_ANCHORS if cuda else int(CPU_STEP_SECONDS / work.anchor_seconds(speed, scored or vocab, keep))
         anchors = min(anchors, GPU_ANCHORS) // FEWEST_ANCHORS * FEWEST_ANCHORS
     return Sizes(max(FEWEST_ANCHORS, min(anchors, fit)), scored, keep)
-
-
-def product_rate(device: str, dtype: torch.dtype, width: int, seconds: float = 0.2) -> tuple[float, float]:
-    """Operations per second of matrix products of the drafter's shape, and their ratio to the fastest product's rate: 1
-    on an idle machine. If other processes use it too, it is measured for ten times as long: a busy machine's momentary
-    rate is not representative."""
-    a, b = (torch.ones((n, width), dtype=dtype, device=device) for n in (512, 2048))
-    a @ b.T
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    began = at = time.perf_counter()
-    count, quickest, total = 0, float("inf"), 0.0
-    while total < seconds or (total > BUSY * count * quickest and total < 10 * seconds):
-        a @ b.T
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        before, at, count = at, time.perf_counter(), count + 1
-        quickest, total = min(quickest, at - before), at - began
-    return count * 2.0 * 512 * 2048 * width / total, count * quickest / total
 
 
 def torch_dtype(config: TrainConfig) -> torch.dtype:

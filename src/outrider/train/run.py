@@ -96,6 +96,10 @@ class TrainRun:
         self.spend()
         self.shown(stage, done, total, line)
 
+    def halted(self) -> bool:
+        """Whether an evaluation is to be given up."""
+        return self.stop.asked or self.budget.overdrawn
+
     def spend(self, every: float = SPEND_SECONDS) -> None:
         """Records the seconds used so far at intervals, so that a killed run has them counted too."""
         if self.group.first and self.counts and self.budget.spent >= self.noted + every:
@@ -313,7 +317,7 @@ class TrainRun:
         )
         aside, reserve = self.reserve(target, net, aside)
         log_path = job.out / "log.jsonl"
-        scored = (lambda: finish.judge(target, net, aside, job.temperature)) if len(aside) else None
+        scored = (lambda: finish.judge(target, net, aside, job.temperature, self.halted)) if len(aside) else None
         log = partial(append_row, log_path) if group.first else None
         hooks = Hooks(
             evaluate=scored,
@@ -337,7 +341,7 @@ class TrainRun:
         if not group.first:
             return {}
         self.progress("evaluating", 0, 1, "")
-        result = finish.finish(job, target, net, data, aside, trainer, quick=self.stop.asked)
+        result = finish.finish(job, target, net, data, aside, trainer, self.halted)
         if self.stop.asked:
             self.say(
                 f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes "
@@ -345,6 +349,8 @@ class TrainRun:
             )
             return {**result, "stopped": self.stop.signal}
         result["steps"] = trainer.progress.step
+        if len(aside) and "full" not in result:
+            self.say("not evaluated: the time was over")
         if job.minutes is not None and trainer.progress.step < HANDFUL:
             result["too_few_steps"] = True
             self.say(

@@ -28,7 +28,7 @@ from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
 from ..types import OutriderError
 from .capture import Recorder
-from .clock import Stop
+from .clock import Halted, Stop
 from .clusters import cluster_loss, cluster_of
 from .config import TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch, prefetch
@@ -269,7 +269,10 @@ class Trainer:
             return False
         p, score = self.progress, 0.0
         if self.group.first:
-            result = self.hooks.evaluate()
+            try:
+                result = self.hooks.evaluate()
+            except Halted:
+                return False  # the run ends before its next step
             self.log_row({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
             score = result["score"]
         score = self.group.agree(score)

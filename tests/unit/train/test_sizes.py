@@ -24,7 +24,16 @@ from outrider.train.clock import Budget, Stop
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences, make_batch
 from outrider.train.design import default_clusters, plain, spread_reads
-from outrider.train.forecast import FEWEST_STEPS, FEWEST_TOKENS, SUSTAINED, Forecast, RunCosts, RunPlan, check
+from outrider.train.forecast import (
+    FEWEST_STEPS,
+    FEWEST_TOKENS,
+    SUSTAINED,
+    Forecast,
+    RunCosts,
+    RunPlan,
+    check,
+    least_minutes,
+)
 from outrider.train.memory import (
     CPU_SCORED,
     EFFICIENCY,
@@ -35,7 +44,7 @@ from outrider.train.memory import (
     Work,
     choose_sizes,
     free_bytes,
-    product_rate,
+    timed,
 )
 from outrider.train.parallel import TrainGroup
 from outrider.train.recipes import Recipe, read_recipe
@@ -85,7 +94,7 @@ def test_a_batch_fits_what_is_free_and_lasts_seconds() -> None:
 
 
 def test_what_is_free_is_known() -> None:
-    assert 1 << 26 <= free_bytes("cpu") < 1 << 44 and product_rate("cpu", torch.float32, 64, 0.01)[0] > 1e6
+    assert 1 << 26 <= free_bytes("cpu") < 1 << 44
 
 
 def test_clusters_divide_the_vocabulary() -> None:
@@ -117,14 +126,65 @@ def test_what_the_loss_does_beside_products_is_foreseen() -> None:
     assert less.anchors < chosen.anchors
 
 
+class Machine:
+    """A clock of its own: work takes 10 ms of processor time, the first time 500 more, and others use the processor
+    for 1 / share - 1 of that in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float):
+        self.share, self.used, self.calls = share, 0.0, 0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.used / share)
+        monkeypatch.setattr(time, "process_time", lambda: torch.get_num_threads() * self.used)
+
+    def work(self) -> None:
+        self.used += 0.01 if self.calls else 0.51
+        self.calls += 1
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.08])
+def test_a_load_is_counted_once_and_the_first_call_is_not(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    machine = Machine(monkeypatch, share)
+    assert timed(machine.work) == pytest.approx((0.01 / share, 0.01))
+
+
 def test_a_busy_machine_is_slower_in_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a forecast that took the quickest moment of a loaded machine for its speed."""
-    monkeypatch.setattr(memory, "seconds_of", lambda work: 0.01)
-    monkeypatch.setattr(memory, "product_rate", lambda *_: (1e10, 0.25))
-    busy = MachineSpeed.measure("cpu", torch.float32, 64)
-    monkeypatch.setattr(memory, "product_rate", lambda *_: (4e10, 1.0))
+    """Catches: a forecast that took the quickest moment of a loaded machine for its speed, and one that took the load
+    into account twice in what the loss costs."""
+    monkeypatch.setattr(memory, "timed", lambda work: (0.01, 0.01))
     idle = MachineSpeed.measure("cpu", torch.float32, 64)
+    monkeypatch.setattr(memory, "timed", lambda work: (0.04, 0.01))
+    busy = MachineSpeed.measure("cpu", torch.float32, 64)
     assert (busy.rate, busy.bandwidth, busy.pair) == pytest.approx((idle.rate / 4, idle.bandwidth / 4, idle.pair * 4))
+    assert (idle.share, busy.share) == pytest.approx((1.0, 0.25))
+
+
+def test_a_load_that_may_pass_is_no_reason_to_refuse() -> None:
+    """Catches: `--minutes 14` refused since a step would have taken 29 s while other processes had the machine."""
+    idle = costs(1e11)
+    parts = {name: getattr(idle, name) / 0.05 for name in ("load", "start", "answer", "capture", "step", "evaluate")}
+    busy, minutes = replace(idle, **parts, share=0.05), least_minutes(idle, 0.0)
+    assert busy.idle.step == pytest.approx(idle.step)
+    line = check(busy, minutes, 0.0)
+    assert line.startswith("other processes use 95% of this machine") and "too few to learn from" in line
+    assert f"without them about {Forecast.of(busy.idle, 60 * minutes).answered:.0f} tokens" in line
+    with pytest.raises(OutriderError, match=f"too short here.*try --minutes {minutes:g}$"):
+        check(busy, minutes / 3, 0.0)
+    assert check(busy, 25 * minutes, 0.0).startswith(f"in {25 * minutes:g} minutes about")
+
+
+def test_an_evaluation_is_given_up_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the time is allowed for an evaluation that takes longer than planned; without --minutes there is no
+    end but a signal."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    stop = Stop()
+    timed_run, free = (
+        TrainRun(TrainConfig("t", tmp_path, tmp_path), Budget(minutes, 0.0), stop, TrainGroup(), print, None)
+        for minutes in (10.0, None)
+    )
+    for clock[0], over in ((599.0, False), (650.0, False), (661.0, True)):
+        assert timed_run.halted() == over and not free.halted()
+    stop.signal = 15
+    assert free.halted()
 
 
 @pytest.mark.parametrize("rate", [1e9, 3e10, 1e11, 3e12])

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,16 @@ def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: P
     assert torch.load(tmp_path / "best.pt", weights_only=True)["score"] == 2.0 and again.progress.since_best == 1
 
 
+def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
+    """Catches: a run that a signal could not end while the drafter it starts from was evaluated, 23 minutes on a busy
+    machine."""
+    run, asked = made(tmp_path / "target"), iter([False, True])
+    target: Any = SimpleNamespace(model=run.model)
+    run.hooks = Hooks(evaluate=lambda: finish.judge(target, run.net, run.data, 0.0, lambda: next(asked)))
+    assert not run.judge(tmp_path)  # halted at its first batch
+    assert list(asked) == [] and run.progress.best == -math.inf and not (tmp_path / "best.pt").exists()
+
+
 def test_a_checkpoint_of_another_drafter_says_so(tmp_path: Path) -> None:
     run = made(tmp_path / "target")
     run.save(tmp_path)
@@ -110,7 +121,7 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
     )
     job = TrainConfig("", tmp_path, tmp_path, init="some", eval_every=every)
     target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
-    taken = finish.load_best(job, target, net, run.data, run, quick=True)
+    taken = finish.load_best(job, target, net, run.data, run, lambda: True)
     assert all((w == 0).all() for w in net.state_dict().values()) == loaded
     assert taken == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
 
