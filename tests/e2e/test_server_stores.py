@@ -16,7 +16,7 @@ from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import until
 
 from outrider.server.app import Server
-from outrider.server.batch import BatchRunner
+from outrider.server.batch import BatchFile, answer_file
 from outrider.server.errors import ApiError
 from outrider.server.files import FileStore, form
 from outrider.server.model_info import ServedModel
@@ -75,9 +75,8 @@ def test_a_batch_says_what_the_command_says(served: Served, tmp_path: Path) -> N
     assert wrong["no"]["response"]["status_code"] == 400 and wrong["r0"]["error"]["code"] == "duplicate_custom_id"
     source = tmp_path / "in.jsonl"
     source.write_text(text)
-    BatchRunner(Server.offline(ServedModel(FakeEngine(TOK), TOK, VOCAB, 2048), ServerSettings("fake"))).run(
-        source, tmp_path / "out.jsonl"
-    )
+    server = Server.offline(ServedModel(FakeEngine(TOK), TOK, VOCAB, 2048), ServerSettings("fake"))
+    answer_file(server, BatchFile(source, tmp_path / "out.jsonl", "fake"))
     alone = {
         r["custom_id"]: r
         for r in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())

@@ -86,7 +86,7 @@ def alone(model: str, known: list[Case]) -> list[str]:
     from outrider.config import EngineConfig
     from outrider.llm import LLM
     from outrider.server.app import Server
-    from outrider.server.batch import BatchRunner
+    from outrider.server.batch import BatchFile, answer_file
     from outrider.server.model_info import ServedModel
     from outrider.server.settings import ServerSettings, public_name
 
@@ -100,7 +100,7 @@ def alone(model: str, known: list[Case]) -> list[str]:
         asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
         llm = LLM.load(model, threads=1, engine=EngineConfig(max_batch=8))
         server = Server.offline(ServedModel.of(llm), ServerSettings(model_name=name, max_concurrent=8))
-        BatchRunner(server).run(asked, told)
+        answer_file(server, BatchFile(asked, told, name))
         rows = [json.loads(line) for line in told.read_text().splitlines()]
     by_id = {int(row["custom_id"]): row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
     return [by_id[i] for i in range(len(known))]

@@ -47,7 +47,7 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
     """
     with common.needs("batch jobs need", "serve"):
         from ..server.app import Server
-        from ..server.batch import BatchRunner, first_model
+        from ..server.batch import BatchFile, answer_file, first_model
         from ..server.model_info import ServedModel
         from ..server.settings import ServerSettings, public_name
     chosen = asked.model or first_model(asked.requests)
@@ -65,6 +65,7 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
             failed = f", {p.failed} failed" if p.failed else ""
             shown("answering", p.done, p.total, f"{speed:.0f} tokens/s{failed}")
 
+        batch = BatchFile(asked.requests, asked.out, settings.model_name, asked.seed, tell)
         if asked.ray:
             given = {
                 "model": chosen,
@@ -74,10 +75,9 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
             }
             with common.needs("--ray needs", "ray"):
                 from ..cluster.batch import whole
-            progress = whole(given, asked.replicas, asked.requests, asked.out, asked.seed, tell, common.note)
+            progress = whole(given, asked.replicas, batch, common.note)
         else:
-            server = Server.offline(ServedModel.of(llm), settings)
-            progress = BatchRunner(server, asked.seed).run(asked.requests, asked.out, tell)
+            progress = answer_file(Server.offline(ServedModel.of(llm), settings), batch)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
     counts = f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s"

@@ -17,9 +17,10 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -42,6 +43,7 @@ ROUTES: dict[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/completions": CompletionRequest,
 }
 RETRY_S = 0.5
+Answerer = Callable[["BatchLine", str, str, Json], Awaitable[Json]]  # (line, custom_id, url, body) -> its result
 
 
 @dataclass(frozen=True)
@@ -158,39 +160,70 @@ class Results:
                 ) from None
 
 
-def salt_of(model: str, seed: int) -> str:
-    """The inputs of a run's answers besides its lines."""
-    return f"{model} {seed}"
+async def answer_lines(
+    lines: Iterator[BatchLine], answer: Callable[[BatchLine], Awaitable[Json]], most: int
+) -> AsyncGenerator[list[Json], None]:
+    """Results as they come, of at most `most` lines at once. Closed early, it cancels what runs."""
+    running: set[asyncio.Future[Json]] = set()
+    try:
+        while True:
+            running |= {asyncio.ensure_future(answer(line)) for line in islice(lines, most - len(running))}
+            if not running:
+                return
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            yield [task.result() for task in done]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
-def keep_books(
-    source: Path,
-    out: Path,
-    salt: str,
-    rows: Callable[[Iterator[BatchLine], set[str]], Iterator[list[Json]]],
-    tell: Callable[[BatchProgress], None],
-) -> BatchProgress:
-    """A run with any engine: `rows` yields the results of the lines that are not finished yet."""
-    known = [line.id for line in read_lines(source, salt)]
-    if not known:
-        raise OutriderError(f"{source} holds no request")
-    with Results(out) as results:
-        finished = results.finished()
-        strange = finished.difference(known)
-        if strange:
-            raise OutriderError(
-                f"{out} holds results of other requests, of another model or of another --seed ({min(strange)}): "
-                f"choose another --out"
-            )
-        progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
-        tell(progress)
-        for some in rows(read_lines(source, salt), finished):
-            results.append(some)
-            progress.done += len(some)
-            for row in some:
-                _count(progress, row)
-            tell(progress)
-    return progress
+@dataclass(frozen=True)
+class BatchFile:
+    """A run: a file of requests, answered with any engine. `tell` is called at every change."""
+
+    source: Path
+    out: Path
+    model: str
+    seed: int = 0
+    tell: Callable[[BatchProgress], None] = lambda _: None
+
+    async def run(self, answer: Answerer, most: int) -> BatchProgress:
+        """Answers the lines without a result, once, `most` at a time. Engines go on while results are written."""
+        salt = f"{self.model} {self.seed}"
+        known = [line.id for line in read_lines(self.source, salt)]
+        if not known:
+            raise OutriderError(f"{self.source} holds no request")
+        with Results(self.out) as results:
+            finished = results.finished()
+            strange = finished.difference(known)
+            if strange:
+                raise OutriderError(
+                    f"{self.out} holds results of other requests, of another model or of another --seed "
+                    f"({min(strange)}): choose another --out"
+                )
+            progress, names = BatchProgress(len(known), done=len(finished), resumed=len(finished)), set[str]()
+            self.tell(progress)
+            fresh = todo(read_lines(self.source, salt), finished, names)
+            async with aclosing(answer_lines(fresh, lambda line: self._answer(line, names, answer), most)) as found:
+                async for rows in found:
+                    results.append(rows)
+                    progress.done += len(rows)
+                    for row in rows:
+                        _count(progress, row)
+                    self.tell(progress)
+        return progress
+
+    async def _answer(self, line: BatchLine, names: set[str], answer: Answerer) -> Json:
+        try:
+            custom_id, url, body = claim(line, names)
+        except BadLine as e:
+            return bad_row(line, e)
+        asked = body.get("model")
+        if isinstance(asked, str) and asked not in ("", self.model):
+            message = f"The model '{asked[:100]}' does not exist; this run has '{self.model}'."
+            return refused_row(line, custom_id, ApiError(404, message, "model", "model_not_found"))
+        return await answer(line, custom_id, url, seeded(body, self.seed, custom_id))
 
 
 def todo(lines: Iterator[BatchLine], finished: set[str], names: set[str]) -> Iterator[BatchLine]:
@@ -214,51 +247,26 @@ def claim(line: BatchLine, names: set[str]) -> tuple[str, str, Json]:
     return custom_id, url, body
 
 
-class BatchRunner:
-    """Answers files without connections, on an event loop of its own."""
+def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
+    """server: one that refuses nothing for its load (`Server.offline`). It is closed at the end."""
 
-    def __init__(self, server: Server, seed: int = 0) -> None:
-        """server: one that refuses nothing for its load (`Server.offline`)."""
-        self._server, self._seed = server, seed
-        self._loop = asyncio.Runner()
-        self._loop.get_loop().call_soon(server.pool.start)
-
-    def run(self, source: Path, out: Path, tell: Callable[[BatchProgress], None] = lambda _: None) -> BatchProgress:
-        """Answers the lines without a result, once. `tell` is called at every change."""
+    async def run() -> BatchProgress:
+        server.pool.start()
         try:
-            return keep_books(source, out, salt_of(self._server.settings.model_name, self._seed), self.rows, tell)
+            return await batch.run(partial(offline_answer, server), server.settings.max_concurrent)
         finally:
-            self._loop.run(self._server.close())
-            self._loop.close()
+            await server.close()
 
-    def rows(self, lines: Iterator[BatchLine], finished: set[str]) -> Iterator[list[Json]]:
-        """Results as they come. The engine goes on while they are written."""
-        names: set[str] = set()
-        fresh, running = todo(lines, finished, names), set[asyncio.Task[Json]]()
-        while rows := self._loop.run(self._next(fresh, names, running)):
-            yield rows
+    return asyncio.run(run())
 
-    async def _next(self, fresh: Iterator[BatchLine], names: set[str], running: set[asyncio.Task[Json]]) -> list[Json]:
-        most = self._server.settings.max_concurrent
-        running.update(asyncio.ensure_future(self._answer(line, names)) for line in islice(fresh, most - len(running)))
-        done = (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0] if running else set()
-        if not self._server.pool.healthy:
-            raise OutriderError(
-                f"the engine failed {MAX_FAILURES} times in a row; results so far are kept, start again to go on"
-            )
-        running -= done
-        return [task.result() for task in done]
 
-    async def _answer(self, line: BatchLine, names: set[str]) -> Json:
-        try:
-            custom_id, url, body = claim(line, names)
-        except BadLine as e:
-            return bad_row(line, e)
-        asked, name = body.get("model"), self._server.settings.model_name
-        if isinstance(asked, str) and asked not in ("", name):
-            message = f"The model '{asked[:100]}' does not exist; this run has '{name}'."
-            return refused_row(line, custom_id, ApiError(404, message, "model", "model_not_found"))
-        return await answered(self._server, "", line, custom_id, url, seeded(body, self._seed, custom_id))
+async def offline_answer(server: Server, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
+    row = await answered(server, "", line, custom_id, url, body)
+    if not server.pool.healthy:
+        raise OutriderError(
+            f"the engine failed {MAX_FAILURES} times in a row; results so far are kept, start again to go on"
+        )
+    return row
 
 
 async def answered(server: Server, client: str, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 
 from ..types import OutriderError
-from .batch import ROUTES, BadLine, BatchLine, answered, bad_row, claim, read_lines, salt_of, seeded
+from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, bad_row, claim, read_lines, seeded
 from .errors import INTERNAL, ApiError, bad, where
 from .files import FileStore, StoredFile
 from .schema import Strict
@@ -133,20 +133,17 @@ class Batches:
 
     async def _run(self, batch: Batch) -> None:
         try:
-            salt = salt_of(batch.id, 0)
+            salt = batch.id
             batch.total = await asyncio.to_thread(lambda: sum(1 for _ in read_lines(batch.source.path, salt)))
             if not batch.total:
                 raise OutriderError("the file holds no request")
             batch.become("in_progress")
             lines, names = read_lines(batch.source.path, salt), set[str]()
-            workers = min(batch.total, self._server.settings.max_concurrent)
-            tasks = [asyncio.ensure_future(self._work(batch, lines, names)) for _ in range(workers)]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            most = self._server.settings.max_concurrent
+            async with aclosing(answer_lines(lines, lambda line: self._answer(batch, line, names), most)) as found:
+                async for rows in found:
+                    for row in rows:
+                        self._record(batch, row)
             batch.become("completed")
         except asyncio.CancelledError:
             batch.become("cancelled")
@@ -156,21 +153,17 @@ class Batches:
             batch.become("failed")
             log.error("%s failed: %s", batch.id, e if told else where(e))
 
-    async def _work(self, batch: Batch, lines: Iterator[BatchLine], names: set[str]) -> None:
-        for line in lines:  # shared by all workers: each takes the next
-            row = await self._answer(batch, line, names)
-            response = row["response"]
-            fine = isinstance(response, dict) and response["status_code"] == 200
-            which = "results" if fine else "refused"
-            file = getattr(batch, which)
-            if file is None:
-                file = self._files.new(
-                    batch.client, f"{batch.id}_{'output' if fine else 'error'}.jsonl", "batch_output"
-                )
-                setattr(batch, which, file)
-            self._files.append(file, json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-            batch.completed += fine
-            batch.failed += not fine
+    def _record(self, batch: Batch, row: Json) -> None:
+        response = row["response"]
+        fine = isinstance(response, dict) and response["status_code"] == 200
+        which = "results" if fine else "refused"
+        file = getattr(batch, which)
+        if file is None:
+            file = self._files.new(batch.client, f"{batch.id}_{'output' if fine else 'error'}.jsonl", "batch_output")
+            setattr(batch, which, file)
+        self._files.append(file, json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        batch.completed += fine
+        batch.failed += not fine
 
     async def _answer(self, batch: Batch, line: BatchLine, names: set[str]) -> Json:
         try:

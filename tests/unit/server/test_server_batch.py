@@ -12,7 +12,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.server.app import Server
-from outrider.server.batch import BatchRunner, Results
+from outrider.server.batch import BatchFile, BatchProgress, Results, answer_file
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
@@ -21,10 +21,11 @@ TOK = tokenizer()
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-def runner(engine: FakeEngine | None = None, seed: int = 0) -> BatchRunner:
+def run(source: Path, out: Path, engine: FakeEngine | None = None, seed: int = 0) -> BatchProgress:
     engine = engine or FakeEngine(TOK)
     backend = ServedModel(engine, TOK, VOCAB, engine.max_context)
-    return BatchRunner(Server.offline(backend, ServerSettings("fake", max_concurrent=4)), seed)
+    server = Server.offline(backend, ServerSettings("fake", max_concurrent=4))
+    return answer_file(server, BatchFile(source, out, "fake", seed))
 
 
 def row(id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def test_both_routes_and_several_choices(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", row("a"), "", row("b", TEXT, n=3), row("c", seed=7))
-    progress = runner().run(source, tmp_path / "out.jsonl")
+    progress = run(source, tmp_path / "out.jsonl")
     assert (progress.total, progress.done, progress.failed) == (3, 3, 0)
     out = {r["custom_id"]: r for r in read(tmp_path / "out.jsonl")}
     assert out["a"]["response"]["status_code"] == 200 and out["a"]["error"] is None
@@ -72,7 +73,7 @@ def test_bad_lines_get_a_result_and_the_others_run(tmp_path: Path) -> None:
         row("t", temperature=9),
     ]
     source = write(tmp_path / "in.jsonl", row("good"), *bad.values(), *refused, row("also good"))
-    progress = runner().run(source, tmp_path / "out.jsonl")
+    progress = run(source, tmp_path / "out.jsonl")
     out = read(tmp_path / "out.jsonl")
     assert progress.failed == len(bad) + len(refused) and len(out) == progress.total == len(bad) + len(refused) + 2
     assert {r["error"]["code"] for r in out if r["error"]} == set(bad)
@@ -88,11 +89,11 @@ def test_bad_lines_get_a_result_and_the_others_run(tmp_path: Path) -> None:
 def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> None:
     rows = [row(f"r{i}", TEXT if i % 2 else CHAT, temperature=1.0) for i in range(20)]
     source, whole, cut = write(tmp_path / "in.jsonl", *rows), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    runner().run(source, whole)
+    run(source, whole)
     lines = whole.read_bytes().splitlines(keepends=True)
     cut.write_bytes(b"".join(lines[:7]) + lines[7][:-9])  # killed in the middle of writing the eighth
     engine = FakeEngine(TOK)
-    progress = runner(engine).run(source, cut)
+    progress = run(source, cut, engine)
     assert progress.resumed == 7 and len(engine.seen) == 13
 
     def texts(path: Path) -> dict[str, Any]:
@@ -102,24 +103,24 @@ def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> No
 
     assert texts(cut) == texts(whole)
     before = cut.read_bytes()
-    assert runner().run(source, cut).resumed == 20 and cut.read_bytes() == before
+    assert run(source, cut).resumed == 20 and cut.read_bytes() == before
 
 
 @pytest.mark.parametrize("seed, change", [(1, lambda t: t), (0, lambda t: t.replace("Say it", "Say that"))])
 def test_results_of_something_else_are_not_continued(tmp_path: Path, seed: int, change: Any) -> None:
     source, out = write(tmp_path / "in.jsonl", row("a"), row("b")), tmp_path / "out.jsonl"
-    runner().run(source, out)
+    run(source, out)
     before = out.read_bytes()
     source.write_text(change(source.read_text()))
     with pytest.raises(OutriderError, match="other requests"):
-        runner(seed=seed).run(source, out)
+        run(source, out, seed=seed)
     assert out.read_bytes() == before
 
 
 def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
     with Results(out), pytest.raises(OutriderError, match="another run"):
-        runner().run(source, out)
+        run(source, out)
     for notes in (
         "my notes\n",
         '{"settings": 1}',
@@ -128,14 +129,14 @@ def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
     ):  # some have no line end, as a result that was cut off
         out.write_text(notes)
         with pytest.raises(OutriderError, match="line 1: not a result"):
-            runner().run(source, out)
+            run(source, out)
         assert out.read_text() == notes
     with pytest.raises(OutriderError, match="/dev/full: not a plain file"):
-        runner().run(source, Path("/dev/full"))
+        run(source, Path("/dev/full"))
     with pytest.raises(OutriderError, match="cannot read"):
-        runner().run(tmp_path / "missing.jsonl", tmp_path / "new.jsonl")
+        run(tmp_path / "missing.jsonl", tmp_path / "new.jsonl")
     with pytest.raises(OutriderError, match="holds no request"):
-        runner().run(write(tmp_path / "empty.jsonl", ""), tmp_path / "new.jsonl")
+        run(write(tmp_path / "empty.jsonl", ""), tmp_path / "new.jsonl")
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +148,16 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         OutriderError, match=r"cannot write .*out.jsonl: No space left on device; the same command goes on"
     ):
-        runner().run(source, out)
+        run(source, out)
 
 
 def test_a_failing_step_fails_its_requests_only(tmp_path: Path) -> None:
     engine = FakeEngine(TOK)
     engine.fail_steps = 1
     source, out = write(tmp_path / "in.jsonl", *(row(f"r{i}") for i in range(20))), tmp_path / "out.jsonl"
-    progress = runner(engine).run(source, out)
+    progress = run(source, out, engine)
     statuses = [r["response"]["status_code"] for r in read(out)]
     assert len(statuses) == 20 and 1 <= statuses.count(500) == progress.failed <= 8 and not engine.running
     engine.fail_steps = 99
     with pytest.raises(OutriderError, match="3 times in a row"):
-        runner(engine).run(source, tmp_path / "other.jsonl")
+        run(source, tmp_path / "other.jsonl", engine)
