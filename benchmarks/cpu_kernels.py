@@ -30,7 +30,7 @@ from outrider.cache.store import CacheSpec, KVStore, last_rows
 from outrider.models.decoder import TextModel
 from outrider.models.names import tensor_plan
 from outrider.ops.backend import CycleRequest
-from outrider.ops.cpu.build import ISAS
+from outrider.ops.cpu.build import FLAGS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.lowrank import Adapter
 from outrider.spec.slot_sampling import sampling_batch
@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--isa", choices=ISAS)
+    parser.add_argument("--isa", choices=FLAGS)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600, help="begin no round after so long")

@@ -20,9 +20,11 @@ HERE = Path(__file__).parent
 
 def check(level: str, folder: str) -> tuple[str, bool]:
     program = f"{folder}/check-{level}"
-    common = [flag for flag in COMMON if flag != "-fPIC"]
+    common = [flag for flag in COMMON.split() if flag != "-fPIC"]
     built = subprocess.run(
-        [CC, *common, *FLAGS[level], str(HERE / "check.c"), "-o", program, "-lm"], capture_output=True, text=True
+        [CC, *common, *FLAGS[level].split(), str(HERE / "check.c"), "-o", program, "-lm"],
+        capture_output=True,
+        text=True,
     )
     if built.returncode:
         return f"{level}: {built.stderr[-2000:]}", False

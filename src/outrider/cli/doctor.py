@@ -98,15 +98,16 @@ def _extras() -> Iterator[Diagnosis]:
 
 
 def _cpu(build: bool) -> Iterator[Diagnosis]:
-    from ..ops.cpu.build import BuildError, best_isa, compiler, found, levels, processor, shared_object
+    from ..ops.cpu.build import WHEEL_LEVELS, BuildError, best_isa, compiler, found, missing, processor, shared_object
 
     isa, cores = best_isa(), len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
     about = f"{processor()}, {cores} cores for this process, kernels: {isa}"
     yield Diagnosis("note" if isa in slow else "ok", "processor", about, slow.get(isa, ""))
-    for level in levels():
-        lacks = f"this processor lacks {', '.join(level.missing)}" if level.missing else f"--ops cpu:{level.name}"
-        yield Diagnosis("ok", f"level {level.name}", "in use" if level.in_use else lacks)
+    for level in WHEEL_LEVELS.get(platform.machine(), ["generic"]):
+        lacks = ", ".join(sorted(missing(level)))
+        other = f"this processor lacks {lacks}" if lacks else f"--ops cpu:{level}"
+        yield Diagnosis("ok", f"level {level}", "in use" if level == isa else other)
     load = os.getloadavg()[0]
     if load > cores / 2:
         advice = "other processes will slow decoding and spoil measured costs"

@@ -295,11 +295,8 @@ def test_shipped_kernels_need_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_levels_say_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma", "f16c", "avx_vnni"})
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    found = {level.name: level for level in build.levels()}
-    assert [name for name, level in found.items() if level.in_use] == ["avxvnni"]
-    assert "avx512f" in found["avx512"].missing and not found["generic"].missing
-    assert build.runnable() == ("avxvnni", "avx2", "generic")
+    assert "avx512f" in build.missing("avx512") and not build.missing("generic")
+    assert build.best_isa() == "avxvnni" and build.runnable() == ("avxvnni", "avx2", "generic")
 
 
 def test_doctor_lists_the_levels() -> None:
@@ -321,18 +318,9 @@ def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_names_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CPU_ISA", "generic")
     assert build.best_isa() == "generic" and "-generic-" in build.shared_object().name
-    assert [level.name for level in build.levels() if level.in_use] == ["generic"]
     monkeypatch.setenv("OUTRIDER_CPU_ISA", "abacus")
     with pytest.raises(build.BuildError, match="unknown level 'abacus'"):
         build.shared_object()
-
-
-def test_a_compiler_is_limited_in_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in wall time: one that waits is waited for."""
-    monkeypatch.setattr(build, "CPU_SECONDS", 1)
-    with pytest.raises(build.BuildError, match="took more than 1 s of processor time"):
-        build._run([["/bin/sh", "-c", "while :; do :; done"]], tmp_path)
-    build._run([["/bin/sleep", "1.5"]], tmp_path)
 
 
 def test_what_a_failed_compiler_started_is_ended(tmp_path: Path) -> None:
