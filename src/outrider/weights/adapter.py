@@ -37,23 +37,12 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 ADAPTABLE = re.compile(r"(layers\.\d+\.(qkv|out|gate_up|down|ple_gate|ple_out))|ple_proj")
 MAX_RANK = 4096
-# Settings of PEFT that change what an adapter computes, and the name of what they ask for.
-REFUSED = {
-    "use_dora": "DoRA",
-    "lora_bias": "LoRA with biases",
-    "fan_in_fan_out": "transposed weights (Conv1D)",
-    "modules_to_save": "modules that are saved whole (modules_to_save)",
-    "target_parameters": "adapters of parameters, such as experts (target_parameters)",
-    "layer_replication": "replicated layers",
-    "alora_invocation_tokens": "activated LoRA",
-    "use_qalora": "QALoRA",
-    "trainable_token_indices": "trainable tokens",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "Arrow routing",
-    "kasa_config": "KaSA",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-}
+Pairs = dict[str, dict[str, tuple[str, TensorEntry]]]  # by module: the tensors A and B
+REFUSED = (  # settings of PEFT that change what an adapter computes
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "target_parameters", "layer_replication"),
+    *("alora_invocation_tokens", "use_qalora", "trainable_token_indices", "use_bdlora", "arrow_config"),
+    *("kasa_config", "velora_config", "monteclora_config"),
+)
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also change the base weights
 
 
@@ -160,73 +149,60 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
     if not (folder / CONFIG).is_file():
         raise OutriderError(f"{folder} has no {CONFIG}: is it a PEFT adapter?")
     settings = read_json(folder / CONFIG)
-    _check_settings(folder, settings)
+    _check_settings(folder / CONFIG, settings)
     if not (folder / TENSORS).is_file():
         pickled = " (adapter_model.bin can run code when it is read: save the adapter as safetensors)"
         raise OutriderError(f"{folder} has no {TENSORS}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
-    pairs: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
+    pairs: Pairs = {}
     for key, entry in read_header(folder / TENSORS).items():
         found = KEY.fullmatch(key)
         if found is None:
-            raise OutriderError(f"{folder}: tensor {key[:120]} is {_kind(key)}, which is not supported")
+            raise OutriderError(f"{folder}: tensor {key[:120]} is no LoRA matrix, which is not supported")
         pairs.setdefault(found[1], {})[found[2]] = (key, entry)
-    updates: dict[str, LoraUpdate] = {}
-    sources, skipped = _sources(config), 0
+    updates, sources, skipped = dict[str, LoraUpdate](), _sources(config), 0
     for module, pair in pairs.items():
-        where = f"{folder}: tensor {next(iter(pair.values()))[0]}"
         source = normalise(module + ".weight")
         if ignored(source, config) and not source.startswith("lm_head."):
             skipped += 1
             continue
-        shape = _shape(where, source, sources)
         rank = _pattern(folder, settings, "rank_pattern", module, settings.get("r", 8))
         alpha = _pattern(folder, settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
-        a, b = _pair(folder, pair, shape)
+        a, b = _pair(folder, pair, source, sources)
         if a.shape[0] != rank:
             raise OutriderError(f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
-        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        updates[source] = LoraUpdate(a, b, scale)
+        updates[source] = LoraUpdate(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
     if skipped:
         log.warning("%s: %d modules of the vision or audio tower are not applied", folder.name, skipped)
     _check_complete(folder, settings, updates, sources)
     return LoraFile(str(folder), updates)
 
 
-def _check_settings(folder: Path, settings: ForeignDict) -> None:
-    where = folder / CONFIG
+def _check_settings(where: Path, settings: ForeignDict) -> None:
     if settings.get("peft_type") != "LORA":
         raise OutriderError(f"{where}: peft_type {str(settings.get('peft_type'))[:40]!r} is not supported, LORA is")
-    for key, what in REFUSED.items():
-        if settings.get(key):
-            raise OutriderError(f"{where}: {key} asks for {what}, which is not supported")
+    if found := next((key for key in REFUSED if settings.get(key)), None):
+        raise OutriderError(f"{where}: {found} is not supported")
     if settings.get("bias", "none") != "none":
-        raise OutriderError(
-            f"{where}: bias {str(settings['bias'])[:40]!r}: adapters that train biases are not supported"
-        )
+        raise OutriderError(f"{where}: bias {str(settings['bias'])[:40]!r} is not supported")
     start = str(settings.get("init_lora_weights", True)).lower()
     if start.startswith(CHANGED_BASE):
-        raise OutriderError(
-            f"{where}: init_lora_weights {start[:40]!r} changed the base weights too: convert it with PEFT"
-        )
+        raise OutriderError(f"{where}: init_lora_weights {start[:40]!r} changed the base weights: convert it with PEFT")
 
 
 def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default: object) -> float:
     """The value of the first pattern that matches the module's name or its end at a dot."""
-    table, value = settings.get(key) or {}, default
+    table, where = settings.get(key) or {}, folder / CONFIG
     if not isinstance(table, dict):
-        raise OutriderError(f"{folder / CONFIG}: {key} should be an object, got {str(table)[:40]}")
-    for pattern, special in table.items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                value = special
-                break
-        except re.error:
-            raise OutriderError(f"{folder / CONFIG}: {key} {pattern[:60]!r} is not a regular expression") from None
+        raise OutriderError(f"{where}: {key} should be an object, got {str(table)[:40]}")
+    try:
+        value = next((v for pattern, v in table.items() if re.fullmatch(rf"(.*\.)?({pattern})", module)), default)
+    except re.error as error:
+        raise OutriderError(f"{where}: {key} {str(error.pattern)[8:68]!r} is not a regular expression") from None
     what = "r" if key == "rank_pattern" else "lora_alpha"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < abs(value) < 1e6:
-        raise OutriderError(f"{folder / CONFIG}: {what} should be a positive number, got {str(value)[:40]}")
+        raise OutriderError(f"{where}: {what} should be a positive number, got {str(value)[:40]}")
     if what == "r" and (value != int(value) or not 1 <= value <= MAX_RANK):
-        raise OutriderError(f"{folder / CONFIG}: rank {value} is outside 1..{MAX_RANK}")
+        raise OutriderError(f"{where}: rank {value} is outside 1..{MAX_RANK}")
     return value
 
 
@@ -239,24 +215,9 @@ def _check_complete(
     limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if not isinstance(listed, list) or any(settings.get(key) is not None for key in limits):
         return
-    for name in listed:
-        ends = f".{name}.weight"
-        wanted = [s for s in sources if s.endswith(ends)]
-        missing = next((s for s in wanted if s not in updates), None)
-        if missing is not None:
-            raise OutriderError(
-                f"{folder}: it adapts {str(name)[:60]!r} but holds nothing for {missing}: cut, or made for another base"
-            )
-
-
-def _kind(key: str) -> str:
-    if "lora_magnitude_vector" in key:
-        return "part of DoRA"
-    if "lora_embedding_" in key:
-        return "an adapter of an embedding"
-    if key.endswith(".bias"):
-        return "a bias"
-    return "no LoRA matrix (modules_to_save?)"
+    ends = tuple(f".{name}.weight" for name in listed)
+    if missing := next((s for s in sources if s.endswith(ends) and s not in updates), None):
+        raise OutriderError(f"{folder} holds nothing for {missing}, which it adapts: cut, or made for another base")
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
@@ -271,16 +232,15 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
     alpha = file.meta.get("adapter.lora.alpha")
     if not isinstance(alpha, int | float) or not 0 < abs(alpha) < 1e6:
         raise OutriderError(f"{path}: adapter.lora.alpha should be a positive number, got {str(alpha)[:40]}")
-    sources, updates = _sources(config), dict[str, LoraUpdate]()
-    pairs: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
+    pairs: Pairs = {}
     for key, entry in file.tensors.items():
         if not key.endswith((".lora_a", ".lora_b")):
             raise OutriderError(f"{path}: tensor {key} is no LoRA matrix, which is not supported")
         pairs.setdefault(key[:-7], {})[key[-1].upper()] = (key, entry)
+    updates, sources = dict[str, LoraUpdate](), _sources(config)
     for module, pair in pairs.items():
         source = normalise(hf_name(module, file.arch))
-        shape = _shape(f"{path}: tensor {next(iter(pair.values()))[0]}", source, sources)
-        a, b = _pair(path, pair, shape)
+        a, b = _pair(path, pair, source, sources)
         projection = source.split(".")[-2]
         if file.arch == "llama" and projection in ("q_proj", "k_proj"):  # rows are permuted there, as the base's are
             attn = config.layers[int(source.split(".")[2])].attn
@@ -292,24 +252,11 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
 # ---- both -----------------------------------------------------------------------------------------------------------
 def _sources(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """{tensor of the base: its shape}, () where adapters of it are not supported."""
-
     found: dict[str, tuple[int, ...]] = {}
     for canonical, plan in tensor_plan(config).items():
         fits = ADAPTABLE.fullmatch(canonical) is not None
         found |= {s: shape if fits else () for s, shape in zip(plan.sources, plan.source_shapes)}
     return found
-
-
-def _shape(where: str, source: str, sources: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    module = source.removesuffix(".weight")
-    shape = sources.get(source, sources.get(module))
-    if ".experts" in source or source.startswith(("lm_head.", "model.embed_tokens.")):
-        shape = ()
-    if shape is None:
-        raise OutriderError(f"{where[:200]}: the base model has no module {module[:120]}: is it made for another base?")
-    if not shape:
-        raise OutriderError(f"{where[:200]}: adapters of {module[:120]} are not supported")
-    return shape
 
 
 def _matrix(where: Path, key: str, entry: TensorEntry) -> Tensor:
@@ -323,17 +270,25 @@ def _matrix(where: Path, key: str, entry: TensorEntry) -> Tensor:
     return matrix.clone()
 
 
-def _pair(where: Path, pair: Mapping[str, tuple[str, TensorEntry]], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A [r, in] and B [out, r] of a module whose matrix has this shape."""
+def _pair(
+    where: Path, pair: Mapping[str, tuple[str, TensorEntry]], source: str, sources: Mapping[str, tuple[int, ...]]
+) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] of the base's tensor `source`."""
+    key, module = next(iter(pair.values()))[0], source.removesuffix(".weight")
+    shape = sources.get(source, sources.get(module))
+    if ".experts" in source or source.startswith(("lm_head.", "model.embed_tokens.")):
+        shape = ()
+    if shape is None:
+        raise OutriderError(f"{where}: tensor {key[:120]}: the base has no module {module[:120]}: made for another?")
+    if not shape:
+        raise OutriderError(f"{where}: tensor {key[:120]}: adapters of {module[:120]} are not supported")
     if len(pair) == 1:
-        ((part, (key, _)),) = pair.items()
-        other = "B" if part == "A" else "A"
-        partner = f"lora_{other if f'lora_{part}' in key else other.lower()}"
-        raise OutriderError(f"{where}: tensor {key} has no partner {partner}: fetch the adapter again")
+        partner = {"A": "B", "B": "A", "a": "b", "b": "a"}[key[key.rindex("lora_") + 5]]
+        raise OutriderError(f"{where}: tensor {key} has no partner lora_{partner}: fetch the adapter again")
     a, b = (_matrix(where, *pair[part]) for part in "AB")
     rank = a.shape[0] if a.dim() == 2 else 0
-    for (key, _), matrix, want in ((pair["A"], a, (rank, shape[1])), (pair["B"], b, (shape[0], rank))):
+    for part, matrix, want in (("A", a, (rank, shape[1])), ("B", b, (shape[0], rank))):
         if not rank or tuple(matrix.shape) != want:
             fits = f"the base asks for [{shape[0]}, {shape[1]}] = B A"
-            raise OutriderError(f"{where}: tensor {key} has shape {list(matrix.shape)}: {fits}")
+            raise OutriderError(f"{where}: tensor {pair[part][0]} has shape {list(matrix.shape)}: {fits}")
     return a, b
