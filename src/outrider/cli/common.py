@@ -179,21 +179,6 @@ def spellings(name: str) -> list[str]:
     return ["--" + n.replace("_", "-") for n in (name, *(alias for alias, ours in ALIASES.items() if ours == name))]
 
 
-def check_aliases(words: Sequence[str]) -> None:
-    """Refuses one option under two names with two values: the parser would take the last one."""
-    for ours in ALIASES.values():
-        names = ["--max-concurrent", "--max-num-seqs"] if ours == "max_batch" else spellings(ours)
-        given: dict[str, str] = {}
-        for word, behind in zip(words, [*words[1:], ""]):
-            name, equals, value = word.partition("=")
-            if name in names:
-                given[name] = value if equals else behind
-        if len({*given.values()}) > 1:
-            raise OutriderError(
-                f"{' and '.join(f'{n} {v}' for n, v in given.items())} are the same option with different values"
-            )
-
-
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
     """The user's file's values of a command's options, in the parser's form: [defaults] if the command has such an
     option, then the command's own table."""
@@ -251,13 +236,10 @@ def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
     """Loads the model and prints once what was chosen."""
     follow_if_told(load)
     say = teller(quiet)
-    from .store import note_use
-
     with quick_start(load.device):
         from ..llm import LLM
 
         llm = LLM.load(model, load, say=say)
-    note_use(model, llm.drafter_note)
     asked = load.engine.max_context
     if asked is not None and asked > llm.config.max_context:
         say(f"context: {llm.engine.max_context} tokens (--max-context {asked} is more than this model knows)")

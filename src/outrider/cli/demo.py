@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
 
 from rich.table import Table
 from rich.text import Text
@@ -15,9 +12,6 @@ from ..types import SamplingParams
 from . import common
 from .common import out
 from .generate import run_plain
-
-if TYPE_CHECKING:
-    from ..llm import LLM
 
 PROMPTS = (
     "What causes the seasons on Earth?",
@@ -32,7 +26,6 @@ PROMPTS = (
 class DemoOptions:
     model: common.Model = "smollm2"
     max_tokens: common.MaxTokens = 128
-    peer: Annotated[bool, "Time llama.cpp on the same file too, where llama-cpp-python is installed."] = True
 
 
 @common.loading("drafter", "draft_tokens", "threads")
@@ -41,11 +34,10 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
     """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
     params = common.sampling(max_tokens=asked.max_tokens)
     llm = common.load_llm(asked.model, load)
-    llama_cpp = _llama_cpp(llm, asked.model, load.threads) if asked.peer else None
     llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
     table = Table(title=f"{asked.model}, tokens per second, greedy, at most {asked.max_tokens} tokens")
     columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
-    for name in columns + (["llama.cpp"] if llama_cpp is not None else []):
+    for name in columns:
         table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
     tokens, plain_s, fast_s = 0, 0.0, 0.0
     for prompt in PROMPTS:
@@ -60,36 +52,15 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
             tokens = tokens + p.new_tokens
             plain_s = plain_s + p.new_tokens / p.decode_tps
             fast_s = fast_s + p.new_tokens / f.decode_tps
-        row: list[str | Text] = [
+        table.add_row(
             prompt if len(prompt) < 16 else prompt[:15] + "…",
             f"{p.decode_tps:.1f}",
             f"{f.decode_tps:.1f}",
             f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-",
             f"{f.tokens_per_cycle:.2f}",
             "yes" if plain.token_ids == fast.token_ids else Text("NO", "bold red"),
-        ]
-        table.add_row(*row, *([f"{llama_cpp(prompt, asked.max_tokens):.1f}"] if llama_cpp is not None else []))
+        )
     if fast_s:
         table.add_section()
         table.add_row("all", f"{tokens / plain_s:.1f}", f"{tokens / fast_s:.1f}", f"{plain_s / fast_s:.2f}x")
     out.print(table)
-
-
-def _llama_cpp(llm: LLM, model: str, threads: int | None) -> Callable[[str, int], float] | None:
-    """(prompt, tokens) -> llama.cpp's plain decoding speed over the same file; None where it is not installed."""
-    from ..bench import peers
-    from ..prompts import Prompt
-    from ..weights import hub
-
-    path = hub.resolve(model).path
-    if importlib.util.find_spec("llama_cpp") is None or path.suffix != ".gguf":
-        return None
-    setup = peers.PeerSetup(path, lambda p: llm.encode_chat(p.text), llm.engine.eos, threads, "cpu", "float32")
-    engine = peers.LlamaCpp(setup)
-
-    def speed(text: str, count: int) -> float:
-        answers, seconds = engine.answer([Prompt("demo", "demo", text, count)], 0.0, 0)
-        return answers[0].decode_tokens / seconds if seconds else 0.0
-
-    speed("Hello", 8)
-    return speed
