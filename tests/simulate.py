@@ -23,11 +23,38 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from outrider.spec.acceptance_profile import Trace
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.plan import DraftContext
 from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
+
+
+@dataclass(frozen=True)
+class Trace:
+    id: str
+    category: str
+    drafter: str
+    runs: tuple[int, ...]
+    ngram: tuple[int, ...] = ()
+    match: tuple[int, ...] = ()
+    confidence: tuple[tuple[float, ...], ...] = ()  # of the drafter's own, at each output position
+    prompt_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name, values in (("ngram", self.ngram), ("match", self.match), ("confidence", self.confidence)):
+            if values and len(values) != len(self.runs):
+                raise OutriderError(
+                    f"trace {self.id!r}: {name!r} has {len(values)} entries, 'runs' has {len(self.runs)}"
+                )
+        if not self.runs:
+            raise OutriderError(f"trace {self.id!r}: 'runs' is empty")
+
+    def run(self, drafter: str, position: int) -> int:
+        """Tokens of a draft made at this position that the target would accept (-1: this drafter has nothing to
+        offer)."""
+        if drafter == "ngram":
+            return self.ngram[position] if self.ngram else -1
+        return self.runs[position]
 
 
 def view(trace: Trace, position: int) -> DraftContext:

@@ -6,7 +6,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from outrider.spec.acceptance_profile import Trace
+from tests.simulate import Trace
+
 from outrider.spec.plan import DraftContext
 from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan
 

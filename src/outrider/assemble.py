@@ -36,7 +36,7 @@ from .spec import draft_model
 from .spec.block import BlockDrafter
 from .spec.block_load import load_block
 from .spec.controller import Controller
-from .spec.cost import FORMAT, CostKey, CostTable, machine_name
+from .spec.cost import FORMAT, CostTable, machine_name
 from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
@@ -55,7 +55,7 @@ class Assembled(NamedTuple):
     engine: Engine
     drafter_note: str  # one line for the user: which drafter is used
     weight_bytes: int
-    cost_key: CostKey | None  # key of its measured costs on disk; None: costs are not measured
+    cost_key: str | None  # key of its measured costs on disk; None: costs are not measured
     vision: ImageEncoder | str  # the image encoder, or the reason why there is none
 
 
@@ -165,11 +165,10 @@ def _assemble(
         return Assembled(engine, note, size, None, vision)
     trained_for = drafter.trained_for if drafter is not None else None
     divided = "" if team is None else f" over {team.tp.world}"
-    key = CostKey(
-        machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads),
-        f"{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv "
-        f"{engine_config.kv_dtype}{divided}",
-        f"{__version__} {FORMAT} {ops.version}",
+    machine = machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads)
+    key = (
+        f"{machine}|{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv "
+        f"{engine_config.kv_dtype}{divided}|{__version__} {FORMAT} {ops.version}"
     )
     return Assembled(engine, note, size, key, vision)
 

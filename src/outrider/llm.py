@@ -103,8 +103,7 @@ class LLM:
         if team is not None:
             Leader(made.engine, team)
         if (key := made.cost_key) is not None:
-            text = "|".join((key.machine, key.model, key.version))
-            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
             made.engine.controller.cost = calibrate(made.engine, key, hub.cache_path("costs", f"{digest}.json"))
         return cls(made.engine, model, made.drafter_note, made.weight_bytes, team, made.vision)
 

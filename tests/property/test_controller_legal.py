@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.costs import linear
 from tests.simulate import Trace, replay
 from tests.traces import Fixed
 
@@ -21,7 +22,7 @@ MACHINE = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.floats(0, 1e-2
 @given(MACHINE, st.lists(st.tuples(BATCH, st.integers(0, 16), st.floats(1e-5, 1.0)), max_size=40))
 def test_choices_are_legal(machine, cycles):
     base, row, token = machine
-    controller = Controller(CostTable.linear(base, row, {"mtp": token}), ("mtp", "ngram"))
+    controller = Controller(linear(base, row, {"mtp": token}), ("mtp", "ngram"))
     for raw, luck, seconds in cycles:
         views = [DraftContext(i, {"mtp": m, "ngram": n}, match, left, context) for i, m, n, match, left, context in raw]
         choices = controller.plan(views)
@@ -44,7 +45,7 @@ def test_choices_are_legal(machine, cycles):
 @given(st.lists(st.integers(0, 16), min_size=60, max_size=200), st.floats(0.02, 0.25))
 def test_a_request_never_loses_more_than_its_risk(runs, row):
     """Against any acceptance pattern at all: two plain steps and 1.5 % of the tokens, and at most one draft over it."""
-    cost = CostTable.linear(1.0, row, {"mtp": row / 3})
+    cost = linear(1.0, row, {"mtp": row / 3})
     trace = Trace("t", "any", "mtp", tuple(runs))
     ours = replay([trace], Controller(CostTable.from_json(cost.to_json()), ("mtp",)), cost)
     plain = replay([trace], Fixed(None, 0), cost)
@@ -55,6 +56,6 @@ def test_a_request_never_loses_more_than_its_risk(runs, row):
 
 def test_same_history_same_choices():
     trace = Trace("t", "any", "mtp", tuple((i * 7) % 5 for i in range(200)))
-    cost = CostTable.linear(5e-3, 1e-3, {"mtp": 4e-4})
+    cost = linear(5e-3, 1e-3, {"mtp": 4e-4})
     first, second = (replay([trace], Controller(CostTable.from_json(cost.to_json()), ("mtp",)), cost) for _ in range(2))
     assert first == second

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from ..spec.cost import CostKey, CostTable
+from ..spec.cost import CostTable
 from ..spec.plan import CostPart
 from ..spec.timing import ProbeGrid, TimedDrafter, agrees, measure
 from .engine import Engine
@@ -21,7 +21,7 @@ BUDGET_S = 3.0
 CAPTURING_S = 12.0  # where every cell is a graph to be captured first
 
 
-def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
+def calibrate(engine: Engine, key: str, path: Path | None) -> CostTable:
     """The stored table of this key if it is still valid, or a fresh one (about three seconds, twelve with CUDA graphs),
     stored for the next start."""
     found = CostTable.load(path, key) if path is not None else None

@@ -12,7 +12,7 @@ starts from neutral figures and learns the same within some hundred tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,34 +22,6 @@ from .acceptance import BINS
 FILE = "acceptance.json"
 # acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
 FIRST, NEIGHBOUR = 0.5, 2.0
-
-
-@dataclass(frozen=True)
-class Trace:
-    id: str
-    category: str
-    drafter: str
-    runs: tuple[int, ...]
-    ngram: tuple[int, ...] = ()
-    match: tuple[int, ...] = ()
-    confidence: tuple[tuple[float, ...], ...] = ()  # of the drafter's own, at each output position
-    prompt_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        for name, values in (("ngram", self.ngram), ("match", self.match), ("confidence", self.confidence)):
-            if values and len(values) != len(self.runs):
-                raise OutriderError(
-                    f"trace {self.id!r}: {name!r} has {len(values)} entries, 'runs' has {len(self.runs)}"
-                )
-        if not self.runs:
-            raise OutriderError(f"trace {self.id!r}: 'runs' is empty")
-
-    def run(self, drafter: str, position: int) -> int:
-        """Tokens of a draft made at this position that the target would accept (-1: this drafter has nothing to
-        offer)."""
-        if drafter == "ngram":
-            return self.ngram[position] if self.ngram else -1
-        return self.runs[position]
 
 
 @dataclass(frozen=True)
@@ -73,14 +45,18 @@ class AcceptanceProfile:
         return tuple(self.judged * r / sum(reached) for r in reached)
 
 
-def measure(traces: Iterable[Trace], weights: str, second: float | None = None) -> AcceptanceProfile:
-    """Measured from every position of every answer, whether decoding would have drafted there or not."""
+Runs = tuple[Sequence[int], Sequence[Sequence[float]]]  # by position: tokens of a draft that are right; confidences
+
+
+def measure(answers: Iterable[Runs], weights: str, second: float | None = None) -> AcceptanceProfile:
+    """Measured from every position of every answer, whether decoding would have drafted there or not. An answer may
+    have no confidences."""
     good, seen = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
     bins = [[2.0 * (i + 0.5) / BINS, 2.0] for i in range(BINS)]
     judged = 0
-    for trace in traces:
-        for at, (run, sure) in enumerate(zip(trace.runs, trace.confidence or [()] * len(trace.runs), strict=True)):
-            for j in range(min(run + 1, MAX_DRAFT, len(trace.runs) - at - 1)):
+    for runs, confidence in answers:
+        for at, (run, sure) in enumerate(zip(runs, confidence or [()] * len(runs), strict=True)):
+            for j in range(min(run + 1, MAX_DRAFT, len(runs) - at - 1)):
                 good[j] += j < run
                 seen[j] += 1.0
                 judged += 1
@@ -89,7 +65,7 @@ def measure(traces: Iterable[Trace], weights: str, second: float | None = None) 
                     cell[0] += j < run
                     cell[1] += 1.0
     if not judged:
-        raise OutriderError("no drafts in these traces: record them with the drafter whose card is wanted")
+        raise OutriderError("no drafts to judge: the answers are too short")
     accepted: list[float] = []
     for g, s in zip(
         good, seen, strict=True

@@ -13,10 +13,8 @@ also by the node's own token. Drafts never change the output: the target decides
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.block import BlockNet
@@ -24,7 +22,7 @@ from ..ops.trees import WIDTH, TreeRows, max_nodes
 from ..types import Draft, KVView
 from .acceptance import BINS
 from .acceptance_profile import AcceptanceProfile
-from .drafter import DraftBatch, Drafter, Score, draft_round
+from .drafter import DraftBatch, Drafter, Score, confident_round, draft_round, padded
 from .tree import build_fixed_tree, build_tree
 
 EVERY = slice(None)  # sequence
@@ -52,44 +50,14 @@ class BlockDrafter(Drafter):
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """If the confidence is not needed (`DraftBatch.plans`), no value is read, so a captured step can call it."""
         wide = min(k, self.max_tokens)
+        heads: list[Tensor] = []  # outputs of the confidence head, by step
         if batch.branches and self.one_pass:
-            heads: list[Tensor] = []
             return build_tree(batch, wide, self._by_slot(batch, wide, heads), heads)
         if batch.plans is None:
             made = self._drafted(batch, wide)
-            return made if k == wide else replace(made, tokens=F.pad(made.tokens, (0, k - wide)))
-        size = len(batch.ids)
-        sure: list[Tensor] = []  # by step, if there is a confidence head
-        columns: Tensor | None = None  # ids of the columns of the last logits [B, N]
-        confidence = torch.zeros((size, k), device=batch.last.device)
-        lengths, path, live = [wide] * size, [1.0] * size, [True] * size
-
-        def enough(j: int, token: Tensor, logits: Tensor) -> bool:
-            if sure:
-                confidence[:, j] = sure[j]
-            else:  # the drafter's own probability of the token it chose
-                place = token if columns is None else (columns == token[:, None]).int().argmax(1)
-                confidence[:, j] = batch.sampling.likely(logits, place)
-            if batch.trust is None or batch.plans is None:
-                return False
-            for b, p in enumerate(confidence[:, j].tolist()):
-                if live[b]:
-                    path[b] *= batch.trust[min(BINS - 1, int(p * BINS))]
-                    plan = batch.plans[b]
-                    live[b] = path[b] >= max(plan.stop, plan.drop)
-                    lengths[b] = wide if live[b] else j if path[b] < plan.drop else j + 1
-            return not any(live)
-
-        score = self._score(batch, wide, sure)
-
-        def scored(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
-            nonlocal columns
-            columns, z = score(j, token, cluster_bonus)
-            return columns, z
-
-        made = draft_round(batch, wide, scored, enough=enough)
-        tokens = F.pad(made.tokens, (0, k - made.tokens.shape[1]))
-        return Draft(tokens, torch.tensor(lengths, device=batch.last.device), confidence=confidence)
+        else:
+            made = confident_round(batch, wide, self._score(batch, wide, heads), heads)
+        return made if made.tokens.shape[1] == k else padded(made, k)
 
     def max_nodes(self, depth: int) -> int:
         return max_nodes(depth) if self.one_pass and depth <= self.max_tokens else 0

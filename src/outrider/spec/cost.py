@@ -2,7 +2,7 @@
 
 A `CostTable` holds measured times at a few knots and interpolates: linear in the batch and in the context, monotone in
 K (a wider step is never cheaper: a dip is noise). `timing.measure` fills it in at most three seconds; `observe` updates
-it while the engine runs; `save` / `load` keep it between runs, keyed by machine, model and version.
+it while the engine runs; `save` / `load` keep it between runs, keyed by machine, model and version (`key`).
 
 Two things change a step's time: the machine (another process, a hotter chip: all cells alike) and a mis-measured cell.
 Only the second matters for choosing K. So a deviation is first attributed to the machine (`drift`), and to the cell
@@ -17,7 +17,6 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -35,15 +34,6 @@ CLAMP = 0.25  # log of the largest deviation applied at once: one interrupted st
 REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
 
-@dataclass(frozen=True)
-class CostKey:
-    """A stored table is used only if all three agree."""
-
-    machine: str
-    model: str
-    version: str
-
-
 def machine_name(accelerator: str | None = None, threads: int | None = None) -> str:
     """Processor, threads and accelerator: what a measured time depends on besides the model."""
     parts = [processor(), f"{threads or os.cpu_count()} threads"]
@@ -57,7 +47,7 @@ class CostTable:
         self,
         verify: Mapping[tuple[int, int], Sequence[float]] | None = None,
         draft: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
-        key: CostKey | None = None,
+        key: str | None = None,
         reading: Mapping[str, float] | None = None,
         trees: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
     ) -> None:
@@ -89,16 +79,6 @@ class CostTable:
         self._reaches: dict[tuple[str, int, int], tuple[Curve, int]] = {}
         self._last: tuple[CostPart | None, int, int] | None = None
         self._pending = 0
-
-    @staticmethod
-    def linear(base: float, per_row: float, draft: Mapping[str, float] | None = None) -> CostTable:
-        """A step of R rows takes base + per_row·R; a drafter its time per token. For tests and predictions."""
-        verify = {
-            (b, c): [base + per_row * b * (k + 1) for k in range(CURVE_LENGTH)]
-            for b in (1, 2, 4, 8, 16, 32)
-            for c in (0, 8192)
-        }
-        return CostTable(verify, {n: {1: [t * k for k in range(CURVE_LENGTH)]} for n, t in (draft or {}).items()})
 
     # ---- reading ---------------------------------------------------------------------------------------------------
     def verify(self, batch: int, k: float, context: int) -> float:
@@ -255,7 +235,7 @@ class CostTable:
             for kind in ("draft", "tree")
         }
         return {
-            "key": asdict(self.key) if self.key else None,
+            "key": self.key,
             "verify": [{"batch": b, "context": c, "seconds": t} for (b, c), t in sorted(self._verify.items())],
             **drafts,
             "reading": self.reading,
@@ -272,7 +252,7 @@ class CostTable:
             table = CostTable(
                 {(int(e["batch"]), int(e["context"])): e["seconds"] for e in raw["verify"]},
                 draft,
-                CostKey(**raw["key"]) if raw["key"] else None,
+                raw["key"],
                 {str(n): float(t) for n, t in raw["reading"].items()},
                 trees,
             )
@@ -292,7 +272,7 @@ class CostTable:
         part.replace(path)
 
     @staticmethod
-    def load(path: Path, key: CostKey) -> CostTable | None:
+    def load(path: Path, key: str) -> CostTable | None:
         """The stored table, or None when there is none for this key (or it cannot be read: it is only a cache)."""
         try:
             table = CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))

@@ -23,7 +23,7 @@ from ..models.config import ModelConfig
 from ..ops.backend import DraftRequest, DraftResult
 from ..types import Draft, KVPages, KVView
 from .acceptance_profile import AcceptanceProfile
-from .drafter import DraftBatch, Drafter, HostDraftRequest, Score, draft_round
+from .drafter import DraftBatch, Drafter, HostDraftRequest, confident_round, padded
 from .protocols import Target
 
 PAGE = 32
@@ -244,7 +244,8 @@ class DraftModel(Drafter):
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
-        own = replace(batch, last=batch.last[at], position=batch.position[at], sampling=sampling)
+        plans = None if batch.plans is None else [batch.plans[i] for i in fit]
+        own = replace(batch, last=batch.last[at], position=batch.position[at], sampling=sampling, plans=plans)
         hidden = self._catch_up(tracks, texts, k)  # [F, H] of the newest token
         scores, names = self._scores([t.beside(text, self.known) for t, text in zip(tracks, texts)])
         ids = None if names is None else names.expand(len(fit), -1)
@@ -255,9 +256,10 @@ class DraftModel(Drafter):
             view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
             return ids, scores(self.model.forward(token, view).hidden)
 
-        drafted, steps = self._sure(own, k, score, fit, names)
-        self._last = (tracks, drafted.tokens[:, : steps - 1])
-        return drafted
+        # A step costs as much as a token of a small model: too much for a token that will hardly be accepted.
+        drafted = confident_round(own, k, score)
+        self._last = (tracks, drafted.tokens[:, :-1])
+        return padded(drafted, k)
 
     def _scores(self, beside: Sequence[Sequence[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """hidden [F, H] -> logits [F, N], and their token ids [N] (None: all tokens). beside: each sequence's own
@@ -279,30 +281,6 @@ class DraftModel(Drafter):
             return torch.cat((ops.logits(h, self.head, cap), own), 1)
 
         return scored, torch.cat((listed, torch.tensor(more)))
-
-    def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int], names: Tensor | None) -> tuple[Draft, int]:
-        """A round of draft tokens with their probabilities, which ends when no sequence's draft is worth another step
-        (plan.DraftPlan); and the number of steps. A step costs as much as a token of a small model: too much for a
-        token that will hardly be accepted."""
-        size, device = len(fit), batch.last.device
-        confidence = torch.zeros((size, k), device=device)
-        lengths, path, live = [k] * size, [1.0] * size, [True] * size
-
-        def enough(j: int, token: Tensor, logits: Tensor) -> bool:
-            place = token if names is None else (names == token[:, None]).int().argmax(1)
-            confidence[:, j] = sure = batch.sampling.likely(logits, place)
-            if batch.trust is None or batch.plans is None:
-                return False
-            for b, p in enumerate(sure.tolist()):
-                if live[b]:
-                    path[b] *= batch.trust[min(len(batch.trust) - 1, int(p * len(batch.trust)))]
-                    live[b] = path[b] >= max(batch.plans[fit[b]].stop, batch.plans[fit[b]].drop)
-                    lengths[b] = k if live[b] else j if path[b] < batch.plans[fit[b]].drop else j + 1
-            return not any(live)
-
-        made = draft_round(batch, k, score, enough=enough).tokens
-        tokens = torch.nn.functional.pad(made, (0, k - made.shape[1]))
-        return Draft(tokens, torch.tensor(lengths, device=device), confidence=confidence), made.shape[1]
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
         """Run the tokens that each sequence's pages do not hold, at least the newest; returns the hidden states of

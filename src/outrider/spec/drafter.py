@@ -13,11 +13,12 @@ the engine's own drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.backend import DraftResult
@@ -172,12 +173,50 @@ def draft_round(
     """k draft tokens, one after another. Each is chosen as the target will choose (the same noise at the same
     position) and is the input of the next step. clusters [C, S]: ids of a clustered head. enough(j, guesses, logits):
     called after every step; if true, the round ends early and fewer tokens are returned."""
-    sampling, token = batch.sampling, batch.last
-    guesses: list[Tensor] = []
+    token, guesses = batch.last, list[Tensor]()
     for j in range(k):
         at = batch.position + 1 + j  # the position the guessed token will have
-        token, logits = guess_next(sampling, at, partial(score, j, token), batch.ops, clusters)
+        token, logits = guess_next(batch.sampling, at, partial(score, j, token), batch.ops, clusters)
         guesses.append(token)
         if enough is not None and enough(j, token, logits):
             break
     return Draft(torch.stack(guesses, 1), torch.full_like(batch.position, len(guesses)))
+
+
+def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Tensor] = ()) -> Draft:
+    """A round of draft tokens with their confidences. Where the drafts have plans (types.DraftPlan), a confidence may
+    end one, and the round ends when no draft is worth another step. heads: where `score` puts the output of a
+    confidence head [B], step by step; empty: a confidence is the drafter's own probability of its token."""
+    size, trust, plans = batch.last.shape[0], batch.trust, batch.plans
+    columns: Tensor | None = None  # ids of the columns of the last logits [B, N]
+    confidence: list[Tensor] = []
+    lengths, path, live = [k] * size, [1.0] * size, [True] * size
+
+    def scored(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        nonlocal columns
+        columns, z = score(j, token, cluster_bonus)
+        return columns, z
+
+    def enough(j: int, token: Tensor, logits: Tensor) -> bool:
+        if heads:
+            confidence.append(heads[j].float())
+        else:
+            place = token if columns is None else (columns == token[:, None]).int().argmax(1)
+            confidence.append(batch.sampling.likely(logits, place))
+        if trust is None or plans is None:
+            return False
+        for b, p in enumerate(confidence[j].tolist()):
+            if live[b]:
+                path[b] *= trust[min(len(trust) - 1, int(p * len(trust)))]
+                live[b] = path[b] >= max(plans[b].stop, plans[b].drop)
+                lengths[b] = k if live[b] else j if path[b] < plans[b].drop else j + 1
+        return not any(live)
+
+    made = draft_round(batch, k, scored, enough=enough)
+    return Draft(made.tokens, torch.tensor(lengths, device=batch.last.device), torch.stack(confidence, 1))
+
+
+def padded(draft: Draft, k: int) -> Draft:
+    """The same draft as tensors of k tokens."""
+    more, sure = (0, k - draft.tokens.shape[1]), draft.confidence
+    return replace(draft, tokens=F.pad(draft.tokens, more), confidence=None if sure is None else F.pad(sure, more))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -157,25 +157,17 @@ class SlotSampling:
         pen, words = self.penalties, self.words
         cut = FilterValues(take(self.top_k), take(self.top_p), take(self.min_logp)) if filters.any else None
         found = SamplingBatch(take(self.temperature), take(self.sampled), take(self.seed), filters, cut)
-        return (
-            found
-            if asks == NO_FEATURES
-            else replace(
-                found,
-                out_len=position + 1 - take(self.prompt_len) if asks.stops else None,
-                penalties=Penalties(
-                    *map(take, (pen.repetition, pen.presence, pen.frequency, pen.in_prompt, pen.counts))
-                )
-                if asks.penalties and pen is not None
-                else None,
-                bias=Sparse(take(self.bias.ids), take(self.bias.values)) if asks.bias else None,
-                bad_words=BadWords(*map(take, (words.prefix, words.last, words.real, words.tail)))
-                if asks.words
-                else None,
-                stops=Sparse(take(self.stops.ids), take(self.stops.values)) if asks.stops else None,
-                min_tokens=take(self.min_tokens) if asks.stops else None,
-            )
-        )
+        if asks.penalties and pen is not None:
+            tables = (pen.repetition, pen.presence, pen.frequency, pen.in_prompt, pen.counts)
+            found.penalties = Penalties(*map(take, tables))
+        if asks.bias:
+            found.bias = Sparse(take(self.bias.ids), take(self.bias.values))
+        if asks.words:
+            found.bad_words = BadWords(*map(take, (words.prefix, words.last, words.real, words.tail)))
+        if asks.stops:
+            found.stops, found.min_tokens = Sparse(take(self.stops.ids), take(self.stops.values)), take(self.min_tokens)
+            found.out_len = position + 1 - take(self.prompt_len)
+        return found
 
     def commit(self, seen: SamplingBatch, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """The first `counts` of `tokens` [B, K + 1] were emitted: update the selected rows, and from them the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from .cost import CURVE_LENGTH, CostKey, CostTable, Curve, at_k, bracket, monotone
+from .cost import CURVE_LENGTH, CostTable, Curve, at_k, bracket, monotone
 from .plan import READING, VERIFY, CostPart
 
 Cell = tuple[CostPart, int, int, int]  # (part, batch, k, context)
@@ -57,7 +57,7 @@ def measure(
     drafters: Sequence[TimedDrafter] = (),
     grid: ProbeGrid = ProbeGrid(),
     budget_s: float = 3.0,
-    key: CostKey | None = None,
+    key: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
     alone: bool = False,
@@ -179,7 +179,7 @@ def _assemble(
     times: Mapping[Cell, float],
     drafters: Sequence[TimedDrafter],
     batches: Sequence[int],
-    key: CostKey | None,
+    key: str | None,
     read: Mapping[str, float],
 ) -> CostTable:
     groups: dict[tuple[CostPart, int, int], dict[int, float]] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..models.decoder import TextModel
 from ..ops.reference import ReferenceOps, as_tensor
-from ..spec.acceptance_profile import Trace
+from ..spec.acceptance_profile import Runs
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
 from ..spec.slot_sampling import sampling_batch
@@ -81,22 +81,9 @@ class Judged:
     right: list[np.ndarray]  # int64 [anchors]
     sure: list[np.ndarray]  # float32 [anchors, most]; of no meaning behind the first wrong token
 
-    def traces(self, data: Sequences, categories: Sequence[str], drafter: str = "mtp") -> list[Trace]:
-        """In the format of the engine's own recordings: the acceptance profile is measured on them."""
-        return [
-            Trace(
-                f"{data.index[i]}.{int(data.greedy[i])}",
-                categories[i],
-                drafter,
-                tuple(map(int, right)),
-                confidence=tuple(
-                    tuple(float(p) for p in row[: run + 1]) for row, run in zip(self.sure[i], right, strict=True)
-                ),
-                prompt_tokens=int(data.prompts[i]),
-            )
-            for i, right in enumerate(self.right)
-            if len(right)
-        ]
+    def runs(self) -> list[Runs]:
+        """What an acceptance profile is measured on."""
+        return [(right.tolist(), sure.tolist()) for right, sure in zip(self.right, self.sure, strict=True)]
 
 
 @dataclass(frozen=True)

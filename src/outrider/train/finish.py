@@ -24,7 +24,7 @@ import torch
 from .. import svg
 from ..models.inspect import model_size
 from ..spec import acceptance_profile as acceptance
-from ..spec.acceptance_profile import Trace
+from ..spec.acceptance_profile import Runs
 from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub
@@ -110,7 +110,7 @@ def finish(
     """The best weights, the top of the clustered head, the final evaluation, the files. What `halt` leaves no time for
     is not measured."""
     result: Row = {"step": load_best(job, target, net, aside, trainer, halt)}
-    traces: list[Trace] = []
+    runs: list[Runs] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     with suppress(Halted):
         if len(cold):
@@ -125,7 +125,7 @@ def finish(
                 result["recall"] = [asdict(r) for r in curve]
                 last = Judge.of(target.model, net, False, halt).drafts(cold, weigh=True)
                 result["clustered"] = scored(last, MAX_DRAFT)
-            traces = last.traces(cold, ["all"] * len(cold), job.kind)
+            runs = last.runs()
             result["second_guess"] = full.second_guesses(cold)
             if len(hot):
                 drafting = Judge.of(target.model, net, False, halt)
@@ -136,17 +136,17 @@ def finish(
     if "full" in result:
         trainer.log_row({"step": trainer.progress.step, "final": result})
     story = provenance(job, target, data, trainer)
-    write_drafter(job.out / "drafter", net, result, traces, story, job.out / "log.jsonl")
+    write_drafter(job.out / "drafter", net, result, runs, story, job.out / "log.jsonl")
     return result
 
 
-def write_drafter(folder: Path, net: TrainNet, result: Row, traces: list[Trace], story: Row, log: Path) -> None:
+def write_drafter(folder: Path, net: TrainNet, result: Row, runs: list[Runs], story: Row, log: Path) -> None:
     card = model_card(net.config, result, [story])
     save_drafter(folder, net.config, net.export(), story, card)
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
-    if traces:
+    if any(len(right) for right, _ in runs):
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
-        acceptance.write(folder, acceptance.measure(traces, print_of, result.get("second_guess")))
+        acceptance.write(folder, acceptance.measure(runs, print_of, result.get("second_guess")))
     if log.exists():
         draw_curve(log, log.parent / "curve.svg")
         for path in (log, log.parent / "curve.svg"):

@@ -14,12 +14,11 @@ from outrider.engine.engine import Engine
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
-from outrider.spec.cost import CostKey
 from outrider.spec.draft_model import DraftModel
 from outrider.spec.plan import CostPart
 from outrider.weights.load import dummy_weights
 
-KEY = CostKey("machine", "model", "version")
+KEY = "machine model version"
 
 
 def engine_with(kind: str) -> Engine:

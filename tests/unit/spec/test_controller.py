@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from tests.costs import linear
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
@@ -10,8 +11,8 @@ from outrider.spec.plan import DraftContext, VerifiedTree
 from outrider.spec.tuning import Tuning
 from outrider.types import NO_DRAFT, OutriderError
 
-CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing
-DEAR = CostTable.linear(5.5e-3, 1e-3, {"mtp": 4.5e-4})  # two CPU cores
+CHEAP = linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing
+DEAR = linear(5.5e-3, 1e-3, {"mtp": 4.5e-4})  # two CPU cores
 
 
 def view(id="a", remaining=100, mtp=16, ngram=0, match=0, fixed=False, adapter=""):

@@ -1,6 +1,8 @@
 """The controller and a draft model: used from the first cycle where it should pay, and not where reading the text would
 eat the gain."""
 
+from tests.costs import linear
+
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.draft_model import ACCEPTED, TRUST
@@ -12,7 +14,7 @@ NAME = "draft_model"
 
 def controller(step: float, per_token: float) -> Controller:
     """A plain step takes 1, a row 0.05 more, a draft step `step`, reading a token `per_token`."""
-    table = CostTable.linear(0.95, 0.05, {NAME: step})
+    table = linear(0.95, 0.05, {NAME: step})
     table.reading[NAME] = per_token
     return Controller(table, (NAME, "ngram"), {NAME: ACCEPTED}, {NAME: TRUST})
 

@@ -4,11 +4,12 @@ import itertools
 import random
 
 import pytest
+from tests.costs import linear
 from tests.simulate import replay
 from tests.traces import synthetic
 
 from outrider.spec.controller import Controller
-from outrider.spec.cost import CURVE_LENGTH, CostKey, CostTable, machine_name
+from outrider.spec.cost import CURVE_LENGTH, CostTable, machine_name
 from outrider.spec.plan import VERIFY, CostPart, DraftContext
 from outrider.spec.timing import ProbeGrid, TimedDrafter, agrees, measure
 from outrider.types import OutriderError
@@ -143,7 +144,7 @@ def test_where_the_device_is_ours_the_least_sample_counts():
 
 
 def test_a_slower_machine_moves_the_drift_and_no_ratio():
-    table = CostTable.linear(5e-3, 1e-3, {"mtp": 4e-4})
+    table = linear(5e-3, 1e-3, {"mtp": 4e-4})
     before = list(table.curve("mtp", 1, 100))
     for i in range(400):
         table.observe(1, 4, 100, before[4] * (1.0 if i < 200 else 2.0), "mtp")
@@ -155,7 +156,7 @@ def test_a_slower_machine_moves_the_drift_and_no_ratio():
 
 def test_a_wrong_cell_is_corrected_by_contrast():
     """The table believes K = 4 costs 1.55 plain steps; really it costs 1.2. Interleaved steps must find out."""
-    table = CostTable.linear(5e-3, 1e-3, {"mtp": 0.0})
+    table = linear(5e-3, 1e-3, {"mtp": 0.0})
     plain = table.verify(1, 0, 100)
     for _ in range(300):
         table.observe(1, 0, 100, plain, None)
@@ -164,7 +165,7 @@ def test_a_wrong_cell_is_corrected_by_contrast():
 
 
 def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
-    true = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
+    true = linear(3e-3, 4e-4, {"mtp": 2e-4})
     times = true.curve("mtp", 1, 100)
     verify = [true.verify(1, k, 100) for k in range(CURVE_LENGTH)]
     verify[4] *= 3.0
@@ -181,7 +182,7 @@ def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
 def test_choices_recover_from_a_table_measured_at_a_bad_moment(wrong):
     """The controller itself decides what is tried. After the first prompts it must be near the speed of the right
     table."""
-    true = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
+    true = linear(3e-3, 4e-4, {"mtp": 2e-4})
     verify = [true.verify(1, k, 100) * (3.0 if wrong[0] <= k <= wrong[1] else 1.0) for k in range(CURVE_LENGTH)]
     table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(CURVE_LENGTH)]}})
     traces = synthetic(40, 5, easiness=(0.55, 0.9), confident=True)
@@ -192,7 +193,7 @@ def test_choices_recover_from_a_table_measured_at_a_bad_moment(wrong):
 
 
 def test_a_draft_that_was_dropped_says_nothing_of_plain_steps():
-    table = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
+    table = linear(3e-3, 4e-4, {"mtp": 2e-4})
     before = list(table.curve("mtp", 1, 100))
     for i in range(200):
         table.observe(1, i % 2 * 4, 100, before[4] if i % 2 else before[0] + 5 * 2e-4, "mtp")
@@ -230,11 +231,11 @@ def test_a_stored_table_without_a_drafter_is_checked_too(whole):
 def test_a_table_or_a_clock_of_zeros_is_measured_again():
     machine = Machine()
     assert not agrees(CostTable({(1, 0): [0.0] * CURVE_LENGTH}, {}), machine.probe, None, 256, clock=machine.clock)
-    assert not agrees(CostTable.linear(5e-3, 1e-3), machine.probe, None, 256, clock=lambda: 0.0)
+    assert not agrees(linear(5e-3, 1e-3), machine.probe, None, 256, clock=lambda: 0.0)
 
 
 def test_one_interrupted_step_moves_nothing_much():
-    table = CostTable.linear(5e-3, 1e-3)
+    table = linear(5e-3, 1e-3)
     usual = table.verify(1, 0, 100)
     for _ in range(20):
         table.observe(1, 0, 100, usual, None)
@@ -243,14 +244,14 @@ def test_one_interrupted_step_moves_nothing_much():
 
 
 def test_kept_tables_are_only_used_for_the_same_machine_model_and_version(tmp_path):
-    key = CostKey(machine_name(), "model", "1")
+    key = f"{machine_name()} model 1"
     table = CostTable(
         {(1, 0): [1.0 + k for k in range(CURVE_LENGTH)]}, {"mtp": {1: [0.1 * k for k in range(CURVE_LENGTH)]}}, key=key
     )
     table.save(tmp_path / "a" / "cost.json")
     again = CostTable.load(tmp_path / "a" / "cost.json", key)
     assert again is not None and again.to_json() == table.to_json()
-    assert CostTable.load(tmp_path / "a" / "cost.json", CostKey(key.machine, "model", "2")) is None
+    assert CostTable.load(tmp_path / "a" / "cost.json", f"{machine_name()} model 2") is None
     assert CostTable.load(tmp_path / "none.json", key) is None
     (tmp_path / "bad.json").write_text('{"verify": 3}')
     assert CostTable.load(tmp_path / "bad.json", key) is None

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.costs import linear
 from tests.simulate import (
     Trace,
     clairvoyant,
@@ -19,7 +20,7 @@ from tests.simulate import (
 )
 from tests.traces import Fixed, broken, synthetic
 
-from outrider.spec.acceptance_profile import measure as measure_card
+from outrider.spec.acceptance_profile import AcceptanceProfile, measure
 from outrider.spec.acceptance_profile import read as read_card
 from outrider.spec.acceptance_profile import write as write_card
 from outrider.spec.controller import Controller
@@ -28,10 +29,14 @@ from outrider.spec.plan import DraftContext
 from outrider.types import OutriderError
 
 MACHINES = {
-    "two CPU cores": CostTable.linear(5.5e-3, 1e-3, {"mtp": 4.5e-4}),
-    "GPU": CostTable.linear(18e-3, 1e-4, {"mtp": 4.2e-4}),
-    "mixture of experts": CostTable.linear(4e-3, 9e-4, {"mtp": 3e-4}),
+    "two CPU cores": linear(5.5e-3, 1e-3, {"mtp": 4.5e-4}),
+    "GPU": linear(18e-3, 1e-4, {"mtp": 4.2e-4}),
+    "mixture of experts": linear(4e-3, 9e-4, {"mtp": 3e-4}),
 }
+
+
+def measure_card(traces: list[Trace], weights: str) -> AcceptanceProfile:
+    return measure([(t.runs, t.confidence) for t in traces], weights)
 
 
 def fresh(cost):
@@ -39,7 +44,7 @@ def fresh(cost):
 
 
 def test_fixed_k_is_counted_by_hand():
-    cost = CostTable.linear(1.0, 0.1, {"mtp": 0.01})
+    cost = linear(1.0, 0.1, {"mtp": 0.01})
     trace = Trace("t", "c", "mtp", (2, 0, 0, 1, 0))
     out = replay([trace], Fixed("mtp", 2), cost)
     # at 0: two right, three emitted; at 3: K = 1 (two left), one right, two emitted
@@ -95,7 +100,7 @@ def test_no_batch_is_slower_than_plain(machine, batch):
 
 def test_a_wrong_table_is_mended_while_running():
     """Measured while another program was busy: K looks three times dearer than it is."""
-    truth, wrong = MACHINES["GPU"], CostTable.linear(18e-3, 20e-3, {"mtp": 4.2e-4})
+    truth, wrong = MACHINES["GPU"], linear(18e-3, 20e-3, {"mtp": 4.2e-4})
     traces = synthetic(30, 12, (200, 300), easiness=(0.7, 0.9))
     ours = replay(traces, Controller(wrong, ("mtp",)), truth, noise=0.03)
     plain = replay(traces, Fixed(None, 0), truth)
