@@ -40,11 +40,14 @@ class ChildProcess:
             try:
                 self._start()
                 self._ends = None if self._seconds is None else time.monotonic() + self._seconds
+                self._connection.settimeout(self._seconds)
                 self._send(data)
                 return self._read(*LENGTH.unpack(self._read(LENGTH.size)))
-            except (OSError, EOFError):
+            except BaseException as error:  # an interrupt, too: what the process still says answers no later call
                 self._end()
-                raise ChildLost from None
+                if isinstance(error, OSError | EOFError):
+                    raise ChildLost from None
+                raise
 
     def start(self) -> None:
         """Now rather than with the first call."""
