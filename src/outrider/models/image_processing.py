@@ -14,6 +14,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import struct
 import sys
 import warnings
@@ -29,6 +30,7 @@ REPLY = struct.Struct("<?II")  # is it an image? its height and width; then pixe
 MEMORY, CPU_SECONDS = 3 << 30, 60  # of the decoding process
 MAX_SIDE = 65500
 MAX_SCANS = 64  # of a JPEG; progressive ones have about ten
+JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # of those with a segment, or the end
 
 
 def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, int]:
@@ -44,11 +46,20 @@ def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, i
     return tall, wide
 
 
+def jpeg_scans(data: bytes) -> int:
+    """Up to the image's end: phones append films to their photographs, and segments hold previews."""
+    at, found = 2, 0
+    while (marker := JPEG_MARKER.search(data, at)) and marker[0] != b"\xff\xd9":
+        found += marker[0] == b"\xff\xda"
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+    return found
+
+
 def decode(data: bytes, max_pixels: int) -> Image.Image:
     """A file's first frame. The header is read first, so that an image that is too large is never decoded."""
     if b"<svg" in data[:1024].lower() or data[:5] == b"<?xml":
         raise ValueError("SVG images are drawings, not pixels: send PNG, JPEG or WebP")
-    if data[:2] == b"\xff\xd8" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:  # each is a pass over all pixels
+    if data[:2] == b"\xff\xd8" and (scans := jpeg_scans(data)) > MAX_SCANS:  # each is a pass over all pixels
         raise ValueError(f"a JPEG of {scans} scans; at most {MAX_SCANS} are read")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -87,6 +87,8 @@ GOOD: dict[str, Maker] = {
     "one pixel": lambda: saved(noise(size=(1, 1)), "PNG"),
     "a line": lambda: saved(noise(size=(3000, 1)), "PNG"),
     "trailing bytes": lambda: PNG + b"\0" * 1000,
+    "film after a jpeg": lambda: JPEG + b"ftypmp42" + b"\xff\xda" * 100,
+    "preview in a jpeg": lambda: JPEG[:2] + b"\xff\xe2" + struct.pack(">H", 202) + b"\xff\xda" * 100 + JPEG[2:],
 }
 BAD: dict[str, tuple[Maker, str]] = {
     "nothing": (lambda: b"", "empty"),
@@ -109,6 +111,7 @@ BAD: dict[str, tuple[Maker, str]] = {
     "wrong checksum": (lambda: PNG[:50] + bytes([PNG[50] ^ 255]) + PNG[51:], ""),
     "no data": (lambda: png(10, 10), "broken"),
     "jpeg of a thousand scans": (lambda: scans(1000), "1009 scans"),
+    "filled scans": (lambda: scans(1000).replace(b"\xff\xda", b"\xff\x01\xff\xff\xda"), "1009 scans"),
     "gif without frames": (lambda: b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0) + b";", ""),
     "webp head": (lambda: b"RIFF\x24\0\0\0WEBPVP8 ", ""),
     "tiff to nowhere": (lambda: b"II*\0" + struct.pack("<I", 2**31), ""),
