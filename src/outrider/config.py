@@ -56,7 +56,6 @@ class EngineConfig:
         KvDtype, "Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact."
     ] = "auto"
     gpu_memory: Annotated[float, "Share of the GPU's memory for weights, K/V and work together."] = 0.9
-    swap: Annotated[float, "Host memory (GiB) for K/V of preempted sequences. 0: recompute."] = 0.0
     prefix_cache: bool = True
     prefix_store: Annotated[str | None, "Folder for K/V of prompts that survives a restart. Default: none."] = None
     prefix_store_size: Annotated[float, "Most GiB of it; the pages used least recently go first."] = 20.0
@@ -69,8 +68,6 @@ class EngineConfig:
         known("kv_dtype", self.kv_dtype, KvDtype)
         if not 0.0 < self.gpu_memory <= 1.0:
             raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
-        if not 0.0 <= self.swap < 1 << 20:
-            raise OutriderError(f"swap must be 0 or more GiB of host memory, got {self.swap:g}")
         if not 0.0 < self.prefix_store_size < 1 << 20:
             raise OutriderError(f"prefix_store_size must be more than 0 GiB, got {self.prefix_store_size:g}")
         if self.prefix_store is not None and not self.prefix_cache:
@@ -180,8 +177,6 @@ class LoadSettings:
             raise OutriderError(f"adapters are {{name: path}}, got {str(self.adapters)[:60]}")
         if self.tensor_parallel > 1 and self.adapters:
             raise OutriderError("adapters are for a model in one process: leave them out next to tensor_parallel")
-        if self.tensor_parallel > 1 and self.engine.swap:
-            raise OutriderError("swap is for a model in one process: leave it out with tensor_parallel")
         if self.tensor_parallel > 1 and self.engine.prefix_store is not None:
             raise OutriderError("prefix_store is for a model in one process: leave it out next to tensor_parallel")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tests import rounds
 from tests.gpu.company import batches, crowd, prefill_idle
-from tests.gpu.engines import engine_tokens, mixed, one_launch, swapped
+from tests.gpu.engines import engine_tokens, mixed, one_launch, preempted
 from tests.gpu.place import GIB, HERE, KS, LAYERS
 
 import gpu_peer
@@ -307,7 +307,7 @@ def block_drafter() -> str:
 def all_checks() -> list[tuple[str, Callable[[], str]]]:
     """In the order that finds most, soonest."""
     checks: list[tuple[str, Callable[[], str]]] = [("warm-up", warm_up), ("one launch a cycle", one_launch)]
-    checks += [("engine tokens", engine_tokens), ("64 mixed requests", mixed), ("swap", swapped)]
+    checks += [("engine tokens", engine_tokens), ("64 mixed requests", mixed), ("preemption", preempted)]
     for size in ("E2B", "E4B"):
         checks.append((f"draft rounds {size}", lambda size=size: draft_rounds(size)))  # type: ignore[misc]
     for size in LAYERS:

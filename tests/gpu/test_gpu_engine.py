@@ -34,8 +34,8 @@ def test_64_sequences_and_prompts_as_alone(size: str) -> None:
     checks.crowd(size)
 
 
-def test_pages_on_the_host_change_nothing() -> None:
-    checks.swapped()
+def test_preemption_changes_nothing() -> None:
+    checks.preempted()
 
 
 @pytest.mark.parametrize("size", ["E2B", "31B"])

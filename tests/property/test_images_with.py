@@ -1,4 +1,4 @@
-"""Images together with adapters, block drafters, draft trees, long drafts and swapped pages: the same tokens."""
+"""Images together with adapters, block drafters, draft trees, long drafts and preemption: the same tokens."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_a_block_drafter_reads_images(folders: tuple[str, str], temperature: flo
     llm.close()
 
 
-def test_swapped_pages(folders: tuple[str, str]) -> None:
-    """Pre-empted sequences leave their K/V in host memory: no image is computed again."""
+def test_preemption(folders: tuple[str, str]) -> None:
+    """The K/V of preempted sequences, images included, is computed again."""
     more = SamplingParams(max_tokens=48, seed=3, ignore_eos=True)
     whole = load(folders, "cpu")
     want = [whole.generate(prompt, more, drafter=False)[0].token_ids for prompt in prompts()]
     whole.close()
-    tight = load(folders, "cpu", max_context=256, kv_tokens=448, swap=0.1)
+    tight = load(folders, "cpu", max_context=256, kv_tokens=448)
     assert [answer.token_ids for answer in tight.generate(prompts(), more)] == want
     assert tight.engine.scheduler.preemptions
     tight.engine.check()

@@ -111,11 +111,11 @@ def test_prefixes_are_shared_within_an_adapter_only() -> None:
     assert stats["1"] == stats["2"] == stats["3"] == 0 and stats["4"] == stats["5"] > 0
 
 
-def test_swapped_sequences_keep_their_adapter() -> None:
+def test_preempted_sequences_keep_their_adapter() -> None:
     jobs = [(0, request(str(i), PROMPT[i:], name)) for i, name in enumerate(("a", "b", None, "c"))]
-    engine = engine_of("llama", kv_tokens=64, swap=0.01)
+    engine = engine_of("llama", kv_tokens=64)
     got = run_joining(engine, jobs)
-    assert engine.metrics.swapped_out > 0
+    assert engine.metrics.preemptions > 0
     for _, each in jobs:
         assert got[each.id] == plain("llama", tuple(each.prompt), each.adapter, 0.0, 0)[0]
 

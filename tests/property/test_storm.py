@@ -23,10 +23,7 @@ PARAMS: list[dict[str, Any]] = [
 def test_nothing_is_lost_in_a_storm(graphs: bool, most: int) -> None:
     rng = random.Random(7)
     drafter = mtp_drafter(MODEL, "dense", clustered=True)
-    swap = 32 / 2**20 if graphs else 0.0  # GiB: some are kept on the host, others computed again
-    engine = tiny_engine(
-        "dense", drafter, model=MODEL, max_batch=8, max_context=96, kv_tokens=128, k=2, graphs=graphs, swap=swap
-    )
+    engine = tiny_engine("dense", drafter, model=MODEL, max_batch=8, max_context=96, kv_tokens=128, k=2, graphs=graphs)
     prompts = [
         [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))] for _ in range(12)
     ]  # few: prefixes are shared
@@ -55,7 +52,6 @@ def test_nothing_is_lost_in_a_storm(graphs: bool, most: int) -> None:
     engine.check()
     _all_free(engine)
     assert engine.scheduler.preemptions > most // 100 and len(asked) > most // 3
-    assert not graphs or 0 < engine.metrics.swapped_in <= engine.metrics.swapped_out < engine.metrics.preemptions
     answered = [i for i, why in ended.items() if why != "abort"]
     assert len(answered) > most // 40
     for i in rng.sample(answered, 10):

@@ -99,15 +99,18 @@ def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.Monke
 def test_a_command_gets_what_was_said() -> None:
     told: list[object] = []
 
-    @loading("drafter", "draft_tokens", "threads", "kv_dtype", "swap")
+    @loading("drafter", "draft_tokens", "threads", "kv_dtype", "gpu_memory")
     def command(word: str = "x", *, load: LoadSettings) -> None:
         told.extend((word, load))
 
     shell = typer.Typer()
     shell.command()(command)
-    words = ["--word", "y", "--draft-tokens", "3", "--threads", "2", "--kv-dtype", "int8", "--swap", "1.5"]
+    words = ["--word", "y", "--draft-tokens", "3", "--threads", "2", "--kv-dtype", "int8", "--gpu-memory", "0.5"]
     typer.main.get_command(shell)(words, standalone_mode=False)
-    assert told == ["y", LoadSettings(draft_tokens="3", threads=2, engine=EngineConfig(kv_dtype="int8", swap=1.5))]
+    assert told == [
+        "y",
+        LoadSettings(draft_tokens="3", threads=2, engine=EngineConfig(kv_dtype="int8", gpu_memory=0.5)),
+    ]
     typer.main.get_command(shell)(["--drafter", "a", "--drafter", "b"], standalone_mode=False)
     assert told[-1] == LoadSettings(drafter=("a", "b")) and LoadSettings(drafter=["a", "b"]).drafters == ("a", "b")
     with pytest.raises(OutriderError, match="--drafter may be one or two"):
@@ -124,7 +127,7 @@ def test_options_there_and_back() -> None:
         {*load.options()}
         == {*OPTIONS}
         >= {*ENGINE}
-        == {"max_context", "kv_dtype", "gpu_memory", "swap", "prefix_store", "prefix_store_size"}
+        == {"max_context", "kv_dtype", "gpu_memory", "prefix_store", "prefix_store_size"}
     )
 
 
@@ -138,7 +141,10 @@ def test_options_there_and_back() -> None:
         ({"quantize": "int7"}, "unknown quantize 'int7'; known: int8, int4, fp8"),
         ({"load_format": "tar"}, "unknown load_format 'tar'; known: auto, dummy"),
         ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, got 0"),
-        ({"tensor_parallel": 2, "engine": EngineConfig(swap=1)}, "swap is for a model in one process"),
+        (
+            {"tensor_parallel": 2, "engine": EngineConfig(prefix_store="x")},
+            "prefix_store is for a model in one process",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(wrong: dict[str, object], told: str) -> None:
@@ -200,7 +206,10 @@ def test_an_engine_of_none_is_the_default() -> None:
         ("--max-context 0", "--max-context must be at least 1, got 0"),
         ("--quantize int3", "unknown --quantize 'int3'; known: int8, int4, fp8"),
         ("--kv-dtype dtype", "unknown --kv-dtype 'dtype'; known: auto, int8, fp8"),
-        ("--swap 1 --tensor-parallel 2", "--swap is for a model in one process: leave it out with --tensor-parallel"),
+        (
+            "--prefix-store x --tensor-parallel 2",
+            "--prefix-store is for a model in one process: leave it out next to --tensor-parallel",
+        ),
         ("--tree 1", "--tree must be 'auto', 'off' or a number of tokens in 2..16, got 1"),
         ("--memory 4", "--memory is shared by several models"),
     ],

@@ -1,2 +1,1 @@
-"""Paged K/V cache: `pages` allocates pages, `prefix` finds shared ones (both torch-free), `store` holds the tensors,
-`swap` the copies on the host."""
+"""Paged K/V cache: `pages` allocates pages, `prefix` finds shared ones (both torch-free), `store` holds the tensors."""

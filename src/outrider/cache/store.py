@@ -21,7 +21,6 @@ from ..types import AttnSpec, GroupName, KVPages, KVView, OutputRows, OutriderEr
 from .pages import PageGroup, SeqPages
 from .prefix import ROOT, PrefixCache
 from .prefix_store import PrefixStore, StoredPage
-from .swap import Swap, SwappedKV
 
 EVICT_PAGES = 32  # pages of shared prefixes that are evicted together: finding the oldest scans all
 
@@ -75,7 +74,6 @@ class CacheSpec:
     tokens: int
     # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
     window_tokens: int | None = None
-    swap: int = 0  # bytes of host memory for the pages of preempted sequences
 
 
 @dataclass
@@ -141,9 +139,8 @@ class KVStore:
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
-        self.swap = Swap(spec.swap, self.device)
         both = [(self._group_of[i], t) for i in specs for t in (self.keys[i], self.values[i])]
-        # swapping moves bytes, whatever they mean
+        # the prefix store moves bytes, whatever they mean
         self._layers = [(name, t.view(torch.uint8)) for name, t in both if t is not None]
         self.disk: PrefixStore | None = None  # prefixes that survive a restart
 
@@ -194,11 +191,6 @@ class KVStore:
             hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity, root, unbroken)
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
-        self._enter(seq)
-        return seq, hit
-
-    def _enter(self, seq: SeqCache) -> None:
-        """Give the sequence its row of the page tables and add it to the running ones."""
         self.flush()  # pending updates of the slot's last sequence must not be applied after this
         for name in self.groups:
             row = self.tables[name][seq.slot]
@@ -207,51 +199,7 @@ class KVStore:
             if held:
                 row[: len(held)] = upload(held, torch.int32, self.device)
         self._live[seq.slot] = seq
-
-    def keep(self, seq: SeqCache, committed: int) -> SwappedKV | None:
-        """Swap the K/V of its committed positions out, before it is closed. None: there is no space, nothing to keep,
-        or most of it is shared, so that only the rest is recomputed."""
-        if not self.spec.swap or not committed:
-            return None
-        for name, group in self.groups.items():  # the prefix cache may hold a page as well as this sequence
-            shared = sum(group.pool.refs[page] > 2 for page in seq.pages[name].pages if page)
-            if group.window is None and 2 * shared > group.pages_for(committed):
-                return None
-        held: dict[GroupName, tuple[int, list[int]]] = {}
-        for name, group in self.groups.items():
-            pages = seq.pages[name]
-            held[name] = (pages.first, pages.pages[pages.first : group.pages_for(committed)])
-        return self.swap.out(self._layers, held)
-
-    def restore(self, kept: SwappedKV, positions: int) -> SeqCache | None:
-        """A slot with these pages again, if it could continue to `positions`. None: not enough free pages yet."""
-        wanted: dict[GroupName, int] = {}
-        for name, group in self.groups.items():
-            first, count = kept.pages[name]
-            wanted[name] = max(count, self._most(group, group.pages_for(positions) - first))
-            if not self._there(name, wanted[name]):
-                return None
-        if not all(self._free(name, need) for name, need in wanted.items()):
-            return None
-        seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
-        back: dict[GroupName, list[int]] = {}
-        for name, group in self.groups.items():
-            first, count = kept.pages[name]
-            back[name] = [group.pool.alloc() for _ in range(count)]
-            seq.pages[name].pages, seq.pages[name].first = [0] * first + back[name], first
-            if name in self._ahead and count:
-                self._ahead[name].need(max(back[name]))
-        self._enter(seq)
-        try:
-            self.swap.back(self._layers, kept, back)
-        except BaseException:
-            self.close(seq)
-            raise
-        return seq
-
-    def forget(self, kept: SwappedKV) -> None:
-        """The sequence will not come back: free the host memory that its K/V takes."""
-        self.swap.drop(kept)
+        return seq, hit
 
     def place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, Sequence[int]]]) -> None:
         """Follow another process, which has given these pages to a slot: the first page's number, and the pages. fresh:
@@ -403,7 +351,5 @@ class KVStore:
                         raise AssertionError(
                             f"{name} table of slot {seq.slot}, page {i}: {row[i]} is not {pages.pages[i]}"
                         )
-        if self.swap.made > self.swap.most:
-            raise AssertionError(f"{self.swap.made} blocks of host memory where {self.swap.most} were granted")
         if len(self._live) + len(self._free_slots) != self.spec.slots:
             raise AssertionError("slots leak")

@@ -62,7 +62,6 @@ class ServeOptions:
     *common.MACHINE,
     *common.ROOM,
     *common.IMAGES,
-    "swap",
     "prefix_store",
     "prefix_store_size",
     "load_format",

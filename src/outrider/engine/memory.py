@@ -58,8 +58,7 @@ class KVBudget:
 
     def layout(self, config: EngineConfig, slots: int, chunk: int) -> CacheSpec:
         """The cache layout for this budget. chunk: maximum positions of one sequence in a pass."""
-        swap = swap_bytes(config)
-        return CacheSpec(slots, self.max_context, config.page_size, chunk, self.tokens, self.window_tokens, swap)
+        return CacheSpec(slots, self.max_context, config.page_size, chunk, self.tokens, self.window_tokens)
 
 
 @dataclass(frozen=True)
@@ -174,15 +173,6 @@ def _divided(
             raise _too_long(asked, (asked + page) * full + window_tokens * sliding, budget)
         asked = tokens - page
     return KVBudget(asked, tokens, window_tokens if sliding else None)
-
-
-def swap_bytes(config: EngineConfig) -> int:
-    """Host memory for the K/V of preempted sequences, in bytes. More than is free now is refused; it is allocated when
-    first needed, and if that allocation fails, the sequence is recomputed."""
-    asked, free = int(config.swap * 2**30), free_bytes(torch.device("cpu"))
-    if asked > free:
-        raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")
-    return asked
 
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:

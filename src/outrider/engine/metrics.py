@@ -25,9 +25,6 @@ class Metrics(Counts):
     steps: int = 0
     drafter_failures: int = 0
     preemptions: int = 0
-    swapped_out: int = 0  # of them, those whose K/V was swapped to the host,
-    swapped_in: int = 0  # and swapped back
-    swap_bytes: int = 0  # host memory in use now
     prefix_pages_read: int = 0  # pages of K/V read back from the prefix store,
     prefix_pages_written: int = 0  # and written to it
     step_seconds: float = 0.0
@@ -61,8 +58,7 @@ class Metrics(Counts):
     def look(self, scheduler: Scheduler, store: KVStore, runner: ModelRunner) -> None:
         """Copy the counters of scheduler, cache and runner."""
         self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
-        self.preemptions, swap = scheduler.preemptions, store.swap
-        self.swapped_out, self.swapped_in, self.swap_bytes = swap.outs, swap.ins, swap.used
+        self.preemptions = scheduler.preemptions
         if store.disk is not None:
             self.prefix_pages_read, self.prefix_pages_written = store.disk.pages_read, store.disk.pages_written
         self.free_pages = {name: group.pool.free for name, group in store.groups.items()}

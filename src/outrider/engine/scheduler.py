@@ -7,8 +7,7 @@ few streams run, a step takes several chunks. A prompt is prefilled up to its la
 decode cycle.
 
 When pages run out the youngest sequence is preempted: it frees its pages and waits at the head of the queue. Its K/V is
-swapped to the host if there is space (`--swap`), and recomputed otherwise. Noise depends on (seed, position) only, so
-the sequence continues with the same text.
+recomputed. Noise depends on (seed, position) only, so the sequence continues with the same text.
 """
 
 from __future__ import annotations
@@ -58,9 +57,6 @@ class Scheduler:
         if seq.cache is not None:
             self.cache.close(seq.cache)
             seq.cache = None
-        if seq.swapped_kv is not None:
-            self.cache.forget(seq.swapped_kv)
-            seq.swapped_kv = None
 
     def plan(self, choose: Callable[[list[Seq]], list[DraftPlan]]) -> StepBatch:
         """`choose` returns drafter and K for each decoding sequence."""
@@ -132,13 +128,6 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch and self.cache.free_slots:
             seq = self.waiting[0]
-            if seq.swapped_kv is not None:
-                seq.cache = self.cache.restore(seq.swapped_kv, len(seq.tokens))
-                if seq.cache is None:
-                    return
-                seq.swapped_kv = None
-                self.running.append(self.waiting.popleft())
-                continue
             root, keys = seq.prefix_root, seq.cache_keys[:-1]
             if seq.restoring is None:
                 seq.restoring = self.cache.restoring(keys, self.granularity, root)
@@ -170,10 +159,8 @@ class Scheduler:
             victim = self.running[-1]
             self.preemptions += 1
             self.running.pop()
-            victim.swapped_kv = self.cache.keep(victim.held, victim.computed)
             self.cache.close(victim.held)
-            victim.cache, victim.has_features, victim.num_inflight_tokens = None, False, 0
-            victim.computed = victim.computed if victim.swapped_kv is not None else 0
+            victim.cache, victim.has_features, victim.num_inflight_tokens, victim.computed = None, False, 0, 0
             self.waiting.appendleft(victim)
             if victim is seq:
                 return False

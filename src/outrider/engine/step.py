@@ -18,7 +18,6 @@ from ..types import NO_DRAFT, DraftPlan, ImageSpan, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
-    from ..cache.swap import SwappedKV
     from ..ops.lowrank import Adapter
     from ..spec.ngram import NgramIndex
     from .output_processor import OutputProcessor
@@ -61,7 +60,6 @@ class Seq:
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
     adapter: Adapter | None = None  # its LoRA adapter; held until it ends
-    swapped_kv: SwappedKV | None = None  # its K/V in host memory, while it is preempted
     # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
     has_features: bool = False
     # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers

@@ -42,8 +42,6 @@ COUNTERS = {  # of the engine's metrics
     "branched": "Accepted tokens that a draft without branches would not have brought.",
     "drafter_failures": "Times a drafter failed and was switched off for a request.",
     "preemptions": "Sequences set back because pages ran out.",
-    "swapped_out": "Sequences set back whose K/V was kept in host memory (--swap).",
-    "swapped_in": "Sequences that went on with K/V from host memory.",
     "prefix_pages_read": "Pages of K/V read back from disk (--prefix-store).",
     "prefix_pages_written": "Pages of K/V written to disk (--prefix-store).",
     "step_seconds": "Seconds in engine steps.",
@@ -128,7 +126,6 @@ class _EngineCollector:
         for name, text, value in (
             ("running", "Sequences running.", m.running),
             ("waiting", "Sequences waiting.", m.waiting + tally.waiting),
-            ("swap_bytes", "Host memory that K/V of waiting sequences takes (--swap).", m.swap_bytes),
             ("kv_bytes", "Memory that K/V holds.", m.kv_bytes),
         ):
             yield GaugeMetricFamily(f"outrider_{name}", text, value=value)

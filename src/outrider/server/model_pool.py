@@ -318,9 +318,7 @@ class ModelPool:
             total([self._gone.engine, model.backend.engine.metrics]),
             self._gone.failed_steps + model.runner.failed_steps,
         )
-        self._gone.engine.running = self._gone.engine.waiting = self._gone.engine.kv_bytes = (
-            self._gone.engine.swap_bytes
-        ) = 0
+        self._gone.engine.running = self._gone.engine.waiting = self._gone.engine.kv_bytes = 0
         self._gone.engine.free_pages = {}
         slot.evictions += 1
         log.info("put back %s", slot.name)

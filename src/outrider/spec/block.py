@@ -1,7 +1,7 @@
 """Block and feature drafters: DFlash, DFlash 2, DSpark and EAGLE-3 on the target's hidden states.
 
 The drafter keeps its own K/V at every committed position, as further layers of the target's store over the same pages:
-prefix sharing, swapping, preemption and release of a page include its draft context. `extend` writes it from the tapped
+prefix sharing, preemption and release of a page include its draft context. `extend` writes it from the tapped
 streams of each target pass; rows of rejected drafts are overwritten by the next pass. The K/V of the block itself is
 never stored.
 

@@ -78,8 +78,8 @@ class Drafter:
     sets
     - `taps`: the target layers whose residual streams it reads; the target's `forward` then returns them row by row;
     - `kv_specs`: the layers of its own K/V, with `kv_layer` counted on from the target's (`len(config.layers) + i`).
-      They are further layers of the target's `KVStore`, over the same pages and slots, so that a prefix that is shared,
-      swapped or preempted keeps its draft context, and a window is released with the target's;
+      They are further layers of the target's `KVStore`, over the same pages and slots, so that a shared prefix
+      keeps its draft context, and a window is released with the target's;
     - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows and the next
       token of each (EAGLE-3 reads it; after a verify pass it is the target's choice there). It projects them and writes
       K/V at `kv`'s positions. A rejected row is overwritten by the next pass: there is no roll-back.

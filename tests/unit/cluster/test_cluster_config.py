@@ -39,7 +39,6 @@ def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None
         ({"draft_tokens": 17}, "draft_tokens must be in 0..16 or 'auto', got 17"),
         ({"dtype": "int7"}, "unknown dtype 'int7'; known: float32, bfloat16, float16"),
         ({"quantize": "int3"}, "unknown quantize 'int3'; known: int8, int4, fp8"),
-        ({"swap": 1, "tensor_parallel": 2}, "swap is for a model in one process: leave it out with tensor_parallel"),
         ({"colour": "red"}, "unknown field 'colour'; known: model, replicas,"),
         ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, got 0"),
         ({"model": ""}, 'model: "" is not allowed'),
