@@ -236,10 +236,13 @@ def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
     """Loads the model and prints once what was chosen."""
     follow_if_told(load)
     say = teller(quiet)
+    from .store import note_use
+
     with quick_start(load.device):
         from ..llm import LLM
 
         llm = LLM.load(model, load, say=say)
+    note_use(model, llm.drafter_note)
     asked = load.engine.max_context
     if asked is not None and asked > llm.config.max_context:
         say(f"context: {llm.engine.max_context} tokens (--max-context {asked} is more than this model knows)")

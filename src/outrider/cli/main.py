@@ -26,6 +26,7 @@ FUNCTIONS = {
     **{"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"},
     **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "cluster-head", "export")},
 }
+MOVED = {"cluster": "cluster-head", "load": "bench-server"}  # commands that were renamed
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -93,6 +94,8 @@ def run() -> int:
     """Imports and runs only the command that the arguments name; returns the exit code."""
     named = sys.argv[1] if len(sys.argv) > 1 else None
     try:
+        if named in MOVED:
+            raise OutriderError(f"`outrider {named}` is called `outrider {MOVED[named]}` now")
         shell = app((named,) if named in COMMANDS else COMMANDS)
         return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
     except OutriderError as error:

@@ -1,8 +1,10 @@
-"""`outrider list`, `pull`, `rm` and `show`: the models and drafters on this disk."""
+"""`outrider list`, `pull`, `rm` and `show`: the models and drafters on this disk, and what they were used with."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,19 +31,22 @@ class Item:
     kind: str  # model | drafter | mmproj
     bytes: int
     path: str
+    used: str = ""  # the day of its last use
+    drafter: str = ""  # which it was last used with
 
 
 def listing(as_json: common.AsJson = False) -> None:
-    """List the models and drafters at hand: in Hugging Face's cache, in our own, and GGUF files of this folder."""
+    """List the models and drafters at hand: Hugging Face's cache, our own, GGUF files of this folder, and what was
+    used before."""
     items = list(at_hand())
     if as_json:
         print(json.dumps([asdict(item) for item in items]))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for title in ("name", "kind", "size"):
+    for title in ("name", "kind", "size", "last used", "with"):
         table.add_column(title, overflow="fold", justify="right" if title == "size" else "left")
     for item in items:
-        table.add_row(item.name, item.kind, size(item.bytes))
+        table.add_row(item.name, item.kind, size(item.bytes), item.used, item.drafter)
     out.print(table)
     for alias, model in user_file().get("aliases", {}).items():
         out.print(f"{alias} = {model}", style="dim")
@@ -110,6 +115,7 @@ def show(name: Name, as_json: common.AsJson = False) -> None:
     config = translate(ModelConfig.from_hf, files)
     where, why = hub.auto_drafter(files)
     mmproj = repos.companion(files.path, "mmproj") if files.gguf is not None else None
+    last = used().get(files.name, {})
     data = {
         "name": name,
         "path": str(files.path) if files.path.exists() else None,
@@ -120,6 +126,8 @@ def show(name: Name, as_json: common.AsJson = False) -> None:
         "drafter": where,
         "drafter_note": why,
         "mmproj": str(mmproj) if mmproj is not None else None,
+        "last_used": last.get("used"),
+        "last_drafter": last.get("drafter"),
     }
     if as_json:
         print(json.dumps(data))
@@ -140,15 +148,18 @@ def at_hand() -> Iterator[Item]:
 
     from ..weights import hub, repos
 
+    uses = used()
+
     def item(name: str, path: Path, nbytes: int) -> Item:
         drafts = repos.is_drafter(path) or repos.is_drafter(name)
         kind = "mmproj" if repos.is_mmproj(path) else "drafter" if drafts else "model"
-        return Item(name, kind, nbytes, str(path))
+        was = uses.pop(name, {})
+        return Item(name, kind, nbytes, str(path), was.get("used", ""), was.get("drafter", ""))
 
     if (kept := hub.cache_path("smollm2", hub.SMOLLM2_FILE)).is_file():
         yield item("smollm2", kept, stored(kept))
     for shipped in sorted(hub.ASSETS.glob("*/config.json")):
-        yield Item(str(shipped.parent), "drafter", stored(shipped.parent), str(shipped.parent))
+        yield Item(str(shipped.parent), "drafter", stored(shipped.parent), str(shipped.parent), drafter="")
     with suppress(CacheNotFound):
         for repo in sorted(scan_cache_dir().repos, key=lambda found: found.repo_id):
             if repo.repo_type != "model":
@@ -159,6 +170,9 @@ def at_hand() -> Iterator[Item]:
                 yield item(repo.repo_id, repo.repo_path, repo.size_on_disk)
     for path in sorted(Path().glob("*.gguf")):
         yield item(str(path), path, stored(path))
+    for name in list(uses):
+        if (path := Path(name).expanduser()).exists():
+            yield item(name, path, stored(path))
 
 
 def stored(path: Path) -> int:
@@ -171,3 +185,32 @@ def size(nbytes: int) -> str:
     if nbytes >= 1e9:
         return f"{nbytes / 1e9:.2f} GB"
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
+
+
+def used() -> dict[str, dict[str, str]]:
+    """The record that `note_use` writes; empty if the file is missing or damaged."""
+    try:
+        kept = json.loads(_uses().read_text(encoding="utf-8"))
+        return {name: row for name, row in kept.items() if isinstance(row, dict)}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def note_use(name: str, drafter: str) -> None:
+    """Records that a model was loaded, and with which drafter. If the cache cannot be written, only the record is
+    lost."""
+    row = {"used": time.strftime("%Y-%m-%d"), "drafter": drafter.removeprefix("drafter: ").partition(" (")[0]}
+    uses = used()
+    if uses.get(name) == row:
+        return
+    with suppress(OSError):
+        _uses().parent.mkdir(parents=True, exist_ok=True)
+        fresh = _uses().with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(uses | {name: row}), encoding="utf-8")
+        os.replace(fresh, _uses())
+
+
+def _uses() -> Path:
+    from ..ops.cpu.build import cache_path
+
+    return cache_path("used.json")

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from tests import tiny
 from tests.unit.weights import ggufs
 
-from outrider.cli import common, main
+from outrider.cli import common, main, store
 from outrider.config import model_of
 
 Called = tuple[int, str, str]
@@ -60,18 +60,31 @@ def cached(shell: Shell, gguf: Path) -> Path:
     return blob
 
 
-def test_what_is_at_hand_is_listed(shell: Shell, gguf: Path) -> None:
+def test_what_is_at_hand_is_listed_with_what_it_was_used_with(shell: Shell, gguf: Path) -> None:
     blob = cached(shell, gguf)
     shutil.copyfile(gguf, "own.gguf")
     shutil.copyfile(gguf, "mmproj-own.gguf")
+    folder = tiny.write_target("llama", shell.home / "folder")
+    store.note_use(str(folder), "drafter: ngram (suffix matches)")
+    store.note_use("org/m:Q8_0", "drafter: mtp there (as asked)")
     code, out, _ = shell("list", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
-    assert code == 0 and rows["org/m:Q8_0"]["bytes"] == blob.stat().st_size
+    assert (
+        code == 0
+        and rows["org/m:Q8_0"]["bytes"] == blob.stat().st_size
+        and rows["org/m:Q8_0"]["drafter"] == "mtp there"
+    )
     assert rows["own.gguf"]["kind"] == "model" and rows["mmproj-own.gguf"]["kind"] == "mmproj"
+    assert rows[str(folder)]["drafter"] == "ngram" and rows[str(folder)]["used"]
     assert "org/m:Q8_0" in shell("list")[1]
     code, out, _ = shell("show", "org/m:Q8_0", "--json")
     data = json.loads(out)
-    assert code == 0 and data["quantisation"] == "Q8_0" and data["bytes"] == blob.stat().st_size
+    assert (
+        code == 0
+        and data["quantisation"] == "Q8_0"
+        and data["last_drafter"] == "mtp there"
+        and data["bytes"] == blob.stat().st_size
+    )
     assert json.loads(shell("show", "own.gguf", "--json")[1])["mmproj"] == "mmproj-own.gguf"
     assert "mmproj-own.gguf" in shell("inspect", "own.gguf")[1]
     assert common.model_names("o") == ["org/m:Q8_0", "own.gguf"] and "smollm2" in common.model_names("")
