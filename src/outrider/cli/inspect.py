@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
@@ -38,9 +39,6 @@ class InspectOptions:
         ),
     ] = None
     context: Annotated[int, "Tokens of context for which FLOP a byte is reckoned."] = 1024
-    bits: Annotated[float | None, "Assume N bits per weight, embeddings too. Default: as the checkpoint stores it."] = (
-        None
-    )
     gpu: Annotated[str | None, "Does it fit this card, and with how much context? rtx4090, h200, …"] = None
     quality: Annotated[
         bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")
@@ -63,23 +61,17 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in
     float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
     int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
-    from ..weights.quant_scheme import rounded_activations
     from ..weights.repos import companion
     from ..weights.vision import vision_config
 
     kv_dtype = load.engine.kv_dtype
     if asked.context < 1:
         raise OutriderError(f"--context must be at least 1, got {asked.context}")
-    if asked.bits is not None and not 0 < asked.bits <= 64:
-        raise OutriderError(f"--bits must be in (0, 64], got {asked.bits:g}")
     known = ("int8", "int4") if asked.gpu is None else ("int8", "int4", "fp8")
     if asked.quantize is not None and asked.quantize not in known:
         where = " without --gpu" if asked.gpu is None else ""
         raise OutriderError(f"--quantize takes {', '.join(known[:-1])} or {known[-1]}{where}, got {asked.quantize!r}")
-    if asked.bits is not None and asked.gpu is not None and asked.quantize is not None:
-        raise OutriderError("--bits and --quantize both say what the card holds: leave one of them out")
     files, config, kept = read(asked.model, asked.quantize if asked.gpu is not None else None)
-    size, total = per_weight(config, kept), kept.total
     named = asked.drafter or []
     if len(named) > 1:
         LoadSettings(drafter=named)  # checks them
@@ -89,16 +81,13 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     if len(checkpoints) == 2 and len(networks) != 1:
         raise OutriderError("two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
     helper, helper_size = read_drafter(networks[0]) if networks else (None, 2.0)
-    if asked.bits is not None:
-        size = helper_size = asked.bits / 8
-        total = model_size(config).total * size
     if asked.gpu is not None and kv_dtype == "int8":
         raise OutriderError("--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
     # int8: each row of a head has a factor
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
-    data = {"model": asked.model, **report(config, helper, size, helper_size, asked.context, total, kv_item)}
-    data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if asked.bits is None else {}
-    data["rounded_activations"] = rounded_activations(files.config)
+    size = per_weight(config, kept)
+    data = {"model": asked.model, **report(config, helper, size, helper_size, asked.context, kept.total, kv_item)}
+    data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()}
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
     vision = vision_config(files) if load.vision else None
@@ -106,13 +95,12 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     drafter_bytes = drafter_size(helper).total * helper_size if helper is not None else 0.0
     reports = {name: data["drafter"] for name in networks}
     if small is not None:
-        reports[named[0]], drafter_bytes = draft_model(files, small, data["bytes_per_token"], asked.bits)
+        reports[named[0]], drafter_bytes = draft_model(files, small, data["bytes_per_token"])
     for name in [name for name in checkpoints if name not in networks]:
-        reports[name], more = block_drafter(checkpoints[name], config, data["bytes_per_token"], asked.bits, kv_item)
+        reports[name], more = block_drafter(checkpoints[name], config, data["bytes_per_token"], kv_item)
         drafter_bytes += more
     if asked.gpu is not None:
-        seen = drafter_bytes + data["vision_bytes"]
-        data["gpu"] = on_card(asked.gpu, config, total if asked.bits is not None else kept.gpu, seen, kv_item)
+        data["gpu"] = on_card(asked.gpu, config, kept.gpu, drafter_bytes + data["vision_bytes"], kv_item)
     for field, name in zip(("drafter", "second_drafter"), named):
         data[field] = {"name": name, **reports[name]}
     if asked.quality or (asked.quantize is not None and asked.gpu is None):
@@ -151,7 +139,7 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
     return files, config, stored_size(files, config, quantize)
 
 
-def draft_model(target: Files, name: str, target_token: float, bits: float | None) -> tuple[ForeignDict, float]:
+def draft_model(target: Files, name: str, target_token: float) -> tuple[ForeignDict, float]:
     """`show`'s report on a draft model, and the bytes of its weights. target_token: bytes that a token of the target
     reads."""
     from ..weights.files import check_draft_model
@@ -162,16 +150,10 @@ def draft_model(target: Files, name: str, target_token: float, bits: float | Non
         check_draft_model(target, files)
     except OutriderError as error:
         reason = str(error)
-    size = model_size(config)
-    step, total = kept.token, kept.total
-    if bits is not None:
-        step, total = size.active * bits / 8, size.total * bits / 8
-    return drafter_report(config.model_type, reason, size.total, step, target_token), total
+    return drafter_report(config.model_type, reason, model_size(config).total, kept.token, target_token), kept.total
 
 
-def block_drafter(
-    files: Files, target: ModelConfig, target_token: float, bits: float | None, kv_item: float
-) -> tuple[ForeignDict, float]:
+def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_item: float) -> tuple[ForeignDict, float]:
     """`show`'s report on a DFlash, DSpark or EAGLE-3 drafter, and the bytes of its weights. A step drafts all tokens;
     EAGLE-3's drafts one. A drafter without a head reads the target's head as well."""
     from ..spec.block_load import block_bytes
@@ -181,7 +163,6 @@ def block_drafter(
     reason = config.misfit(target)
     config = replace(config, taps=config.tapped(target))
     parameters, total = block_bytes(files, config)
-    total = total if bits is None else parameters * bits / 8
     kv_bytes = sum(2 * layer.attn.kv_heads * layer.attn.head_dim * kv_item for layer in config.layers)
     about = {
         "layout": config.layout,
@@ -227,66 +208,8 @@ def show(data: ForeignDict) -> None:
     about = f"  {data['model_type']}, vocabulary {data['vocabulary']:,}, hidden {data['hidden']}"
     out.print(Text.assemble((data["model"], "bold"), about))
     facts = Table.grid(padding=(0, 2))
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5
-    )
-    facts.add_row("parameters", f"{amount(data['parameters'])}  ({parts})")
-    token, whole = amount(data["bytes_per_token"], "B"), amount(data["kv_bytes_full_context"], "B")
-    read = f"{amount(data['active_parameters'])} parameters, {token} at {data['bits_per_weight']:g} bits"
-    facts.add_row("read for a token", read)
-    kv = f"{amount(data['kv_bytes_per_token'], 'B')} a token, {whole} for all {data['max_context']:,} positions"
-    facts.add_row("K/V", kv)
-    each = data["intensity"]
-    decode = " · ".join(
-        f"{name.removeprefix('decode_')}: {value:.1f}" for name, value in each.items() if name != "prefill"
-    )
-    facts.add_row(
-        "FLOP a byte",
-        f"prefill {each['prefill']:.0f}; tokens at once {decode}  (at {data['context']} tokens of context)",
-    )
-    for drafter in filter(None, (data["drafter"], data.get("second_drafter"))):
-        why = "" if drafter["fits"] else f": {drafter['reason']}"
-        seen = drafter["reads"] if drafter["fits"] else None
-        reads = f", reads the K/V of layers {', '.join(map(str, seen))}" if seen else ""
-        head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
-        facts.add_row("drafter", Text.assemble(f"{drafter['name']} ", VERDICT[drafter["fits"]], why))
-        facts.add_row(
-            "",
-            f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
-            f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}",
-        )
-        if "taps" in drafter:
-            facts.add_row(
-                "",
-                f"{drafter['model_type']} ({drafter['layout']}), {drafter['layers']} layers, up to"
-                f" {drafter['draft_tokens']} tokens a draft; reads the target after layers"
-                f" {', '.join(map(str, drafter['taps']))}; its own K/V take"
-                f" {amount(drafter['kv_bytes_per_token'], 'B')} a token",
-            )
-    kinds = {name: nbytes for name, nbytes in data.get("formats", {}).items() if nbytes >= 0.001 * data["bytes"]}
-    if len(kinds) > 1 or (kinds and "dense" not in kinds):
-        facts.add_row(
-            "weights",
-            f"{amount(data['bytes'], 'B')}: " + ", ".join(f"{amount(n, 'B')} {name}" for name, n in kinds.items()),
-        )
-    if data["vision_bytes"]:
-        facts.add_row(
-            "vision", f"{amount(data['vision_bytes'], 'B')} in 16 bits for images (--no-vision leaves it out)"
-        )
-    if data["mmproj"]:
-        facts.add_row("projector", f"{data['mmproj']} (mmproj, next to the model)")
-    if data["rounded_activations"]:
-        facts.add_row(
-            "activations",
-            f"stay 16 bits: {data['rounded_activations']}, as the checkpoint has it, is not done; weights only",
-        )
-    if "gpu" in data:
-        card = data["gpu"]
-        more = f" with {card['context']:,} tokens of context" if card["fits"] else ""
-        held = f"{amount(card['memory'], 'B')}, weights take {amount(card['weights'], 'B')}: "
-        facts.add_row(card["name"], Text.assemble(held, VERDICT[card["fits"]], more))
-    if "rounding" in data:
-        facts.add_row("rounding", f"{data['rounding']['held']}: {data['rounding']['line']}")
+    for row in facts_of(data):
+        facts.add_row(*row)
     out.print(facts)
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")  # narrow enough for 80 columns
@@ -314,6 +237,47 @@ def show(data: ForeignDict) -> None:
             amount(row["parameters"]),
         )
     out.print(table)
+
+
+def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
+    """What is known of a model, line by line: a title and a text."""
+    size = lambda nbytes: amount(nbytes, "B")  # noqa: E731
+    parts = [f"{k.replace('_', ' ')} {amount(n)}" for k, n in data["parameters_by_part"].items() if n >= 1e5]
+    yield "parameters", f"{amount(data['parameters'])}  ({', '.join(parts)})"
+    read = f"{amount(data['active_parameters'])} parameters, {size(data['bytes_per_token'])}"
+    yield "read for a token", f"{read} at {data['bits_per_weight']:g} bits"
+    whole = f"{size(data['kv_bytes_full_context'])} for all {data['max_context']:,} positions"
+    yield "K/V", f"{size(data['kv_bytes_per_token'])} a token, {whole}"
+    each = data["intensity"]
+    decode = " · ".join(f"{k.removeprefix('decode_')}: {v:.1f}" for k, v in each.items() if k != "prefill")
+    context = f"(at {data['context']} tokens of context)"
+    yield "FLOP a byte", f"prefill {each['prefill']:.0f}; tokens at once {decode}  {context}"
+    for drafter in filter(None, (data["drafter"], data.get("second_drafter"))):
+        why = "" if drafter["fits"] else f": {drafter['reason']}"
+        seen = drafter["reads"] if drafter["fits"] else None
+        reads = f", reads the K/V of layers {', '.join(map(str, seen))}" if seen else ""
+        head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
+        yield "drafter", Text.assemble(f"{drafter['name']} ", VERDICT[drafter["fits"]], why)
+        step = f"{size(drafter['bytes_per_step'])} a step ({100 * drafter['share_of_target']:.2g} % of a target pass)"
+        yield "", f"{amount(drafter['parameters'])} parameters, {step}{reads}{head}"
+        if "taps" in drafter:
+            kind = f"{drafter['model_type']} ({drafter['layout']}), {drafter['layers']} layers"
+            taps = f"reads the target after layers {', '.join(map(str, drafter['taps']))}"
+            kv = f"its own K/V take {size(drafter['kv_bytes_per_token'])} a token"
+            yield "", f"{kind}, up to {drafter['draft_tokens']} tokens a draft; {taps}; {kv}"
+    kinds = {name: nbytes for name, nbytes in data["formats"].items() if nbytes >= 0.001 * data["bytes"]}
+    if [*kinds] != ["dense"]:
+        yield "weights", f"{size(data['bytes'])}: " + ", ".join(f"{size(n)} {name}" for name, n in kinds.items())
+    if data["vision_bytes"]:
+        yield "vision", f"{size(data['vision_bytes'])} in 16 bits for images (--no-vision leaves it out)"
+    if data["mmproj"]:
+        yield "projector", f"{data['mmproj']} (mmproj, next to the model)"
+    if card := data.get("gpu"):
+        more = f" with {card['context']:,} tokens of context" if card["fits"] else ""
+        held = f"{size(card['memory'])}, weights take {size(card['weights'])}: "
+        yield card["name"], Text.assemble(held, VERDICT[card["fits"]], more)
+    if "rounding" in data:
+        yield "rounding", f"{data['rounding']['held']}: {data['rounding']['line']}"
 
 
 def owner(row: ForeignDict) -> dict[str, int]:

@@ -195,44 +195,16 @@ METHODS: dict[str, Callable[[Settings], QuantScheme]] = {
 
 
 # ---- a checkpoint's --------------------------------------------------------------------------------------------------
-def settings_of(config: Settings) -> object:
-    """A configuration's `quantization_config`, at any nesting; None: there is none."""
-    return config.get("quantization_config") or text_part(config).get("quantization_config")
-
-
-def rounded_activations(config: Settings) -> str | None:
-    """The activation quantisation that a checkpoint asks for (`float8 by token`); None: none. It is not applied: only
-    weights are quantised, which is a little closer to the original model."""
-    found = settings_of(config)
-    if not isinstance(found, dict):
-        return None
-    method = found.get("quant_method")
-    if method == COMPRESSED:
-        groups = found.get("config_groups")
-        for group in groups.values() if isinstance(groups, dict) else ():
-            asked = group.get("input_activations") if isinstance(group, dict) else None
-            if isinstance(asked, dict):
-                return f"{asked.get('type', 'int')}{asked.get('num_bits', 8)} by {asked.get('strategy') or 'tensor'}"
-    if method == "fp8" and found.get("activation_scheme"):
-        return f"float8, {found['activation_scheme']}"
-    if method in ("modelopt", "modelopt_fp4"):
-        inner = found.get("quantization")
-        algorithm = (inner if isinstance(inner, dict) else found).get("quant_algo")
-        return {"NVFP4": "float4 by 16 columns", "FP8": "float8 by tensor"}.get(str(algorithm))
-    return None
-
-
 def recipe(config: Settings, where: str) -> QuantScheme | None:
     """The scheme of a checkpoint's quantised matrices; None: it has none."""
-    found = settings_of(config)
+    found = config.get("quantization_config") or text_part(config).get("quantization_config")
     if not found:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    method = str(found.get("quant_method")) if isinstance(found, dict) else None
     if not isinstance(found, dict) or method not in METHODS:
-        raise OutriderError(
-            f"{where}: weights quantised by {str(method)[:40]!r} are not supported; known: {', '.join(METHODS)}"
-        )
+        known = f"known: {', '.join(METHODS)}"
+        raise OutriderError(f"{where}: weights quantised by {str(method)[:40]!r} are not supported; {known}")
     try:
-        return METHODS[str(method)](found)
+        return METHODS[method](found)
     except OutriderError as error:
         raise OutriderError(f"{where}: {error}") from None

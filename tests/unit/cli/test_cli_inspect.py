@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from tests import quantised, tiny
+from tests import tiny
 from tests.block_drafters import LAYOUTS
 from typer.testing import CliRunner
 
@@ -79,10 +79,8 @@ def test_the_table_says_who_owns_kv() -> None:
         (["google/gemma-4-E2B-it-assistant"], "--drafter"),
         (["google/gemma-4-E2B-it", "--drafter", "google/gemma-4-E4B-it"], "not an MTP drafter"),
         (["google/gemma-4-E2B-it", "--context", "0"], "--context"),
-        (["google/gemma-4-E2B-it", "--bits", "0"], "--bits"),
         (["google/gemma-4-E2B-it", "--quantize", "fp8"], "int8 or int4 without --gpu"),
         (["google/gemma-4-E2B-it", "--gpu", "h100", "--quantize", "int3"], "int8, int4 or fp8"),
-        (["google/gemma-4-E2B-it", "--gpu", "h100", "--quantize", "int4", "--bits", "4"], "leave one of them out"),
         (["google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "h100", "--quantize", "int4"], "quantised already (int4 g32)"),
         (["./no/such/folder"], "does not exist"),
     ],
@@ -125,8 +123,7 @@ def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_dense_checkpoint_that_a_gpu_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether 31B rounded to four bits fits could only be guessed by --bits, which counts embeddings in four bits
-    too."""
+    """Embeddings stay in 16 bits."""
     asked = {
         mode: json.loads(call("google/gemma-4-31B-it", "--gpu", "rtx4090", "--quantize", mode, "--json"))
         for mode in ("int4", "fp8")
@@ -177,24 +174,3 @@ def test_a_quantised_folder_is_counted_by_its_recipe(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     data = json.loads(call(str(tmp_path), "--json"))
     assert data["bytes"] < dense["bytes"] and set(data["formats"]) == {"dense", "fp8"}
-
-
-@pytest.mark.parametrize(
-    "settings,said",
-    [
-        (quantised.dynamic(), "float8 by token"),
-        (quantised.ct(4, 32), None),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "float8, dynamic"),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "float4 by 16 columns"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, None),
-    ],
-)
-def test_activations_that_a_checkpoint_would_round_are_named(
-    settings: object, said: str | None, tmp_path: Path
-) -> None:
-    """Products are of the weights alone: that is told, not passed over."""
-    tiny._config("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    assert json.loads(call(str(tmp_path), "--json"))["rounded_activations"] == said
-    assert ("weights only" in " ".join(call(str(tmp_path)).split())) == (said is not None)
