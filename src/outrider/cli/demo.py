@@ -13,14 +13,6 @@ from . import common
 from .common import out
 from .generate import run_plain
 
-PROMPTS = (
-    "What causes the seasons on Earth?",
-    "Natalia sold clips to 48 of her friends in April, and half as many in May. "
-    "How many clips did she sell altogether?",
-    "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
-    "Write a haiku about the sea.",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
@@ -40,7 +32,7 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
     for name in columns:
         table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
     tokens, plain_s, fast_s = 0, 0.0, 0.0
-    for prompt in PROMPTS:
+    for prompt in common.PROMPTS[:4]:
         ids = llm.encode_chat(prompt)
         plain = run_plain(llm, ids, params)
         llm.engine.store.prefix.clear()

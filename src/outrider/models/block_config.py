@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
-from .config import Foreign, ForeignDict, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _gemma4_layers, _rope
+from .config import Foreign, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _gemma4_layers, _rope, misread
 
 Kind = Literal["dflash", "dflash2", "dspark", "eagle3"]
 Markov = Literal["vanilla", "gated", "rnn"]
@@ -102,15 +102,11 @@ class BlockConfig:
         body, extra = _parts(raw, layout)
         config = _eagle3(raw, body, layout) if kind == "eagle3" else _block(kind, layout, raw, body, extra)
         if not 2 <= config.block <= 256:
-            raise OutriderError(f"config.json: block_size should be in 2..256, got {config.block}")
+            raise misread(f"block_size should be in 2..256, got {config.block}")
         if config.kind != "eagle3" and not 0 <= config.mask_id < config.vocab_size:
-            raise OutriderError(
-                f"config.json: mask_token_id {config.mask_id} is outside the vocabulary (0..{config.vocab_size - 1})"
-            )
+            raise misread(f"mask_token_id {config.mask_id} is outside the vocabulary (0..{config.vocab_size - 1})")
         if not 1 <= config.draft_vocab <= config.vocab_size:
-            raise OutriderError(
-                f"config.json: draft_vocab_size {config.draft_vocab} is not in 1..{config.vocab_size} (vocab_size)"
-            )
+            raise misread(f"draft_vocab_size {config.draft_vocab} is not in 1..{config.vocab_size} (vocab_size)")
         return config
 
     def bound(self, target: ModelConfig) -> BlockConfig:
@@ -159,31 +155,34 @@ def recognise(raw: Foreign) -> tuple[Kind, Layout]:
         found = next((k for k in KINDS if k == spoken), None)
         if found is None:
             named = REFUSED.get(str(spoken), repr(spoken))
-            raise OutriderError(f"config.json: {named} drafters are not supported; known: {', '.join(KINDS)}")
+            raise misread(f"{named} drafters are not supported; known: {', '.join(KINDS)}")
         return found, "speculators"
-    names = raw.get("architectures")
-    arch = str(names[0]) if isinstance(names, (list, tuple)) and names else ""
+    arch = _arch(raw)
     kind = ARCHITECTURES.get(arch)
     nested = raw.get("dflash_config")
     if kind is None and isinstance(nested, Mapping):
         kind = "dflash"
     if kind is None:
-        raise OutriderError(f"config.json: {arch or 'no architecture'} is not a block drafter ({', '.join(KINDS)})")
+        raise misread(f"{arch or 'no architecture'} is not a block drafter ({', '.join(KINDS)})")
     if isinstance(nested, Mapping) and kind == "dflash":
         projector = nested.get("projector_type", "dflash")
         if projector not in ("dflash", "dspark"):
-            raise OutriderError(f"config.json: projector_type {projector!r} is not supported; known: dflash, dspark")
+            raise misread(f"projector_type {projector!r} is not supported; known: dflash, dspark")
         kind = "dspark" if projector == "dspark" else kind
     if arch == "Eagle3Speculator":
         return kind, "speculators"
     return kind, "deepseek" if arch in DEEPSEEK else "eagle3" if kind == "eagle3" else "z-lab"
 
 
+def _arch(raw: Foreign) -> str:
+    names = raw.get("architectures")
+    return str(names[0]) if isinstance(names, list | tuple) and names else ""
+
+
 def is_block(raw: Foreign) -> bool:
     """Whether a configuration describes a block or feature drafter, supported or not."""
-    names = raw.get("architectures")
-    arch = names[0] if isinstance(names, (list, tuple)) and names else None
-    return "speculators_model_type" in raw or arch in ARCHITECTURES or isinstance(raw.get("dflash_config"), Mapping)
+    nested = isinstance(raw.get("dflash_config"), Mapping)
+    return "speculators_model_type" in raw or _arch(raw) in ARCHITECTURES or nested
 
 
 # ---- reading one foreign dict ---------------------------------------------------------------------------------------
@@ -196,13 +195,13 @@ def _parts(raw: Foreign, layout: Layout) -> tuple[Foreign, Foreign]:
         return body, raw
     nested = raw.get("dflash_config")
     if nested is not None and not isinstance(nested, Mapping):
-        raise OutriderError("config.json: 'dflash_config' should be an object")
+        raise misread("'dflash_config' should be an object")
     return raw, {**raw, **(nested or {})}
 
 
 def _ints(value: object, name: str) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not value or any(type(v) is not int for v in value):
-        raise OutriderError(f"config.json: {name} should be a list of layer numbers, got {str(value)[:40]}")
+        raise misread(f"{name} should be a list of layer numbers, got {str(value)[:40]}")
     return tuple(sorted(set(value)))
 
 
@@ -230,7 +229,7 @@ def _softcap(value: object) -> float | None:
     if value is None:
         return None
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise OutriderError(f"config.json: final_logit_softcapping should be a number, got {str(value)[:40]}")
+        raise misread(f"final_logit_softcapping should be a number, got {str(value)[:40]}")
     return float(value) if value > 0 else None
 
 
@@ -239,7 +238,7 @@ def _spec(body: Foreign) -> tuple[AttnSpec, RopeSpec, RopeSpec]:
     hidden, heads = _field(body, "hidden_size", int), _field(body, "num_attention_heads", int)
     kv_heads, head_dim = int(body.get("num_key_value_heads") or heads), int(body.get("head_dim") or hidden // heads)
     if kv_heads < 1 or heads % kv_heads:
-        raise OutriderError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} K/V heads")
+        raise misread(f"{heads} attention heads are not a multiple of {kv_heads} K/V heads")
     ropes = body.get("rope_parameters") or body.get("rope_scaling") or {}
     theta = float(body.get("rope_theta", 10000.0))
     full, local = ropes.get("full_attention") or ropes, ropes.get("sliding_attention") or ropes
@@ -253,18 +252,18 @@ def _layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple
     spec, full, local = _spec(body)
     count, inter = _field(body, "num_hidden_layers", int), _field(body, "intermediate_size", int)
     if not 1 <= count <= 64:
-        raise OutriderError(f"config.json: 'num_hidden_layers' should be in 1..64, got {count}")
+        raise misread(f"'num_hidden_layers' should be in 1..64, got {count}")
     kinds = body.get("layer_types") or ["full_attention"] * count
     window = body.get("sliding_window")
     if extra.get("use_swa"):
         kinds, window = ["sliding_attention"] * count, extra.get("swa_window_size", window)
     known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, (list, tuple)) or len(kinds) != count or any(k not in known for k in kinds):
-        raise OutriderError(f"config.json: layer_types must name {count} layers as {' or '.join(known)}")
+        raise misread(f"layer_types must name {count} layers as {' or '.join(known)}")
     if not extra.get("use_swa") and body.get("model_type") in ("qwen2", "qwen3") and not body.get("use_sliding_window"):
         window = None
     elif "sliding_attention" in kinds and (type(window) is not int or window < 1):
-        raise OutriderError(f"config.json: sliding layers need a 'sliding_window', got {window!r}")
+        raise misread(f"sliding layers need a 'sliding_window', got {window!r}")
     sliding = tuple(k == "sliding_attention" for k in kinds)
     layers = tuple(
         LayerSpec(replace(spec, kv_layer=i, window=window if near else None), local if near else full, inter)
@@ -276,7 +275,7 @@ def _layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple
 def _gemma_layers(body: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
     """deepseek-ai's Gemma 4 drafters: layers of Gemma 4's full attention, without a window."""
     if body.get("enable_moe_block") or body.get("hidden_size_per_layer_input"):
-        raise OutriderError("config.json: a Gemma 4 drafter with experts or per-layer embeddings is not supported")
+        raise misread("a Gemma 4 drafter with experts or per-layer embeddings is not supported")
     count = _field(body, "num_hidden_layers", int)
     alike = {"layer_types": ["full_attention"] * count, "num_kv_shared_layers": 0, "per_layer_config": None}
     return _gemma4_layers({**body, **alike}), (False,) * count
@@ -294,7 +293,7 @@ def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign,
     return (False,) * len(sliding) if kind == "dspark" else sliding
 
 
-def _common(raw: Foreign, body: Foreign, gemma: bool) -> ForeignDict:
+def _common(raw: Foreign, body: Foreign, gemma: bool) -> Foreign:
     vocab, hidden = _field(body, "vocab_size", int), _field(body, "hidden_size", int)
     draft_vocab = raw.get("draft_vocab_size")
     default_act = "gelu_pytorch_tanh" if gemma else "silu"
@@ -313,7 +312,7 @@ def _common(raw: Foreign, body: Foreign, gemma: bool) -> ForeignDict:
 
 
 def _block(kind: Kind, layout: Layout, raw: Foreign, body: Foreign, extra: Foreign) -> BlockConfig:
-    gemma = (raw.get("architectures") or [""])[0] == "Gemma4DSparkModel"
+    gemma = _arch(raw) == "Gemma4DSparkModel"
     layers, sliding = _gemma_layers(body) if gemma else _layers(body, extra)
     taps = _taps(extra, layout)
     if taps is None:
@@ -349,9 +348,9 @@ def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
         sizes = {key: int(extra.get(key, default)) for key, default in defaults.items()}
         taps, group, rank, top = sizes.values()
         if config.draft_vocab != config.vocab_size:
-            raise OutriderError("config.json: DFlash 2 with a reduced draft vocabulary is not supported")
+            raise misread("DFlash 2 with a reduced draft vocabulary is not supported")
         if min(sizes.values()) < 1 or config.hidden % group or taps > config.block or top > config.draft_vocab:
-            raise OutriderError(f"config.json: {sizes} do not fit a hidden size of {config.hidden}")
+            raise misread(f"{sizes} do not fit a hidden size of {config.hidden}")
         return replace(config, conv_taps=taps, conv_group=group, selector_rank=rank, selector_top=top)
     if config.kind != "dspark":
         return config
@@ -359,24 +358,22 @@ def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
     heads: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
     head = next((h for h in heads if h == named), None)
     if rank < 0 or head is None:
-        raise OutriderError(f"config.json: markov_rank {rank} with markov_head_type {named!r} is not supported")
+        raise misread(f"markov_rank {rank} with markov_head_type {named!r} is not supported")
     sure = bool(extra.get("enable_confidence_head", config.layout != "deepseek"))
     reads = bool(extra.get("confidence_head_with_markov", rank > 0))
     if sure and reads and not rank:
-        raise OutriderError("config.json: confidence_head_with_markov needs a markov_rank above 0")
+        raise misread("confidence_head_with_markov needs a markov_rank above 0")
     return replace(config, markov_rank=rank, markov=head, confidence=sure, confidence_reads_markov=sure and reads)
 
 
 def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
-    arch = (raw.get("architectures") or [""])[0]
-    gemma, qwen = arch == "Gemma4Eagle3Model", arch in ("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model")
+    gemma = (arch := _arch(raw)) == "Gemma4Eagle3Model"
+    qwen = arch in ("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model")
     layers, _ = _gemma_layers(body) if gemma else _layers(body, {})
     if len(layers) != 1:
-        raise OutriderError(
-            f"config.json: an EAGLE-3 drafter of {len(layers)} layers is not supported; known: one layer"
-        )
+        raise misread(f"an EAGLE-3 drafter of {len(layers)} layers is not supported; known: one layer")
     if raw.get("norm_before_fc") and raw.get("fc_norm"):
-        raise OutriderError("config.json: norm_before_fc and fc_norm exclude one another")
+        raise misread("norm_before_fc and fc_norm exclude one another")
     return BlockConfig(
         kind="eagle3",
         layout=layout,
@@ -387,7 +384,6 @@ def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
         from_anchor=True,
         qk_norm=gemma or qwen or body.get("model_type") == "qwen3",
         needs_own=layout == "deepseek",
-        embed_scale=None,
         softcap=_softcap(body.get("final_logit_softcapping")) if gemma else None,
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),

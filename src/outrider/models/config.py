@@ -24,7 +24,7 @@ GEMMA4_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 OWN_DRAFTER_TYPES = ("outrider_drafter",)
 FAMILIES = "Llama 2 and 3 (SmolLM2 too), Mistral, Qwen 2 and 3, Gemma 3 and Gemma 4"
-GEMMA4_ROPE = {
+GEMMA4_ROPE: dict[str, ForeignDict] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
@@ -107,9 +107,7 @@ class ModelConfig:
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
         body |= {key: raw[key] for key in outer if raw.get(key) is not None}
         if "num_hidden_layers" in body and _field(body, "num_hidden_layers", int) < 1:
-            raise OutriderError(
-                f"config.json: 'num_hidden_layers' should be at least 1, got {body['num_hidden_layers']}"
-            )
+            raise misread(f"'num_hidden_layers' should be at least 1, got {body['num_hidden_layers']}")
         if kind in LLAMA_TYPES:
             return _llama(kind, body)
         if kind in GEMMA3_TYPES:
@@ -170,14 +168,12 @@ class DrafterConfig:
         named = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
         style: Literal["gemma", "plain"] = "plain" if named == "plain" else "gemma"
         if style != named:
-            raise OutriderError(f"config.json: unknown drafter style {named!r}; known: gemma, plain")
+            raise misread(f"unknown drafter style {named!r}; known: gemma, plain")
         layers = _own_layers(raw) if style == "plain" else _gemma4_layers(body, drafter=True)
         clusters = int(raw.get("num_centroids", 2048)) if raw.get("use_ordered_embeddings") else 0
         vocab = _field(body, "vocab_size", int)
         if clusters and vocab % clusters:
-            raise OutriderError(
-                f"config.json: {vocab} tokens do not divide into num_centroids = {clusters} clusters of one size"
-            )
+            raise misread(f"{vocab} tokens do not divide into num_centroids = {clusters} clusters of one size")
         reads, draft_tokens, bits = (raw.get(key) for key in ("reads", "num_assistant_tokens", "weight_bits"))
         return DrafterConfig(
             model_type=kind,
@@ -213,6 +209,10 @@ def unsupported(kind: object) -> OutriderError:
     return OutriderError(f"unknown model_type {kind!r}: supported are {FAMILIES}")
 
 
+def misread(what: str) -> OutriderError:
+    return OutriderError(f"config.json: {what}")
+
+
 def text_part(raw: Foreign) -> Foreign:
     """The text tower's part of a multimodal model's configuration; empty if nothing is nested."""
     text = raw.get("text_config")
@@ -224,7 +224,7 @@ def _field(raw: Foreign, key: str, kind: type[T]) -> T:
     if value is None:
         raise OutriderError(f"config.json has no {key!r}")
     if (kind is int and isinstance(value, bool)) or not isinstance(value, (int, float) if kind is float else kind):
-        raise OutriderError(f"config.json: {key!r} should be {kind.__name__}, got {value!r}")
+        raise misread(f"{key!r} should be {kind.__name__}, got {value!r}")
     return value
 
 
@@ -233,13 +233,13 @@ def _activation(name: object) -> Literal["silu", "gelu_tanh"]:
         return "silu"
     if name in ("gelu_pytorch_tanh", "gelu_new", "gelu_tanh"):
         return "gelu_tanh"
-    raise OutriderError(f"config.json: unknown activation {name!r}; known: silu, gelu_pytorch_tanh")
+    raise misread(f"unknown activation {name!r}; known: silu, gelu_pytorch_tanh")
 
 
 def _ids(value: object) -> tuple[int, ...]:
     found = value if isinstance(value, list | tuple) else () if value is None else (value,)
     if wrong := [v for v in found if not isinstance(v, int | float | str)]:
-        raise OutriderError(f"config.json: a token id should be a number, got {str(wrong[0])[:40]}")
+        raise misread(f"a token id should be a number, got {str(wrong[0])[:40]}")
     return tuple(int(v) for v in found)
 
 
@@ -253,9 +253,7 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
     if kind == "proportional":
         return replace(rope, rotated=int(float(params.get("partial_rotary_factor", 1.0)) * head_dim // 2))
     if kind not in ("linear", "llama3"):
-        raise OutriderError(
-            f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional"
-        )
+        raise misread(f"rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
     rope = replace(rope, scaling="linear" if kind == "linear" else "llama3", factor=float(params["factor"]))
     if kind == "linear":
         return rope
@@ -378,7 +376,7 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
     k_eq_v = bool(raw.get("attention_k_eq_v", False))
     kinds = list(raw.get("layer_types") or _every(6, count))
     if len(kinds) != count or any(k not in ("sliding_attention", "full_attention") for k in kinds):
-        raise OutriderError(f"config.json: layer_types must name {count} layers as sliding_attention or full_attention")
+        raise misread(f"layer_types must name {count} layers as sliding_attention or full_attention")
     kinds[-1] = "full_attention"  # as transformers insists
     shapes, ropes = _gemma4_shapes(raw, kinds, heads, k_eq_v), raw.get("rope_parameters") or {}
     eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 512))
@@ -391,7 +389,7 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
         if writes:
             owner[kind] = i
         elif not drafter and kind not in owner:
-            raise OutriderError(f"config.json: layer {i} shares K/V but no {kind} layer before it owns any")
+            raise misread(f"layer {i} shares K/V but no {kind} layer before it owns any")
         attn = AttnSpec(heads, kv_heads, head_dim, owner.get(kind, -1), writes, scale=1.0, norm_v=True, eps=eps)
         attn = replace(attn, window=None if full else window, k_eq_v=k_eq_v and full)
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes else 1)
@@ -403,7 +401,7 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
     """The layers of a plain drafter: each is spelled out, because each may read a target layer of another shape."""
     listed = raw.get("layers")
     if not isinstance(listed, list) or not listed:
-        raise OutriderError("config.json: a plain drafter must list its 'layers'")
+        raise misread("a plain drafter must list its 'layers'")
     eps, layers = float(raw.get("rms_norm_eps", 1e-6)), []
     for one in listed:
         dim, window = _field(one, "head_dim", int), one.get("window")
@@ -424,12 +422,10 @@ def _gemma4_shapes(raw: Foreign, kinds: list[str], heads: int, k_eq_v: bool) -> 
         if not isinstance(overrides, Mapping) or any(
             not str(i).isdigit() or not isinstance(o, Mapping) for i, o in overrides.items()
         ):
-            raise OutriderError("config.json: per_layer_config must map layer numbers to overrides")
+            raise misread("per_layer_config must map layer numbers to overrides")
         unknown = sorted({key for o in overrides.values() for key in o} - {"head_dim", "num_key_value_heads"})
         if unknown:
-            raise OutriderError(
-                f"config.json: per_layer_config overrides {unknown[0]!r}; known: head_dim, num_key_value_heads"
-            )
+            raise misread(f"per_layer_config overrides {unknown[0]!r}; known: head_dim, num_key_value_heads")
         by_layer = {int(i): o for i, o in overrides.items()}
         each = [by_layer.get(i, {}) for i in range(len(kinds))]
         shapes = [(int(o.get("head_dim", head_dim)), int(o.get("num_key_value_heads", kv))) for o in each]
@@ -438,5 +434,5 @@ def _gemma4_shapes(raw: Foreign, kinds: list[str], heads: int, k_eq_v: bool) -> 
         shapes = [wide if kind == "full_attention" else (head_dim, kv) for kind in kinds]
     for i, (_, kv_heads) in enumerate(shapes):
         if heads % kv_heads:
-            raise OutriderError(f"config.json: layer {i} has {heads} heads, not a multiple of its {kv_heads} K/V heads")
+            raise misread(f"layer {i} has {heads} heads, not a multiple of its {kv_heads} K/V heads")
     return shapes

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Literal
 
-from ..types import OutriderError
-from .config import Foreign, text_part
+from .config import Foreign, misread, text_part
 
 IMAGE_TOKENS = (70, 140, 280, 560, 1120)  # soft-token budgets that the checkpoints were trained with
 NO_MMPROJ = "this model takes no images: no mmproj file lies next to the GGUF file"
@@ -180,7 +179,7 @@ def _gemma4(raw: Foreign, vision: Foreign, unified: bool) -> VisionConfig:
         standardize=bool(vision.get("standardize", False)),
     )
     if not unified and (config.head_dim % 4 or not heads or heads % max(1, config.kv_heads)):
-        raise OutriderError(f"config.json: vision_config has {heads} heads of {config.head_dim}, which cannot be run")
+        raise misread(f"vision_config has {heads} heads of {config.head_dim}, which cannot be run")
     return config
 
 
@@ -190,9 +189,7 @@ def _siglip(raw: Foreign, vision: Foreign) -> VisionConfig:
     size, patch = int(vision.get("image_size", 896)), int(vision.get("patch_size", 14))
     across, pool = size // patch, size // patch // isqrt(tokens)
     if size % patch or not pool or (across // pool) ** 2 != tokens or across % pool or hidden % heads:
-        raise OutriderError(
-            f"config.json: {tokens} soft tokens of {size} x {size} pixels in patches of {patch}: cannot be run"
-        )
+        raise misread(f"{tokens} soft tokens of {size} x {size} pixels in patches of {patch}: cannot be run")
     image = int(raw.get("image_token_index") or 262144)
     if image >= int(text.get("vocab_size", 262208)):  # GGUF files leave it out; its row is never read
         image = int(text.get("pad_token_id") or 0)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..models.config import FAMILIES, ForeignDict
+from ..models.config import FAMILIES, GEMMA4_ROPE, ForeignDict
 from ..types import OutriderError
 from .gguf import GGUF, Value
 from .source import TensorEntry, TensorSource
@@ -31,6 +31,11 @@ NUMBERS = {
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "hidden_size": "embedding_length",
+}
+EXPERTS = {
+    "num_experts": "expert_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")  # chat models stop here too
 
@@ -103,9 +108,7 @@ def source(file: GGUF, config: ForeignDict) -> TensorSource:
         if file.arch in ("llama", "eagle3") and ".self_attn." in named and named.split(".")[-2] in ("q_proj", "k_proj"):
             heads = config["num_attention_heads" if ".q_proj." in named else "num_key_value_heads"]
             if entry.shape[0] % (2 * heads):
-                raise OutriderError(
-                    f"{file.path}: tensor {name} has {entry.shape[0]} rows, which {heads} heads cannot share"
-                )
+                raise OutriderError(f"{file.path}: tensor {name} has {entry.shape[0]} rows, not for {heads} heads")
             entry = replace(entry, order=unpermute(heads, entry.shape[0]))
         entries[named] = entry
     return TensorSource(str(file.path), entries, file.header, plus_one_done=True)
@@ -120,6 +123,9 @@ class _Meta:
     def get(self, key: str) -> Value | None:
         return self.file.meta.get(f"{self.arch}.{key}")
 
+    def bad(self, key: str, what: str) -> OutriderError:
+        return OutriderError(f"{self.file.path}: metadata {self.arch}.{key} {what}")
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
@@ -127,15 +133,13 @@ class _Meta:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
-            raise OutriderError(
-                f"{self.file.path}: metadata {self.arch}.{key} should be a number, got {str(value)[:40]}"
-            )
+            raise self.bad(key, f"should be a number, got {str(value)[:40]}")
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = int(self.number(key, default))
         if not 0 <= value < 1 << 31:
-            raise OutriderError(f"{self.file.path}: metadata {self.arch}.{key} is {value}")
+            raise self.bad(key, f"is {value}")
         return value
 
     def base(self) -> ForeignDict:
@@ -148,9 +152,7 @@ class _Meta:
         value = self.get(key)
         if isinstance(value, np.ndarray):
             if value.shape != (layers,):
-                raise OutriderError(
-                    f"{self.file.path}: metadata {self.arch}.{key} has {value.size} values for {layers} layers"
-                )
+                raise self.bad(key, f"has {value.size} values for {layers} layers")
             return [int(v) for v in value]
         return [self.whole(key)] * layers
 
@@ -315,7 +317,6 @@ def _gemma4(meta: _Meta, layers: int) -> ForeignDict:
     if not full or not sliding:
         raise OutriderError(f"{meta.file.path}: Gemma 4 has sliding and full layers; the metadata names only one kind")
     shared = meta.whole("attention.shared_kv_layers", 0)
-    experts = meta.whole("expert_count", 0)
     cap = meta.number("final_logit_softcapping", 0.0)
     config: ForeignDict = {
         "layer_types": kinds,
@@ -331,19 +332,10 @@ def _gemma4(meta: _Meta, layers: int) -> ForeignDict:
         "hidden_size_per_layer_input": meta.whole("embedding_length_per_layer_input", 0),
         "final_logit_softcapping": cap or None,
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": meta.number("rope.freq_base_swa", 1e4)},
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": meta.number("rope.freq_base", 1e6),
-                "partial_rotary_factor": 0.25,
-            },
+            kind: GEMMA4_ROPE[kind] | {"rope_theta": meta.number(key, GEMMA4_ROPE[kind]["rope_theta"])}
+            for kind, key in (("sliding_attention", "rope.freq_base_swa"), ("full_attention", "rope.freq_base"))
         },
     }
-    if experts:
-        config |= {
-            "enable_moe_block": True,
-            "num_experts": experts,
-            "top_k_experts": meta.whole("expert_used_count"),
-            "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
-        }
+    if meta.whole("expert_count", 0):
+        config |= {"enable_moe_block": True} | {name: meta.whole(key) for name, key in EXPERTS.items()}
     return config

@@ -75,12 +75,10 @@ def _meant(path: Path) -> str:
         beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()]
     except OSError:
         beside = []
-    found = difflib.get_close_matches(path.name, beside, 1, 0.7)
-    if found:
+    if found := difflib.get_close_matches(path.name, beside, 1, 0.7):
         return f" (did you mean {path.parent / found[0]}?)"
-    if difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7):
-        return " (did you mean smollm2?)"
-    return _known(str(path))
+    small = difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7)
+    return " (did you mean smollm2?)" if small else _known(str(path))
 
 
 def _known(name: str) -> str:

@@ -141,25 +141,17 @@ def hub_errors(name: str, hint: str = "") -> Iterator[None]:
     """Turns the hub's errors into one line. hint: a similar name."""
     import httpx
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     try:
         yield
     except GatedRepoError:
         raise OutriderError(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN") from None
     except RepositoryNotFoundError:
-        raise OutriderError(
-            f"{name} is neither a local path nor a repository on huggingface.co{hint} (private? set HF_TOKEN)"
-        ) from None
+        why = f"neither a local path nor a repository on huggingface.co{hint} (private? set HF_TOKEN)"
+        raise OutriderError(f"{name} is {why}") from None
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
-        if constants.HF_HUB_OFFLINE and (
-            isinstance(error, LocalEntryNotFoundError) or "offline" in type(error).__name__.lower()
-        ):
-            raise OutriderError(
-                f"{name} is not in the cache{hint}, and HF_HUB_OFFLINE is set: unset it to fetch the model, or name a "
-                f"folder"
-            ) from None
-        why = " ".join(str(error).split())[:120]
-        raise OutriderError(
-            f"cannot fetch {name} from huggingface.co and it is not in the cache{hint} (no network?): {why}"
-        ) from None
+        if constants.HF_HUB_OFFLINE:
+            raise OutriderError(f"{name} is not in the cache{hint}, and HF_HUB_OFFLINE is set: unset it") from None
+        why = f"it is not in the cache{hint} (no network?): {' '.join(str(error).split())[:120]}"
+        raise OutriderError(f"cannot fetch {name} from huggingface.co and {why}") from None
