@@ -27,8 +27,8 @@ from typing import Any
 import httpx
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
-from attack_server import Target  # noqa: E402
 from random_models import model_file  # noqa: E402
+from server_process import Target  # noqa: E402
 from tests.conformance_clients import CLAUDE, CODEX, TOOL  # noqa: E402
 
 TOKENS = {"claude": 18_833, "codex": 8_368, "opencode": 10_000}

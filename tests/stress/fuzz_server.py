@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
-from attack_server import Target  # noqa: E402
+from server_process import Target  # noqa: E402
 
 from outrider.server import anthropic, embeddings, ollama, responses, text_routes  # noqa: E402
 from outrider.server.schema import ChatRequest, CompletionRequest  # noqa: E402

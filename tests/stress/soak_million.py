@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from attack_server import Target
+from server_process import Target
 
 DIFFERENT = 384
 # ids, times, and what depends on the prefix cache: the Messages API tells `input_tokens` without what it had
