@@ -102,28 +102,6 @@ def test_a_grammar_bomb_is_a_400_that_names_the_field(served: Served, fields: di
     assert post(served, **fields).json() == answer.json()  # the second time it is known
 
 
-def test_a_refusal_names_the_part_of_the_schema(served: Served) -> None:
-    broken = {
-        "type": "object",
-        "properties": {"ok": {"type": "integer"}, "list": {"type": "array", "items": {"type": "nonsense"}}},
-    }
-    bomb = {
-        "type": "object",
-        "properties": {"a": {"type": "string"}, "b": {"type": "object", "properties": {"c": BOMB}}},
-    }
-    function = {"name": "f", "parameters": broken}
-    for fields, where in (
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": broken}}},
-            "properties.list.items",
-        ),
-        ({"guided_json": bomb}, "properties.b.properties.c"),
-        ({"tools": [{"type": "function", "function": function}], "tool_choice": "required"}, "f.properties.list.items"),
-    ):
-        answer = post(served, **fields)
-        assert answer.status_code == 400 and f"(at {where})" in answer.json()["error"]["message"], answer.text
-
-
 def children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, TextIO, cast
@@ -18,7 +18,6 @@ from . import common
 from .common import err
 
 if TYPE_CHECKING:
-    from ..server.catalogue import CatalogueEntry
     from ..server.model_info import ServedModel
     from ..server.model_pool import ModelPool
 
@@ -90,6 +89,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     from ..ops import place
 
     listed, load = catalogue.read(asked.models), common.with_adapters(load, asked.adapter)
+    first, *others = listed
     if len(listed) > 1:
         several(listed, asked.name, load, asked.memory)
     elif asked.memory is not None:
@@ -97,7 +97,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
             "--memory is shared by several models: for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
         )
     settings = server(
-        model_name=asked.name or listed[0].name,
+        model_name=asked.name or first,
         api_key=asked.api_key,
         otel_endpoint=asked.otel_endpoint,
         max_concurrent=8 if asked.max_concurrent is None else asked.max_concurrent,
@@ -112,7 +112,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         load = replace(load, engine=replace(load.engine, max_batch=asked.max_concurrent + SPARE))
     served: ServedModel | ModelPool
     if len(listed) == 1:
-        llm = common.load_llm(listed[0].model, load)
+        llm = common.load_llm(listed[first], load)
         settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
         served = ServedModel.of(llm, err.print)
     else:
@@ -124,7 +124,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         served.first.take(LoadedModel(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")
-    names = Text(", ").join(Text(one, "bold") for one in (settings.model_name, *(other.name for other in listed[1:])))
+    names = Text(", ").join(Text(one, "bold") for one in (settings.model_name, *others))
     where = f" at {address(settings, listener)} (page at /, API at /v1)"
     err.print(Text.assemble("serving ", names, where))
     run(served, settings, listener)
@@ -149,15 +149,15 @@ class Unfailing:
             self._stream.flush()
 
 
-def several(listed: Sequence[CatalogueEntry], name: str | None, load: LoadSettings, memory: float | None) -> None:
+def several(listed: Mapping[str, str], name: str | None, load: LoadSettings, memory: float | None) -> None:
     """Refuses options that make no sense with more than one model."""
     if name is not None:
-        raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")
+        raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={next(iter(listed.values()))}")
     if load.drafter not in ("auto", "none", "ngram"):
         named = " ".join(f"--drafter {one}" for one in load.drafters)
         raise OutriderError(f"{named} can't fit {len(listed)} models: use auto, ngram or none")
     if load.adapters:
-        raise OutriderError(f"--adapter is for one model: leave it out, or serve {listed[0].name} alone")
+        raise OutriderError(f"--adapter is for one model: leave it out, or serve {next(iter(listed))} alone")
     if memory is not None and memory <= 0:
         raise OutriderError(f"--memory must be more than 0 GiB, got {memory:g}")
     if load.tensor_parallel > 1:

@@ -4,8 +4,8 @@ needs."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,23 +26,15 @@ ALIAS = re.compile(r"([A-Za-z0-9][\w.:-]*)=(.+)")
 SHARE = 0.8  # of the memory that is free at the start, by default
 
 
-@dataclass(frozen=True)
-class CatalogueEntry:
-    name: str
-    model: str  # what is loaded
-
-
-def read(given: Sequence[str]) -> list[CatalogueEntry]:
-    out: list[CatalogueEntry] = []
+def read(given: Sequence[str]) -> dict[str, str]:
+    """{name: what is loaded}"""
+    out: dict[str, str] = {}
     for text in given:
         alias = None if Path(text).exists() else ALIAS.fullmatch(text)
-        out.append(CatalogueEntry(alias[1], alias[2]) if alias else CatalogueEntry(public_name(text), text))
-    names = [listed.name for listed in out]
-    for name in names:
-        if names.count(name) > 1:
-            raise OutriderError(
-                f"two models would be called {name!r}: name one of them, as in other={out[names.index(name)].model}"
-            )
+        name, model = (alias[1], alias[2]) if alias else (public_name(text), text)
+        if name in out:
+            raise OutriderError(f"two models would be called {name!r}: name one of them, as in other={out[name]}")
+        out[name] = model
     return out
 
 
@@ -59,7 +51,7 @@ def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
 
 
 def model_pool(
-    listed: Sequence[CatalogueEntry],
+    listed: Mapping[str, str],
     load: Callable[[str], LLM],
     engine: EngineConfig,
     limit: int | None,
@@ -69,13 +61,13 @@ def model_pool(
     """Nothing is loaded yet. limit: bytes; without one, a share of what is free; on a GPU, whose memory K/V fills, one
     model at a time."""
 
-    def slot(one: CatalogueEntry) -> PoolSlot:
+    def slot(name: str, model: str) -> PoolSlot:
         def loaded() -> ServedModel:
-            llm = load(one.model)
+            llm = load(model)
             return replace(ServedModel.of(llm), places=max(1, llm.engine.max_batch - SPARE))
 
-        size, context, info = estimate(one.model, engine)
-        return PoolSlot(one.name, loaded, size, context, info=info)
+        size, context, info = estimate(model, engine)
+        return PoolSlot(name, loaded, size, context, info=info)
 
     most = limit if limit is not None else 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
-    return ModelPool([slot(one) for one in listed], most, settings)
+    return ModelPool([slot(*one) for one in listed.items()], most, settings)

@@ -12,11 +12,11 @@ import base64
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ..engine.scoring import Embedder
 from ..ops.lowrank import Adapter
@@ -26,7 +26,7 @@ from .errors import bad
 from .model_pool import LoadedModel
 from .ollama import untagged
 from .prepare import Preparer
-from .schema import Lenient, Strict
+from .schema import Strict
 from .scoring import adapter_of, run_scoring
 from .spellings import split_prompts
 from .wire import Json, encoded
@@ -34,7 +34,6 @@ from .wire import Json, encoded
 if TYPE_CHECKING:
     from .app import Server
 
-B = TypeVar("B", "EmbeddingsRequest", "EmbedBody", "OldEmbedBody")
 MOST = 2048  # inputs of a call, as OpenAI has it
 
 
@@ -48,28 +47,16 @@ class EmbeddingsRequest(Strict):
     truncation_side: Literal["left", "right"] | None = None
 
 
-class EmbedBody(Lenient):
+class EmbedBody(EmbeddingsRequest):
     """Ollama's; `truncate` and `options` say how a model is run."""
 
-    input: str | list[object]
-    model: str | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate_prompt_tokens: None = None
-    truncation_side: None = None
+    model_config = ConfigDict(extra="ignore")
 
 
-class OldEmbedBody(Lenient):
+class OldEmbedBody(EmbedBody):
     """Ollama's older route."""
 
-    prompt: str
-    model: str | None = None
-    dimensions: None = None
-    truncate_prompt_tokens: None = None
-    truncation_side: None = None
-
-    @property
-    def input(self) -> str:
-        return self.prompt
+    input: str = Field(alias="prompt")
 
 
 def split(given: str | list[object]) -> list[str | list[object]]:
@@ -85,7 +72,7 @@ def split(given: str | list[object]) -> list[str | list[object]]:
 
 
 async def openai(server: Server, request: Request) -> Response:
-    body, vectors, tokens, name = await embed(server, request, EmbeddingsRequest.model_validate_json)
+    body, vectors, tokens, name = await embed(server, request, EmbeddingsRequest)
 
     def told(vector: list[float]) -> object:
         return (
@@ -103,12 +90,12 @@ async def openai(server: Server, request: Request) -> Response:
 
 
 async def ollama(server: Server, request: Request) -> Response:
-    _, vectors, tokens, name = await embed(server, request, EmbedBody.model_validate_json)
+    _, vectors, tokens, name = await embed(server, request, EmbedBody)
     return await off_loop(lambda: {"model": name, "embeddings": vectors, "prompt_eval_count": tokens})
 
 
 async def old_ollama(server: Server, request: Request) -> Response:
-    _, vectors, _, _ = await embed(server, request, OldEmbedBody.model_validate_json)
+    _, vectors, _, _ = await embed(server, request, OldEmbedBody)
     return await off_loop(lambda: {"embedding": vectors[0]})
 
 
@@ -117,10 +104,12 @@ async def off_loop(answer: Callable[[], Json]) -> Response:
     return Response(await asyncio.to_thread(lambda: encoded(answer())), media_type="application/json")
 
 
-async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -> tuple[B, list[list[float]], int, str]:
+async def embed(
+    server: Server, request: Request, shape: type[EmbeddingsRequest]
+) -> tuple[EmbeddingsRequest, list[list[float]], int, str]:
     """(the request, a vector for each input, their tokens in all, the model's name)"""
     async with server.received(request) as got:
-        body = await got.parsed(parse)
+        body = await got.parsed(shape.model_validate_json)
         name, slot = untagged(body.model), server.resolve(request, untagged(body.model))
         if not server.pool.ready(slot):
             got.room.close()  # as in app.py
@@ -149,7 +138,7 @@ async def _vectors(
     return out
 
 
-def tokens(preparer: Preparer, body: EmbeddingsRequest | EmbedBody | OldEmbedBody) -> list[list[int]]:
+def tokens(preparer: Preparer, body: EmbeddingsRequest) -> list[list[int]]:
     """The token ids of each input."""
     keep, inputs = preparer.kept(body.truncate_prompt_tokens, body.truncation_side), split(body.input)
     for one in inputs if keep is None else ():

@@ -5,8 +5,7 @@ process can stop that. So this process holds a tokenizer and forks a child for e
 processor time, address space and stack; the answer is whether the child compiled it, or which limit it exceeded.
 Its stdin is a socket, through which come the set-up and then a connection for every grammar. Each gets a process of its
 own, which ends with its connection. Trials leave most of the processor to decoding: an ordinary grammar takes
-milliseconds, and a longer one gets only idle processor time. For a refused schema a second child looks for the part at
-fault.
+milliseconds, and a longer one gets only idle processor time.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 
 from ..engine.grammar import GrammarCompiler
 from ..types import OutriderError
-from .grammar_source import MAX_CHARS, GrammarSource, build, parts
+from .grammar_source import MAX_CHARS, GrammarSource, build
 
 STACK = 1 << 20  # bytes; any thread of the server has more
 # seconds of processor time after which a trial gets the lowest priority; seconds between two checks
@@ -40,29 +38,20 @@ class GrammarSandbox:
 
     def answer(self, source: GrammarSource, connection: int) -> dict[str, object]:
         """The grammar's text and size, why it is refused, or that there was no time for it."""
-        said, status, late = self._run(self._try, source, connection)
-        told: dict[str, object] = json.loads(said) if said and status == 0 else {}
-        if told and "error" not in told:
+        said, status, late = self._run(source, connection)
+        if said and status == 0:
+            told: dict[str, object] = json.loads(said)
             return told
-        if told:
-            why = str(told["error"])
-        elif late:
+        if late:
             return {"late": True}
-        elif os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
+        if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
             why = f"it takes more than {self.seconds:g} seconds to compile and to try: make it simpler"
         else:  # out of memory or out of stack: which of them, the system doesn't say
             why = f"it needs more than {self.memory >> 20} MB or nests too deep to be compiled: make it simpler"
-        if any(True for _ in parts(source)):
-            said, _, late = self._run(self._blame, source, connection)
-            # the last part it spoke of is the one it failed at, however it ended; empty: each is fine alone
-            where = ("\n" + said.decode("utf-8", "replace")).split("\n")[-2]
-            why += f" (at {where[:200]})" if where and not late else ""
         return {"error": why}
 
-    def _run(
-        self, work: Callable[[GrammarSource, int], None], source: GrammarSource, connection: int
-    ) -> tuple[bytes, int, bool]:
-        """(what `work` wrote, its status, whether it was late), in a child. Ends this process, too, when the connection
+    def _run(self, source: GrammarSource, connection: int) -> tuple[bytes, int, bool]:
+        """(what the child wrote, its status, whether it was late). Ends this process, too, when the connection
         closes."""
         mine, its = os.pipe()
         pid = os.fork()
@@ -70,7 +59,7 @@ class GrammarSandbox:
             try:
                 os.close(mine)
                 os.close(connection)
-                work(source, its)
+                self._try(source, its)
             finally:
                 os._exit(0)
         os.close(its)
@@ -98,7 +87,7 @@ class GrammarSandbox:
     def _try(self, source: GrammarSource, pipe: int) -> None:
         out: dict[str, object]
         try:
-            self._limits(self.seconds)
+            self._limits()
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             text = self._compile(source)
             out = {"text": text, "bytes": max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024}
@@ -108,15 +97,8 @@ class GrammarSandbox:
             os.kill(os.getpid(), signal.SIGABRT)
         except BaseException as e:
             out = {"error": f"it can't be compiled ({type(e).__name__})"}
-        _write(pipe, json.dumps(out).encode())
-
-    def _blame(self, source: GrammarSource, pipe: int) -> None:
-        """Says which part it compiles, before it does: whatever ends it, the last one said is the part at fault."""
-        self._limits(self.seconds / 2)
-        for where, part in parts(source):
-            _write(pipe, f"{' '.join(where.split())}\n".encode("utf-8", "replace"))
-            self._compile(part)
-        _write(pipe, b"\n\n")  # each is fine alone
+        with open(pipe, "wb") as said:
+            said.write(json.dumps(out).encode())
 
     def _compile(self, source: GrammarSource) -> str:
         text = build(source)
@@ -125,13 +107,13 @@ class GrammarSandbox:
         self.compiler.compile(text).rehearse()
         return text
 
-    def _limits(self, seconds: float) -> None:
+    def _limits(self) -> None:
         os.nice(10)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))
         resource.setrlimit(resource.RLIMIT_AS, (_size() + self.memory,) * 2)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a dying compiler has to say is of no use
 
 
@@ -179,11 +161,6 @@ def _size() -> int:
             return int(file.read().split()[0]) * resource.getpagesize()
     except OSError:  # no /proc: a roomy guess
         return 4 << 30
-
-
-def _write(pipe: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(pipe, data) :]
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ grammar_sandbox.py), never on a thread that serves other requests.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -19,9 +17,8 @@ from ..engine.grammar import WHITESPACE, schema_grammar
 from ..types import Json, OutriderError
 from .tool_grammar import gemma_calls, json_calls
 
-Kind = Literal["json_schema", "regex", "lark", "gbnf", "choice", "json_calls", "gemma_calls"]
+Kind = Literal["json_schema", "regex", "gbnf", "choice", "json_calls", "gemma_calls"]
 MAX_CHARS = 512 << 10  # of a source, and of the text that is made of it
-MAX_PARTS = 256  # of a schema, among which the one at fault is looked for
 CHILDREN = ("properties", "$defs", "definitions", "patternProperties")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
@@ -58,8 +55,6 @@ def build(source: GrammarSource) -> str:
             from llguidance.gbnf_to_lark import any_to_lark
 
             return str(llguidance.LLMatcher.grammar_from_lark(any_to_lark(source.payload)))
-        if source.kind == "lark":
-            return str(llguidance.LLMatcher.grammar_from_lark(source.payload))
         if source.kind == "choice":
             words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(source.payload))
             return str(llguidance.LLMatcher.grammar_from_lark(f"start: {words}"))
@@ -84,41 +79,6 @@ def build(source: GrammarSource) -> str:
         raise OutriderError(
             f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}"
         ) from e
-
-
-def parts(source: GrammarSource) -> Iterator[tuple[str, GrammarSource]]:
-    """The schemas within it as (where, source of its own), inner ones first: the first that fails alone is the one at
-    fault."""
-    try:
-        if source.kind == "json_schema":
-            roots = [("", json.loads(source.payload))]
-        elif source.kind in ("json_calls", "gemma_calls"):
-            roots = [(str(name), parameters) for name, parameters in json.loads(source.payload)["functions"]]
-        else:
-            return
-        for name, root in roots:
-            if isinstance(root, dict):
-                shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-                for where, part in itertools.islice(_parts(root, name), MAX_PARTS):
-                    yield where, GrammarSource("json_schema", json.dumps({**shared, **part}), source.field)
-    except (ValueError, RecursionError):
-        return
-
-
-def _parts(node: dict[str, object], where: str) -> Iterator[tuple[str, dict[str, object]]]:
-    inner: list[tuple[str, object]] = []
-    for key, child in node.items():
-        if key in CHILDREN and isinstance(child, dict):
-            inner += [(f"{key}.{name}", c) for name, c in child.items()]
-        elif key in LISTS and isinstance(child, list):
-            inner += [(f"{key}[{i}]", c) for i, c in enumerate(child)]
-        elif key in ("items", "additionalProperties"):
-            inner.append((key, child))
-    for step, part in inner:
-        if isinstance(part, dict):
-            yield from _parts(part, f"{where}.{step}" if where else step)
-    if where:
-        yield where, node
 
 
 def close_objects(schema: object) -> object:

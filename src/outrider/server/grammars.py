@@ -3,7 +3,7 @@ cached for repeated requests.
 
 A trial over its limits is a 400 that names the field; when a client disconnects, its trial is cancelled. Clients take
 turns. The cache holds at most `KEEP` bytes of compiled grammars; it evicts those of the client with the most first.
-Refusals are cached too.
+Refusals are cached, too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .grammar_source import MAX_CHARS, GrammarSource
 
 log = logging.getLogger("outrider.server")
 SECONDS, MEMORY, PATIENCE = 1.0, 192 << 20, 4.0  # of one trial: processor time, bytes, and seconds by the clock
-KEEP, KEEP_REFUSED = 32 << 20, 1024
+KEEP, REFUSAL = 32 << 20, 32 << 10  # bytes of all together; and what a refusal counts for
 AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
 
 
 @dataclass(frozen=True)
 class _Kept:
-    grammar: CompiledGrammar
+    grammar: CompiledGrammar | str  # or why it is refused
     bytes: int
     client: str  # the client that sent it
 
@@ -53,7 +53,6 @@ class Grammars:
         self._tokenizer, self._vocab = tokenizer, vocab_size
         self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why
         self._nursery: _SandboxProcess | None = None
         # The compiler releases the GIL while it works, and leaves most of the processor to decoding.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=stand_back)
@@ -79,9 +78,7 @@ class Grammars:
                 message = f"{source.field}: the server is too busy to try a grammar as large as this; try again."
                 raise ApiError(503, message, source.field, "busy", retry_after=5)
             if "error" in said:
-                self._refused[source.digest] = str(said["error"])
-                while len(self._refused) > KEEP_REFUSED:
-                    self._refused.popitem(last=False)
+                self._keep(source, _Kept(str(said["error"]), REFUSAL, client))
                 raise _refusal(source, str(said["error"]))
             return await self._compile(source, said, client)
 
@@ -100,12 +97,13 @@ class Grammars:
         self._thread.shutdown(wait=False)
 
     def _known(self, source: GrammarSource) -> CompiledGrammar | None:
-        if source.digest in self._refused:
-            raise _refusal(source, self._refused[source.digest])
         if source.digest not in self._kept:
             return None
         self._kept.move_to_end(source.digest)
-        return self._kept[source.digest].grammar
+        known = self._kept[source.digest].grammar
+        if isinstance(known, str):
+            raise _refusal(source, known)
+        return known
 
     async def _compile(self, source: GrammarSource, said: dict[str, object], client: str) -> CompiledGrammar:
         text = str(said["text"])
@@ -118,12 +116,12 @@ class Grammars:
             raise _refusal(source, str(e)) from e
         size = said["bytes"]
         assert isinstance(size, int)
-        self._kept[source.digest] = _Kept(grammar, size + len(text), client)
-        self._make_room()
+        self._keep(source, _Kept(grammar, size + len(text), client))
         return grammar
 
-    def _make_room(self) -> None:
+    def _keep(self, source: GrammarSource, made: _Kept) -> None:
         """A client with a thousand grammars must not evict another client's grammar."""
+        self._kept[source.digest] = made
         while sum(k.bytes for k in self._kept.values()) > KEEP:
             of: Counter[str] = Counter()
             for kept in self._kept.values():

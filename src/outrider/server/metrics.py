@@ -102,30 +102,26 @@ class _EngineCollector:
         self._shelf = shelf
 
     def collect(self) -> Iterator[Metric]:
-        tally = self._shelf.tally()
-        m = tally.engine
+        m = self._shelf.metrics
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"outrider_{name}", text, value=getattr(m, name))
-        yield CounterMetricFamily("outrider_failed_steps", "Engine steps that raised.", value=tally.failed_steps)
-        by_name = (("adapter_drafted", m.drafted_by_adapter), ("adapter_accepted", m.accepted_by_adapter))
-        for name, by_adapter in by_name:
-            text = f"Tokens {name.removeprefix('adapter_')} for requests with a LoRA adapter."
-            yield _labelled(CounterMetricFamily, name, text, "adapter", by_adapter)
-        for name, by_drafter in (
-            ("drafter_drafted", m.drafted_by_drafter),
-            ("drafter_accepted", m.accepted_by_drafter),
+        yield CounterMetricFamily("outrider_failed_steps", "Engine steps that raised.", value=self._shelf.failed_steps)
+        for name, text, label, values in (
+            ("adapter_drafted", "Tokens drafted for requests with a LoRA adapter.", "adapter", m.drafted_by_adapter),
+            ("adapter_accepted", "Tokens accepted for requests with a LoRA adapter.", "adapter", m.accepted_by_adapter),
+            ("drafter_drafted", "Tokens drafted by a drafter.", "drafter", m.drafted_by_drafter),
+            ("drafter_accepted", "Tokens accepted by a drafter.", "drafter", m.accepted_by_drafter),
+            ("finished", "Finished requests.", "reason", m.finished),
         ):
-            text = f"Tokens {name.removeprefix('drafter_')} by a drafter."
-            yield _labelled(CounterMetricFamily, name, text, "drafter", by_drafter)
+            yield _labelled(CounterMetricFamily, name, text, label, values)
         for name, counts in (("drafted_at", m.drafted_by_position), ("accepted_at", m.accepted_by_position)):
             known = {str(i + 1): count for i, count in enumerate(counts) if m.drafted_by_position[i]}
             text = f"Tokens {name.removesuffix('_at')} at a position of the draft."
             yield _labelled(CounterMetricFamily, name, text, "position", known)
-        yield _labelled(CounterMetricFamily, "finished", "Finished requests.", "reason", m.finished)
         yield _labelled(GaugeMetricFamily, "free_pages", "Free cache pages.", "group", m.free_pages)
         for name, text, value in (
             ("running", "Sequences running.", m.running),
-            ("waiting", "Sequences waiting.", m.waiting + tally.waiting),
+            ("waiting", "Sequences waiting.", m.waiting + sum(model.turns.waiting for model in self._shelf.loaded)),
             ("kv_bytes", "Memory that K/V holds.", m.kv_bytes),
         ):
             yield GaugeMetricFamily(f"outrider_{name}", text, value=value)

@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -111,15 +111,6 @@ class _WaitingLoad:
     since: float
 
 
-@dataclass
-class Tally:
-    """The sum of all engines' counters, including those of unloaded models."""
-
-    engine: Metrics = field(default_factory=Metrics)
-    failed_steps: int = 0
-    waiting: int = 0
-
-
 class ModelPool:
     def __init__(
         self,
@@ -135,7 +126,8 @@ class ModelPool:
         self._waiting: list[_WaitingLoad] = []
         self._swap: asyncio.Task[None] | None = None
         self._count = itertools.count(1)
-        self._gone = Tally()
+        self._gone: list[Metrics] = []  # the counters of unloaded engines
+        self._failed = 0  # steps of theirs
 
     @classmethod
     def of(cls, backend: ServedModel, settings: ServerSettings) -> ModelPool:
@@ -182,14 +174,14 @@ class ModelPool:
             )
         return self.slots[name]
 
-    def tally(self) -> Tally:
-        """Plain integers of other threads: no lock is needed to add them up."""
-        models = self.loaded
-        return Tally(
-            total([self._gone.engine, *(m.backend.engine.metrics for m in models)]),
-            self._gone.failed_steps + sum(m.runner.failed_steps for m in models),
-            sum(m.turns.waiting for m in models),
-        )
+    @property
+    def metrics(self) -> Metrics:
+        """The sum of all engines' counters. Plain integers of other threads: no lock is needed to add them up."""
+        return total([*self._gone, *(m.backend.engine.metrics for m in self.loaded)])
+
+    @property
+    def failed_steps(self) -> int:
+        return self._failed + sum(m.runner.failed_steps for m in self.loaded)
 
     # ---- borrowing
 
@@ -314,12 +306,9 @@ class ModelPool:
 
     async def _put_back(self, slot: PoolSlot, model: LoadedModel) -> None:
         await model.stop()
-        self._gone = Tally(
-            total([self._gone.engine, model.backend.engine.metrics]),
-            self._gone.failed_steps + model.runner.failed_steps,
-        )
-        self._gone.engine.running = self._gone.engine.waiting = self._gone.engine.kv_bytes = 0
-        self._gone.engine.free_pages = {}
+        counted = total([*self._gone, model.backend.engine.metrics])
+        self._gone = [replace(counted, running=0, waiting=0, kv_bytes=0, free_pages={})]
+        self._failed += model.runner.failed_steps
         slot.evictions += 1
         log.info("put back %s", slot.name)
         del model

@@ -12,6 +12,8 @@ from typing import Annotated
 from ..types import OutriderError, require
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LEAST = {"max_concurrent": 1, "max_connections": 1, "max_body": 1024}
+NOT_NEGATIVE = ("max_queued", "max_prompt", "shutdown_grace", "finish_prompts")
 
 
 @dataclass(frozen=True)
@@ -68,26 +70,18 @@ class ServerSettings:
     def __post_init__(self) -> None:
         require(bool(self.model_name), "the served model needs a name")
         require(0 <= self.port <= 65535, f"--port must be in 0..65535, got {self.port}")
-        require(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
-        require(self.max_queued >= 0, f"--max-queued must be 0 or more, got {self.max_queued}")
-        require(self.timeout > 0, f"--timeout must be more than 0 seconds, got {self.timeout}")
-        require(self.max_body >= 1024, f"--max-body must be at least 1024 bytes, got {self.max_body}")
-        require(
-            self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}"
-        )
-        require(self.shutdown_grace >= 0, f"--shutdown-grace must be 0 or more seconds, got {self.shutdown_grace}")
+        for name, least in {**LEAST, **dict.fromkeys(NOT_NEGATIVE, 0)}.items():
+            value = getattr(self, name)
+            require(value >= least, f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        for name in ("timeout", "request_timeout", "idle_timeout", "stall_timeout", "keep_prefixes"):
+            value = getattr(self, name)
+            require(value > 0, f"--{name.replace('_', '-')} must be more than 0, got {value}")
         levels = ("debug", "info", "warning", "error")
         require(self.log_level in levels, f"--log-level must be one of {', '.join(levels)}, got {self.log_level!r}")
         require(
             self.root_path == "" or self.root_path.startswith("/"),
             f"--root-path must begin with /, got {self.root_path!r}",
         )
-        require(self.max_connections >= 1, f"--max-connections must be at least 1, got {self.max_connections}")
-        for name in ("request_timeout", "idle_timeout", "stall_timeout"):
-            value = getattr(self, name)
-            require(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
-        require(self.finish_prompts >= 0, f"--finish-prompts must be 0 or more seconds, got {self.finish_prompts}")
-        require(self.keep_prefixes > 0, f"--keep-prefixes must be more than 0 minutes, got {self.keep_prefixes}")
         for proxy in self.proxies:
             try:
                 ip_network(proxy)

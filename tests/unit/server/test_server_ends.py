@@ -150,23 +150,6 @@ def test_the_trials_end_with_the_nursery() -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(
-    ("said", "where"),
-    [
-        (b"", ""),
-        (b"properties.a\n", " (at properties.a)"),
-        (b"properties.a\nproperties.b\n", " (at properties.b)"),
-        (b"properties.a\n\n\n", ""),  # each is fine alone
-    ],
-)
-def test_the_part_at_fault_is_the_last_one_begun(said: bytes, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([(b'{"error": "too large"}', 0, False), (said, 9, False)])
-    monkeypatch.setattr(grammar_sandbox.GrammarSandbox, "_run", lambda *_: next(answers))
-    compiler: Any = None
-    schema = GrammarSource("json_schema", '{"properties": {"a": {}}}', "schema")
-    assert grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0).answer(schema, 0) == {"error": f"too large{where}"}
-
-
 def test_a_trial_that_is_late_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left to wake for but its end; to wait for that must not be an error. (The process died of it, and took
     the trials of all clients with it, and the next one was started while everybody waited.)"""

@@ -211,7 +211,7 @@ def test_counts_outlive_a_model() -> None:
         (await model_pool.acquire(a)).backend.engine.metrics.new_tokens = 7
         model_pool.release(a)
         await use(model_pool, "b")
-        assert there(model_pool) == ["b"] and model_pool.tally().engine.new_tokens == 7
+        assert there(model_pool) == ["b"] and model_pool.metrics.new_tokens == 7
 
     run(work)
     summed = total(
@@ -224,7 +224,7 @@ def test_names_on_the_command_line(tmp_path_factory: pytest.TempPathFactory) -> 
     odd = tmp_path_factory.mktemp("models") / "x=y"
     odd.mkdir()
     read = catalogue.read(["smollm2", "big=org/name", str(odd)])
-    assert [(m.name, m.model) for m in read] == [("smollm2", "smollm2"), ("big", "org/name"), ("x=y", str(odd))]
+    assert list(read.items()) == [("smollm2", "smollm2"), ("big", "org/name"), ("x=y", str(odd))]
     with pytest.raises(OutriderError, match="two models would be called 'smollm2'"):
         catalogue.read(["smollm2", "smollm2=org/name"])
 
