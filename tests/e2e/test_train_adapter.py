@@ -46,7 +46,7 @@ def test_from_answers_to_the_adapters_own_drafter(tmp_path: Path, capsys: pytest
     out, adapter = tmp_path / "run", str(tmp_path / "a")
     run.train(job(target, data, out, adapter=adapter, steps=8, eval_every=0), QUIET)
     llm = LLM.load(str(target), drafter="none", device="cpu", adapters={"a": adapter})
-    asked = encode(read_prompts(data), known.text, known.config.vocab_size, texts=False, max_tokens=64)
+    asked = encode(read_prompts(data), known.text, known.config.vocab_size, max_tokens=64)
     cold = [a for a in read_answers(out / "answers.jsonl").values() if a.temperature == 0]
     assert cold, "no greedy answer to compare"
     for answer in cold:

@@ -70,9 +70,7 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path, str]) -
     opened = open_target(str(target), "cpu", torch.float32)
     net = load_net(drafter, opened)
     for temperature in (0.0, 1.0):
-        encoded = encode(
-            read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, texts=False, max_tokens=64
-        )
+        encoded = encode(read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, max_tokens=64)
         asked, seeds = [encoded[i].tolist() for i in range(12)], list(range(12))
         params = [SamplingParams(temperature=temperature, max_tokens=24, seed=s) for s in seeds]
         plain = [llm.generate([p], q, drafter=False)[0].token_ids for p, q in zip(asked, params, strict=True)]

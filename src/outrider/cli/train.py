@@ -39,8 +39,6 @@ def train(
         given = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
         chosen = Recipe("") if recipe is None else read_recipe(recipe)
         result = train_recipe(config, chosen, progress.say, progress, frozenset(given))
-    if not result:
-        return  # only rank 0 prints
     if as_json:
         out.print_json(data={"drafter": str(asked.out / "drafter"), **result})
     elif "full" in result:

@@ -38,7 +38,6 @@ class TrainConfig:
     data: Annotated[Path, "Prompts as JSON lines ({'prompt': ...}), gzipped or not."]
     out: Annotated[Path, "Folder of the run; the same command continues it."]
     # the data
-    texts: bool = False  # plain texts instead of prompts to answer
     eval_data: Annotated[Path | None, "Prompts to evaluate on, a file like --data. Default: held-out ones."] = None
     limit: Annotated[int | None, COUNT, "Use only the first prompts."] = None
     heldout: Annotated[int, SIZE] = 256  # prompts kept for evaluation, a fifth of all at most
@@ -97,12 +96,9 @@ class TrainConfig:
     weight_decay: float = 0.01
     grad_clip: Annotated[float, POSITIVE] = 1.0
     batch_anchors: Annotated[int | None, COUNT] = None  # drafted from per batch; None: what memory and speed allow
-    grad_accumulation: Annotated[int, COUNT] = 1  # batches per step
     seed: int = 0
     log_every: Annotated[int, COUNT] = 20
     eval_every: Annotated[int, SIZE] = 500  # steps; 0: only at the end
-    patience: Annotated[int, SIZE] = 0  # evaluations without a better result before stopping; 0: never
-    save_every: Annotated[int, SIZE] = 0  # steps between checkpoints; 0: by time alone
     save_minutes: Annotated[float, POSITIVE] = 1.0
     # where
     device: str = "cpu"
@@ -164,13 +160,11 @@ OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
 }
 COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
 # Settings that may change freely in a resumed run. A change of CHANGEABLE is reported; all others are refused.
-FREE = COMMAND_ONLY | set(
-    "minutes answer_minutes slots answer_processes dtype save_minutes save_every log_every".split()
-)
+FREE = COMMAND_ONLY | set("minutes answer_minutes slots answer_processes dtype save_minutes log_every".split())
 CHANGEABLE = set(
-    "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip grad_accumulation unroll step_decay "
+    "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip unroll step_decay "
     "survival_weight loss_row_share anchor_share "
-    "loss greedy_loss cluster_grad_share eval_every patience cluster_recall cluster_top".split()
+    "loss greedy_loss cluster_grad_share eval_every cluster_recall cluster_top".split()
 )
 CHOICES = {
     "kind": ("mtp", "dflash", "eagle3"),

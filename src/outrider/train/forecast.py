@@ -104,9 +104,9 @@ class RunCosts:
         return RunCosts(
             load=2 * stored.parameters / LOAD_RATE,
             start=(kmeans + fit) / rate,
-            answer=1e-12 if job.texts else (answer + ANSWER_STEP_SECONDS) / slots,
+            answer=(answer + ANSWER_STEP_SECONDS) / slots,
             capture=1.5 * work.target / rate if sizes.keep else 0.0,
-            step=job.grad_accumulation * step * SUSTAINED,
+            step=step * SUSTAINED,
             evaluate=(work.target + 8.0 * vocab * drafter.head_hidden) / rate,
             tokens=tokens,
             share=speed.share,

@@ -9,7 +9,6 @@ command line win; its --minutes is divided over the phases in proportion to thei
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tomllib
 from dataclasses import dataclass, field, replace
@@ -77,8 +76,6 @@ def train_recipe(
     config = config.with_values(recipe.values, f"--recipe {recipe.name}", keep)
     if not recipe.phases:
         return train(config, say, progress)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise OutriderError("a recipe with phases runs in one process: give torchrun one phase at a time")
     out, init, carry = config.out, config.init, config.carry
     folders = [out / f"{number}-{phase.name}" for number, phase in enumerate(recipe.phases, 1)]
     own_folder = (folders[0] / "run.json").exists()

@@ -53,7 +53,6 @@ from .forecast import (
 from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
 from .memory import Sizes, torch_dtype
 from .net import DrafterModule, TrainNet, load_mtp
-from .parallel import TrainGroup, process_group
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row
 
@@ -64,16 +63,15 @@ START_ROWS = 1024  # anchors that the drafter's start is fitted on, at least
 
 
 def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) -> Row:
-    """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing); "stopped"
-    with the number of the signal that requested a stop, after everything was saved."""
+    """The whole command. Returns the final evaluation; "stopped" with the number of the signal that requested a stop,
+    after everything was saved."""
     try:
         job.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"--out {job.out}: {error.strerror}") from None
     before = read_json(job.out / "spent.json").get("seconds", 0.0)
-    with listening() as stop, process_group(job.device) as group:
-        budget = Budget(job.minutes, time.perf_counter() - before)
-        run = TrainRun(replace(job, device=group.device).resolved(), budget, stop, group, say, progress)
+    with listening() as stop:
+        run = TrainRun(job.resolved(), Budget(job.minutes, time.perf_counter() - before), stop, say, progress)
         try:
             return run.whole()
         finally:
@@ -83,13 +81,10 @@ def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) 
 class TrainRun:
     """One invocation of the command."""
 
-    def __init__(
-        self, job: TrainConfig, budget: Budget, stop: Stop, group: TrainGroup, say: Say, progress: Progress | None
-    ):
-        self.job, self.budget, self.stop, self.group = job, budget, stop, group
-        self.say: Say = say if group.first else lambda _: None
+    def __init__(self, job: TrainConfig, budget: Budget, stop: Stop, say: Say, progress: Progress | None):
+        self.job, self.budget, self.stop, self.say = job, budget, stop, say
         self.counts = False  # a run that was refused has spent nothing
-        self.shown: Progress = progress if progress is not None and group.first else lambda *_: None
+        self.shown: Progress = progress or (lambda *_: None)
         self.noted = budget.spent  # seconds, when they were last written down
 
     def progress(self, stage: str, done: float, total: float, line: str) -> None:
@@ -102,7 +97,7 @@ class TrainRun:
 
     def spend(self, every: float = SPEND_SECONDS) -> None:
         """Records the seconds used so far at intervals, so that a killed run has them counted too."""
-        if self.group.first and self.counts and self.budget.spent >= self.noted + every:
+        if self.counts and self.budget.spent >= self.noted + every:
             self.noted = self.budget.spent
             write_json(self.job.out / "spent.json", {"seconds": round(self.noted, 2)})
 
@@ -133,9 +128,7 @@ class TrainRun:
         out = self.job.out
         mine: Row = {"target": known.name, "target_hash": known.hash, "settings": self.job.identity()}
         begun = read_json(out / "run.json")
-        if not self.group.first:
-            pass
-        elif not begun:
+        if not begun:
             if any((out / name).exists() for name in ("prompts.npz", "checkpoint.pt", "drafter")):
                 raise OutriderError(f"--out {out}: holds a drafter or a run of unknown origin: choose another --out")
             write_json(out / "run.json", mine)
@@ -170,34 +163,26 @@ class TrainRun:
 
     def prompts(self, known: Described) -> Sequences:
         job, kept = self.job, self.job.out / "prompts.npz"
-        most = job.max_prompt + job.max_new if job.texts else job.max_prompt
-        most = min(most, known.config.max_context - (0 if job.texts else job.max_new))
+        most = min(job.max_prompt, known.config.max_context - job.max_new)
         if most < 1:
             raise OutriderError(
                 f"--max-new {job.max_new} leaves no room for a prompt in {known.config.max_context} positions"
             )
-        if self.group.first:
-            before = read_json(job.out / "prompts.json") if kept.exists() else {}
-            if before:
-                self.same_file("--data", job.data, before)
-                self.same_file("--eval-data", job.eval_data, before)
-            else:
-                listed = read_prompts(job.data, job.limit)
-                apart = [] if job.eval_data is None else read_prompts(job.eval_data)
-                encode([*listed, *apart], known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(
-                    kept
-                )
-                source: Row = {"data": job.data.name, "data_sha256": file_hash(job.data)}
-                if job.eval_data is not None:
-                    source |= {
-                        "eval_data": job.eval_data.name,
-                        "eval_data_sha256": file_hash(job.eval_data),
-                        "lines": len(listed),
-                    }
-                write_json(job.out / "prompts.json", source | {"categories": [p.category for p in (*listed, *apart)]})
-        self.group.wait()
+        before = read_json(job.out / "prompts.json") if kept.exists() else {}
+        if before:
+            self.same_file("--data", job.data, before)
+            self.same_file("--eval-data", job.eval_data, before)
+        else:
+            listed = read_prompts(job.data, job.limit)
+            apart = [] if job.eval_data is None else read_prompts(job.eval_data)
+            encode([*listed, *apart], known.text, known.config.vocab_size, max_tokens=most).save(kept)
+            source: Row = {"data": job.data.name, "data_sha256": file_hash(job.data)}
+            if job.eval_data is not None:
+                source |= {"eval_data": job.eval_data.name, "eval_data_sha256": file_hash(job.eval_data)}
+                source["lines"] = len(listed)
+            write_json(job.out / "prompts.json", source | {"categories": [p.category for p in (*listed, *apart)]})
         prompts = Sequences.load(kept)
-        self.say(f"{len(prompts)} {'texts' if job.texts else 'prompts'}, {int(prompts.lengths.sum())} tokens")
+        self.say(f"{len(prompts)} prompts, {int(prompts.lengths.sum())} tokens")
         return prompts
 
     def same_file(self, option: str, path: Path | None, before: Row) -> None:
@@ -215,25 +200,19 @@ class TrainRun:
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
         """The training sequences: as stored, or made now. None: a stop was requested before all were made."""
         job, kept = self.job, self.job.out / "data.npz"
-        if job.texts:
-            return prompts
         if not kept.exists():
-            own = job.out / (f"answers-{self.group.rank}.jsonl" if self.group.world > 1 else "answers.jsonl")
-            self.answer(known, prompts, own)
-            if self.group.any(self.stop.asked):
+            self.answer(known, prompts)
+            if self.stop.asked:
                 return None
-            self.group.wait()
-            if self.group.first:
-                held = prompts.index[self.held(prompts)]
-                made = as_sequences(prompts, all_answers(job.out), known.config.vocab_size)
-                Sequences.join([made, *(carried(p, job, held) for p in job.carry)]).save(kept)
-            self.group.wait()
+            held = prompts.index[self.held(prompts)]
+            made = as_sequences(prompts, all_answers(job.out), known.config.vocab_size)
+            Sequences.join([made, *(carried(p, job, held) for p in job.carry)]).save(kept)
         return Sequences.load(kept)
 
-    def answer(self, known: Described, prompts: Sequences, path: Path) -> None:
-        """The target's answers into `path`, or by several processes into files of their own, whose loading then counts
+    def answer(self, known: Described, prompts: Sequences) -> None:
+        """The target's answers into a file, or by several processes into files of their own, whose loading then counts
         as answering."""
-        job, tasks = self.job, self.tasks(prompts)[self.group.rank :: self.group.world]
+        job, tasks = self.job, self.tasks(prompts)
         longest = int(prompts.lengths.max()) + job.max_new
         made, took = 0, 1e-9
 
@@ -243,7 +222,7 @@ class TrainRun:
             self.progress("answering", done, count, f"{tokens} tokens, {tokens / took:.0f} tok/s")
 
         self.progress("loading the engine", 0, 1, "")
-        several = job.answer_processes > 1 and self.group.world == 1
+        several, path = job.answer_processes > 1, job.out / "answers.jsonl"
         if several:
             ends = time.time() + min(self.answer_seconds, 1e9)
             shares = [
@@ -277,13 +256,12 @@ class TrainRun:
         return min(self.answer_share * self.budget.seconds if asked is None else 60 * asked, self.budget.left)
 
     def foresee(self, known: Described, prompts: Sequences) -> None:
-        """Reports what the time allows and refuses what it does not, before anything is loaded. A GPU and several
-        processes are fast enough; a resumed run has reported it already."""
+        """Reports what the time allows and refuses what it does not, before anything is loaded. A GPU is
+        fast enough; a resumed run has reported it already."""
         job = self.job
-        if not self.counts and self.group.world == 1 and not job.cuda:
-            answers = 0 if job.texts else len(self.tasks(prompts)) * job.max_new
-            chosen = RunPlan.of(job, known.config, answers + int(prompts.lengths.sum()))
-            tokens = float(prompts.answer_tokens if job.texts else answers)
+        if not self.counts and not job.cuda:
+            tokens = float(len(self.tasks(prompts)) * job.max_new)
+            chosen = RunPlan.of(job, known.config, int(tokens + prompts.lengths.sum()))
             costs = RunCosts.of(job, chosen, known.config, stored_size(known.files, known.config), tokens)
             if job.minutes is not None:
                 made = Forecast.of(costs, 60 * job.minutes - self.budget.spent, self.answer_share)
@@ -298,7 +276,7 @@ class TrainRun:
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
     def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
-        job, group = self.job, self.group
+        job = self.job
         sizes = self.sizes(target, data)
         self.progress("starting the drafter", 0, 1, "")
         net = self.start(target, data, sizes.anchors)
@@ -307,7 +285,6 @@ class TrainRun:
                 net.config = replace(net.config, weight_bits=4)
             if job.cluster_top is not None and net.config.clusters:
                 net.config = replace(net.config, cluster_top=job.cluster_top)
-        group.share_(net.state_dict().values())
         cost = net.size
         share = cost.step / model_size(target.config).active
         self.say(
@@ -318,28 +295,23 @@ class TrainRun:
         aside, reserve = self.reserve(target, net, aside)
         log_path = job.out / "log.jsonl"
         scored = (lambda: finish.judge(target, net, aside, job.temperature, self.halted)) if len(aside) else None
-        log = partial(append_row, log_path) if group.first else None
         hooks = Hooks(
             evaluate=scored,
-            log=log,
+            log=partial(append_row, log_path),
             export=lambda: finish.export(job, target, net, data, trainer),
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
         )
-        trainer = Trainer(target.model, net, data, job, sizes, hooks, group, self.stop)
+        trainer = Trainer(target.model, net, data, job, sizes, hooks, self.stop)
         resumed = trainer.resume(job.out)
-        group.wait()  # all have read the checkpoint before rank 0 writes another
         if resumed:
             self.say(f"continuing from step {trainer.progress.step}")
-        if group.first:
-            trim_log(log_path, trainer.progress.step if resumed else -1)
+        trim_log(log_path, trainer.progress.step if resumed else -1)
         if job.init is not None and not resumed:
             trainer.judge(job.out)  # the score to beat
         if job.minutes is not None:
             trainer.minutes = max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
         trainer.run(job.out)
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
-        if not group.first:
-            return {}
         self.progress("evaluating", 0, 1, "")
         result = finish.finish(job, target, net, data, aside, trainer, self.halted)
         if self.stop.asked:
@@ -370,9 +342,8 @@ class TrainRun:
     def sizes(self, target: TrainTarget, data: Sequences) -> Sizes:
         """Chosen once per run: a resumed run must make the same batches as before."""
         path = self.job.out / "sizes.json"
-        if self.group.first and not path.exists():
+        if not path.exists():
             write_json(path, asdict(RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes))
-        self.group.wait()
         try:
             return Sizes(**read_json(path))
         except TypeError:
@@ -429,7 +400,7 @@ class TrainRun:
         tried = aside.select(usual)
         began = time.perf_counter()
         finish.judge(target, net, tried, self.job.temperature)
-        each = self.group.agree((time.perf_counter() - began) / max(1, tried.answer_tokens))
+        each = (time.perf_counter() - began) / max(1, tried.answer_tokens)
         allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
         total = np.cumsum(aside.lengths - aside.prompts)
         chosen = self.judged(path, aside, kept or max(1, int(np.searchsorted(total, allowed, side="right"))))
@@ -437,9 +408,7 @@ class TrainRun:
 
     def judged(self, path: Path, aside: Sequences, count: int) -> Sequences:
         """`count` of the held-out answers; the number is stored."""
-        self.group.wait()  # all have read what was there
-        if self.group.first:
-            write_json(path, {"answers": count})
+        write_json(path, {"answers": count})
         return aside.select(some_of_each_kind(aside.greedy, count))
 
 

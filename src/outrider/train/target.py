@@ -72,23 +72,18 @@ def add_adapter(weights: dict[str, DeviceWeight], file: LoraFile, config: ModelC
             row += rows
 
 
-def encode(
-    prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True
-) -> Sequences:
-    """Prompts through the chat template (or plain texts, cut into pieces) as token sequences; over-long prompts are
-    left out."""
+def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, max_tokens: int, chat: bool = True) -> Sequences:
+    """Prompts through the chat template as token sequences; over-long prompts are left out."""
     tokenizer, rows, index = Tokenizer(text), [], []
-    template = chat and not texts and tokenizer.has_chat_template
+    template = chat and tokenizer.has_chat_template
     for i, prompt in enumerate(prompts):
         if template:
             ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
         else:
             ids = tokenizer.encode(prompt.text, bos=True)
-        pieces = [ids[lo : lo + max_tokens] for lo in range(0, len(ids), max_tokens)] if texts else [ids]
-        for piece in pieces:
-            if len(piece) >= (4 if texts else 1) and len(piece) <= max_tokens:
-                rows.append(np.array(piece))
-                index.append(i)
+        if 1 <= len(ids) <= max_tokens:
+            rows.append(np.array(ids))
+            index.append(i)
     if not rows:
         raise OutriderError(f"none of the {len(prompts)} prompts fits {max_tokens} tokens: raise --max-prompt")
-    return Sequences.of(rows, [1 if texts else len(r) for r in rows], index, [False] * len(rows), vocab)
+    return Sequences.of(rows, [len(r) for r in rows], index, [False] * len(rows), vocab)

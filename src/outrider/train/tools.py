@@ -56,7 +56,7 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalRequest, drafter
     it. Each has its prompt's line as its seed."""
     config, max_new = known.config, asked.max_new
     most = max(1, config.max_context - max_new)
-    encoded = encode(prompts, known.text, config.vocab_size, texts=False, max_tokens=most, chat=asked.chat)
+    encoded = encode(prompts, known.text, config.vocab_size, max_tokens=most, chat=asked.chat)
     tasks = [Task(i, 0, asked.temperature, int(encoded.index[i])) for i in range(len(encoded))]
     many, helper = (GPU_SLOTS, "none") if asked.device.startswith("cuda") else (CPU_SLOTS, drafter)
     slots, longest = min(asked.slots or many, len(encoded)), int(encoded.lengths.max()) + max_new

@@ -5,8 +5,7 @@ then takes `unroll` steps from every anchor in parallel, fed the true next token
 only counts if those before it were right, hence the true token; K/V, mask and position stay those of the anchor.
 
 Runs are reproducible: batches depend on (seed, epoch), and a run resumed from a checkpoint repeats what an
-uninterrupted one would have done, bit for bit on the CPU. Under `torchrun` each process takes its share of the batches
-and gradients are averaged (parallel.py).
+uninterrupted one would have done, bit for bit on the CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from .export import Json
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
 from .memory import GPU_ANCHORS, Sizes
 from .net import TrainNet
-from .parallel import TrainGroup
 
 Row = Json  # of the log
 
@@ -59,7 +57,6 @@ class TrainProgress:
     taken: int = 0  # batches of this epoch already used
     seconds: float = 0.0
     best: float = -math.inf
-    since_best: int = 0
 
 
 class Trainer:
@@ -71,7 +68,6 @@ class Trainer:
         config: TrainConfig,
         sizes: Sizes = Sizes(GPU_ANCHORS, 0, False),
         hooks: Hooks = Hooks(),
-        group: TrainGroup | None = None,
         stop: Stop | None = None,
     ):
         self.model, self.net, self.data, self.config, self.sizes, self.hooks = model, net, data, config, sizes, hooks
@@ -79,7 +75,7 @@ class Trainer:
             None  # train this long instead of config.steps; the learning rate then follows the clock
         )
         self.device, self.dtype = model.device, model.dtype
-        self.group, self.stop = group or TrainGroup(), stop or Stop()
+        self.stop = stop or Stop()
         self.target = Recorder(model, data, net.reads, net.taps, sizes.keep, rank=bool(sizes.scored))
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
@@ -144,25 +140,15 @@ class Trainer:
         return total / max(weights, 1.0), torch.stack(stats, 1).detach()
 
     def batches(self) -> Iterator[tuple[TrainBatch, int, int]]:
-        """This process's batches from the current progress on, with the epoch and the batches taken after each."""
+        """Batches from the current progress on, with the epoch and the batches taken after each."""
         s, epoch, taken = self.config, self.progress.epoch, self.progress.taken
         while True:
             plan = plan_epoch(self.data, self.sizes.anchors, 4 * self.sizes.anchors, s.seed, epoch)
-            if len(plan) < self.group.world:
-                raise OutriderError(
-                    f"{len(plan)} batches are too few for {self.group.world} processes: lower batch_anchors"
-                )
-            while taken + self.group.world <= len(plan):
-                which = plan[taken + self.group.rank]
-                taken += self.group.world
-                drawn = (s.seed, epoch, taken + self.group.rank)
+            while taken < len(plan):
+                which, taken = plan[taken], taken + 1
+                drawn = (s.seed, epoch, taken)
                 yield make_batch(self.data, which, s.unroll, share=s.anchor_share or 1.0, seed=drawn), epoch, taken
             epoch, taken = epoch + 1, 0
-
-    def clock(self, began: float) -> float:
-        """Seconds of this run, the same for all processes where anything depends on them."""
-        passed = time.perf_counter() - began
-        return self.group.agree(passed) if self.minutes is not None else passed
 
     def share(self, passed: float) -> float:
         """The completed share of the run."""
@@ -179,8 +165,8 @@ class Trainer:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self, out: Path | None = None) -> None:
-        """Until the steps or minutes are done, patience ends or a stop is requested. Saves as it goes and at the
-        end."""
+        """Until the steps or minutes are done or a stop is requested. Saves as it goes, always after a report, which
+        refuses a loss that is no number, and at the end."""
         s, p = self.config, self.progress
         began = time.perf_counter() - p.seconds
         told = saved = time.perf_counter()
@@ -188,41 +174,35 @@ class Trainer:
         batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
         slowest = 0.0  # seconds of a step: none is begun that would end too late
         for batch, epoch, taken in batches:
-            passed = self.clock(began)
-            if self.share(passed + slowest) >= 1.0 or self.group.any(self.stop.asked):
+            passed = time.perf_counter() - began
+            if self.share(passed + slowest) >= 1.0 or self.stop.asked:
                 break
             lr = s.lr * self.rate(passed)
             self.bits = 4 if self.share(passed) >= s.qat_start else None
             loss, stat = self.loss(batch.to(self.device))
-            (loss / s.grad_accumulation).backward()
+            loss.backward()
             results.append((loss.detach(), stat))
             p.epoch, p.taken = epoch, taken
-            if len(results) % s.grad_accumulation:
-                continue
             self.update(lr)
             p.step += 1
             p.seconds = time.perf_counter() - began
             slowest = max(0.9 * slowest, p.seconds - passed)
-            if p.step % s.log_every == 0 or p.step == 1:
+            due = out is not None and time.perf_counter() - saved >= 60 * s.save_minutes
+            if p.step % s.log_every == 0 or p.step == 1 or due:
                 self.report(results, time.perf_counter() - told, lr)
                 results, told = [], time.perf_counter()
-            if self.device.type == "cpu":
-                self.hooks.progress(self.share(p.seconds), f"step {p.step}, loss {float(loss.detach()):.3f}")
-            if out is not None and ((s.save_every and p.step % s.save_every == 0) or self.due(saved)):
+            if due:
                 self.save(out)
                 saved = time.perf_counter()
-            if s.eval_every and p.step % s.eval_every == 0 and self.judge(out):
-                break
+            if self.device.type == "cpu":
+                self.hooks.progress(self.share(p.seconds), f"step {p.step}, loss {float(loss.detach()):.3f}")
+            if s.eval_every and p.step % s.eval_every == 0:
+                self.judge(out)
         if results:
             self.report(results, time.perf_counter() - told, 0.0)
-        if out is not None:
-            self.save(out)
-
-    def due(self, saved: float) -> bool:
-        return self.group.agree(float(time.perf_counter() - saved >= 60 * self.config.save_minutes)) > 0
+        self.save(out)
 
     def update(self, lr: float) -> None:
-        self.group.mean_(q.grad for q in self.params.values() if q.grad is not None)
         torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.config.grad_clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -234,8 +214,7 @@ class Trainer:
         """results: of every batch in these seconds, as `loss` gives them."""
         loss = reduce(torch.add, [loss for loss, _ in results]) / len(results)
         stats = reduce(torch.add, [stats for _, stats in results])
-        self.group.mean_((loss, stats))  # so that all ranks stop if one has a NaN loss
-        hits, alpha, rows = stats.cpu() * self.group.world
+        hits, alpha, rows = stats.cpu()
         value, p = float(loss), self.progress
         if not math.isfinite(value):
             raise OutriderError(
@@ -252,7 +231,7 @@ class Trainer:
                 "loss": round(value, 5),
                 "lr": lr,
                 "seconds": round(p.seconds, 2),
-                "steps_per_s": round(len(results) / self.config.grad_accumulation / max(seconds, 1e-9), 2),
+                "steps_per_s": round(len(results) / max(seconds, 1e-9), 2),
                 "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
                 "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)],
                 "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
@@ -263,38 +242,28 @@ class Trainer:
         if self.hooks.log is not None:
             self.hooks.log(row)
 
-    def judge(self, out: Path | None) -> bool:
-        """Evaluate; store the best weights next to the checkpoint and as a drafter; True when it is time to stop."""
+    def judge(self, out: Path | None) -> None:
+        """Evaluate; store the best weights next to the checkpoint and as a drafter."""
         if self.hooks.evaluate is None:
-            return False
-        p, score = self.progress, 0.0
-        if self.group.first:
-            try:
-                result = self.hooks.evaluate()
-            except Halted:
-                return False  # the run ends before its next step
-            self.log_row({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
-            score = result["score"]
-        score = self.group.agree(score)
-        p.since_best = 0 if score > p.best else p.since_best + 1
-        if p.since_best == 0:
-            p.best = score
-            if out is not None and self.group.first:
+            return
+        p = self.progress
+        try:
+            result = self.hooks.evaluate()
+        except Halted:
+            return  # the run ends before its next step
+        self.log_row({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
+        if result["score"] > p.best:
+            p.best = result["score"]
+            if out is not None:
                 write(out / "best.pt", {"net": self.net.state_dict(), "step": p.step, "score": p.best})
                 self.hooks.export()
-        return bool(self.config.patience) and p.since_best >= self.config.patience
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
-    def save(self, out: Path) -> None:
-        if self.group.first:
-            write(
-                out / "checkpoint.pt",
-                {
-                    "net": self.net.state_dict(),
-                    "optimizers": [o.state_dict() for o in self.optimizers],
-                    "progress": asdict(self.progress),
-                },
-            )
+    def save(self, out: Path | None) -> None:
+        if out is None:
+            return
+        state = {"net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+        write(out / "checkpoint.pt", {**state, "progress": asdict(self.progress)})
 
     def resume(self, out: Path) -> bool:
         path = out / "checkpoint.pt"
@@ -310,8 +279,8 @@ class Trainer:
             self.progress = TrainProgress(**kept["progress"])
             path = out / "best.pt"
             best = torch.load(path, map_location="cpu", weights_only=True)["score"] if path.exists() else -math.inf
-            if best > self.progress.best:  # found after the checkpoint was written: what is worse must not replace it
-                self.progress.best, self.progress.since_best = best, 0
+            # one found after the checkpoint was written must not be replaced by what is worse
+            self.progress.best = max(best, self.progress.best)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             why = "its drafter is built otherwise" if "state_dict" in str(error) else str(error).splitlines()[0]
             raise OutriderError(

