@@ -15,7 +15,7 @@ H200. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,6 @@ from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..models.vision_config import IMAGE_TOKENS, VisionConfig
 from ..types import MAX_DRAFT, OutriderError
-from .several import Link, Several, SplitLayout
 
 # launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and
 # write
@@ -168,35 +167,20 @@ class Setup:
     weight_bytes: float = 2.0  # of a weight that a token reads, on average
     kv_item: float = 2.0
     stored: float | None = None  # bytes of all weights, where they are not of one size
-    several: Several | None = None  # GPUs that share the model
-
-    @property
-    def gpus(self) -> int:
-        return 1 if self.several is None else self.several.gpus
-
-    @property
-    def part(self) -> ModelConfig:
-        """The fullest GPU's part of the target. Its part of K/V may exceed 1 / N: few heads are replicated on several
-        GPUs."""
-        return self.target if self.several is None else self.several.part(self.target)
 
 
 def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
     """Seconds of moving bytes, of arithmetic, and of fixed kernel time, including that of further rows."""
     rows, config, on = setup.batch * (k + 1), setup.target, setup.on
     size = model_size(config)
-    part = setup.part
-    moved = size.streamed(rows) * setup.weight_bytes / setup.gpus
-    moved += setup.batch * kv_bytes(part, setup.context, setup.kv_item, read=True) + rows * kv_bytes(
-        part, 1, setup.kv_item
-    )
-    work = setup.batch * flops(size, k + 1, setup.context, k + 1) / setup.gpus
+    moved = size.streamed(rows) * setup.weight_bytes + rows * kv_bytes(config, 1, setup.kv_item)
+    moved += setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True)
+    work = setup.batch * flops(size, k + 1, setup.context, k + 1)
     layers = len(config.layers)
     launched = (
         layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS
     )
     own = 1e-6 * (launched * on.kernel_us + layers * (rows - 1) * on.row_us)
-    own += 0.0 if setup.several is None else setup.several.verify(config, rows, on.kernel_us)
     return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), own
 
 
@@ -221,8 +205,7 @@ def draft_seconds(setup: Setup, k: int) -> float:
     work = 2.0 * setup.batch * size.step
     launched = len(config.layers) * DRAFTER_KERNELS + DRAFTER_HEAD_KERNELS
     busy = _together(on, moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach))
-    told = 0.0 if setup.several is None else setup.several.draft(config, setup.batch, on.kernel_us)
-    return k * (busy + launched * on.kernel_us * 1e-6 + told)
+    return k * (busy + launched * on.kernel_us * 1e-6)
 
 
 @dataclass(frozen=True)
@@ -244,11 +227,9 @@ def sweep(setup: Setup, accept: Acceptance, ks: Sequence[int] = range(MAX_DRAFT 
 
 
 def memory_bytes(setup: Setup) -> dict[str, float]:
-    """Bytes on one GPU."""
     weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
     drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
-    weights /= setup.gpus
-    cache = setup.batch * kv_bytes(setup.part, setup.context, setup.kv_item)
+    cache = setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item)
     return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
 
 
@@ -322,49 +303,9 @@ def image_costs(vision: VisionConfig, setup: Setup) -> list[ImageCost]:
     size, costs = model_size(setup.target), list[ImageCost]()
     for tokens in (vision.tokens,) if vision.tokens else IMAGE_TOKENS:
         tower, prompt = vision.flops(tokens), flops(size, tokens, setup.context, 0)
-        milliseconds = prompt / (rate * PROMPT_REACH) / setup.gpus
+        milliseconds = prompt / (rate * PROMPT_REACH)
         costs.append(ImageCost(tokens, tower / 1e12, tower / tower_rate, prompt / 1e12, milliseconds))
     return costs
-
-
-# ---- several GPUs
-COUNTS = (1, 2, 4, 8)  # GPUs that may share a model
-
-
-def divided(setup: Setup, gpus: int, by: Link) -> Setup | None:
-    """The same over `gpus` GPUs; None: not possible with this model or this link."""
-    try:
-        made = replace(setup, several=None if gpus == 1 else Several(gpus, by))
-        verify_parts(made, 0)
-    except OutriderError:
-        return None
-    return made
-
-
-def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> SplitLayout:
-    """`gpus` GPUs and `users` users; `each`: a replica and its share of the users."""
-    points = sweep(each, accept)
-    best = max(points, key=lambda p: p.speedup)
-    return {
-        "gpus": gpus,
-        "fits": fits(each),
-        "memory_gb": memory_bytes(each)["total"] / 1e9,
-        "plain_ms": points[0].cycle_ms,
-        "best_k": best.k,
-        "ms": best.ms_per_token,
-        "tokens_per_second": 1e3 * users / best.ms_per_token,
-    }
-
-
-def layouts(setup: Setup, accept: Acceptance, by: Link) -> list[SplitLayout]:
-    found = (divided(setup, gpus, by) for gpus in sorted({*COUNTS, setup.gpus}))
-    return [layout(made, accept, made.gpus, made.batch) for made in found if made is not None]
-
-
-def replicas(setup: Setup, accept: Acceptance, gpus: int) -> SplitLayout | None:
-    """`gpus` GPUs with a whole model each, the users divided among them; None: the model does not fit one."""
-    alone = replace(setup, several=None, batch=-(-setup.batch // gpus))
-    return layout(alone, accept, gpus, setup.batch) if fits(alone) else None
 
 
 def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:

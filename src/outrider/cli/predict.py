@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from ..bench import predict as model_of
-from ..bench import several
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig
 from ..models.vision_config import VisionConfig
@@ -43,10 +42,6 @@ class PredictOptions:
     batch: Annotated[int, "Sequences at once."] = 1
     context: Annotated[int, "Tokens before the one being decoded."] = 1024
     bits: Annotated[float | None, "Bits a weight. Default: as the checkpoint stores it."] = None
-    tensor_parallel: Annotated[int, "Over N GPUs; also shows 1, 2, 4 and 8, and replicas."] = 1
-    link: Annotated[
-        str | None, "nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU."
-    ] = None
     bandwidth: Annotated[float | None, "GB/s: instead of the table's."] = None
     rate: Annotated[float | None, "Dense TFLOP/s: instead of the table's."] = None
     as_json: common.AsJson = False
@@ -61,9 +56,6 @@ def predict(asked: PredictOptions) -> None:
     if asked.gpu == "list":
         _list_machines()
         return
-    if asked.tensor_parallel < 1:
-        raise OutriderError(f"--tensor-parallel must be at least 1, got {asked.tensor_parallel}")
-    by = several.link(asked.link, asked.gpu)
     if asked.batch < 1 or asked.context < 1 or (asked.bits is not None and asked.bits <= 0):
         raise OutriderError("--batch and --context must be at least 1, --bits positive")
     for option, given in (("--bandwidth", asked.bandwidth), ("--rate", asked.rate)):
@@ -83,15 +75,11 @@ def predict(asked: PredictOptions) -> None:
     helper, known = _drafter(asked)
     stored = kept.total if asked.bits is None else None
     setup = model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored=stored)
-    if asked.tensor_parallel > 1:
-        setup = replace(setup, several=several.Several(asked.tensor_parallel, by))
-    accepted = _accepted(asked.accept, setup, known)
-    data = model_of.predict(setup, accepted)
-    more = _several(setup, accepted, by) if asked.tensor_parallel > 1 else {}
+    data = model_of.predict(setup, _accepted(asked.accept, setup, known))
     vision = translate(VisionConfig.from_hf, files) if files.gguf is None else None
     images = model_of.image_costs(vision, setup) if vision is not None else []
     if asked.as_json:
-        print(json.dumps({"model": asked.model, **data, **more, "images": [vars(cost) for cost in images]}))
+        print(json.dumps({"model": asked.model, **data, "images": [vars(cost) for cost in images]}))
         return
     _show(asked.model, data)
     for cost in images:
@@ -99,8 +87,6 @@ def predict(asked: PredictOptions) -> None:
             f"image   {cost.tokens} tokens: tower {cost.tower_tflop:.2f} TFLOP, about {cost.tower_ms:.1f} ms; "
             f"in the prompt {cost.prompt_tflop:.2f} TFLOP, about {cost.prompt_ms:.1f} ms"
         )
-    if asked.tensor_parallel > 1:
-        _show_several(more, asked.tensor_parallel, by)
 
 
 def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance_profile.AcceptanceProfile | None]:
@@ -173,39 +159,6 @@ def _show(model: str, data: model_of.Prediction) -> None:
         out.print(f"K={data['best_k']} brings only {data['speedup']:.2f}x:")
     for reason in data["why"]:
         out.print(f"- {reason}")
-
-
-def _several(setup: model_of.Setup, accept: model_of.Acceptance, by: several.Link) -> dict[str, object]:
-    return {
-        "link": by.label,
-        "layouts": model_of.layouts(setup, accept, by),
-        "replicas": model_of.replicas(setup, accept, setup.gpus),
-    }
-
-
-def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
-    table = Table(
-        "GPUs",
-        "GB each",
-        "plain ms",
-        "best K",
-        "ms per token",
-        "tokens/s of all",
-        title=f"one model over several, {by.label}",
-    )
-    for one in more["layouts"]:
-        cells = (f"{one['plain_ms']:.2f}", str(one["best_k"]), f"{one['ms']:.2f}", f"{one['tokens_per_second']:.0f}")
-        table.add_row(str(one["gpus"]), f"{one['memory_gb']:.1f}{'' if one['fits'] else ' (does not fit)'}", *cells)
-    out.print(table)
-    whole, shared = more["replicas"], next(one for one in more["layouts"] if one["gpus"] == gpus)
-    if whole is None:
-        out.print(f"{gpus} replicas instead: the model does not fit one GPU")
-    else:
-        better = "replicas win" if whole["tokens_per_second"] > shared["tokens_per_second"] else "dividing wins"
-        out.print(
-            f"{gpus} replicas instead: {whole['ms']:.2f} ms per token, {whole['tokens_per_second']:.0f} tokens/s of "
-            f"all: {better}"
-        )
 
 
 def _list_machines() -> None:

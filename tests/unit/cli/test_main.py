@@ -127,14 +127,6 @@ def test_without_arguments_and_with_questions(
     assert code in (0, 2) and "outrider:" not in err
 
 
-@pytest.mark.parametrize("gpus", ["2", "3"])
-def test_any_number_of_gpus_is_predicted_or_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str
-) -> None:
-    code, err = called(monkeypatch, capsys, "predict", MODEL, "--tensor-parallel", gpus, "--accept", "0.7")
-    assert code in (0, 2) and len(err.splitlines()) == (1 if code else 0), err
-
-
 def outrider(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
     """In a process of its own, as `python -m outrider`."""
     return subprocess.run([sys.executable, "-m", "outrider", *words], stderr=subprocess.PIPE, timeout=120, **more)
