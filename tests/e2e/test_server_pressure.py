@@ -182,7 +182,7 @@ def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pyte
             await keeper.get(
                 GrammarSource("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me"
             )
-        assert refusal.value.status == 503 and refusal.value.retry_after and not keeper._refused
+        assert refusal.value.status == 503 and refusal.value.retry_after and not keeper._kept
         await keeper.close()
 
     asyncio.run(run())
