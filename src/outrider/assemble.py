@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,7 +154,8 @@ def _assemble(
             )
         cut = "" if ops.capabilities.prompts_independent else f"chunk {engine.chunk}"
         identity = f"{content} {dtype} {kernels} {quantize} kv {engine.store.dtype} {engine_config.page_size} {cut}"
-        folder, limit = Path(engine_config.prefix_store).expanduser(), int(engine_config.prefix_store_size * 2**30)
+        folder = Path(os.path.expanduser(engine_config.prefix_store))
+        limit = int(engine_config.prefix_store_size * 2**30)
         engine.store.disk = PrefixStore(engine.store, folder, limit, identity)
     if device.type == "cuda":
         gib = engine.store.bytes() / 2**30

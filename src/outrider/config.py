@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from numbers import Integral
+from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -66,6 +66,9 @@ class EngineConfig:
             if getattr(self, name) is not None and whole(name, getattr(self, name)) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
         known("kv_dtype", self.kv_dtype, KvDtype)
+        for name in ("gpu_memory", "swap", "prefix_store_size"):
+            if not isinstance(getattr(self, name), Real) or isinstance(getattr(self, name), bool):
+                raise OutriderError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not 0.0 < self.gpu_memory <= 1.0:
             raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
         if not 0.0 < self.prefix_store_size < 1 << 20:
@@ -265,7 +268,7 @@ def _number(text: str | int | None, rule: str) -> int | None:
 
 def user_file() -> dict[str, dict[str, object]]:
     """The tables of the user's ~/.config/outrider/config.toml (XDG_CONFIG_HOME); empty if there is no such file."""
-    path = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "outrider" / "config.toml"
+    path = Path(os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config"), "outrider", "config.toml")
     try:
         text = path.read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):

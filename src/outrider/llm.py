@@ -112,6 +112,12 @@ class LLM:
         """Bytes of the target's weights and of all sequences' K/V (with tensor parallelism: of this process)."""
         return self._weight_bytes + self.engine.store.bytes() + (self.adapters.nbytes if self.adapters else 0)
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Ends the other processes: the other tensor-parallel ranks, and the one that decodes images."""
         if isinstance(self.vision, ImageEncoder):
@@ -196,7 +202,7 @@ class LLM:
         return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter, adapter=adapter)[0]
 
     def chat_prompt(self, messages: Iterable[Mapping[str, Json]], tools: Json = None) -> list[int]:
-        listed = list(messages)
+        listed = list(messages) if isinstance(messages, Iterable) else [messages]
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in listed):
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
         texts, images = take_images(listed)
@@ -269,7 +275,8 @@ def each_prompt(given: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Wraps a single prompt (a text, or integers in a list or an array) in a list."""
     if isinstance(given, str | Mapping | ImagePrompt):
         return [given]
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
+    bytes_or_scalar = isinstance(given, bytes | bytearray | memoryview) or getattr(given, "shape", None) == ()
+    if bytes_or_scalar or not isinstance(given, Iterable):
         raise OutriderError(f"prompts are texts or lists of token ids, got {type(given).__name__}")
     many: list[Any] = list(given)
     return [many] if many and isinstance(many[0], SupportsIndex) and not getattr(many[0], "shape", ()) else many

@@ -9,7 +9,7 @@ V vocabulary entries, H hidden size, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from numbers import Integral, Real
@@ -358,7 +358,13 @@ class SamplingParams:
             ("logprobs", top is None or 0 <= top <= 20, "in [0, 20]"),
         ):
             require(ok, f"{name} must be {range_}, got {getattr(self, name)}")
-        require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty")
+        require(all(isinstance(s, str) for s in self.stop), "stop must be a string or a list of strings")
+        require(all(self.stop), "stop strings must not be empty")
+        biases = self.logit_bias.values() if isinstance(self.logit_bias, Mapping) else (None,)
+        require(all(_is(b, Real) and b == b for b in biases), "logit_bias must map token ids to numbers")
+        lists = isinstance(self.bad_words, Collection) and all(isinstance(w, Collection) for w in self.bad_words)
+        require(lists, "bad_words must be lists of token ids")
+        require(isinstance(self.stop_token_ids, Collection), "stop_token_ids must be a list of token ids")
         require(all(w for w in self.bad_words), "bad_words must not hold an empty sequence")
         if vocab_size is not None:
             ids = [*self.logit_bias, *self.stop_token_ids, *(t for w in self.bad_words for t in w)]

@@ -171,6 +171,28 @@ def test_a_chat_that_fills_the_context_says_what_to_do(cli: Any, model: Path, mo
     assert code == 0 and err.count("tokens (length)") == 2 and "the context holds 64: /clear forgets" in err
 
 
+def test_a_chat_survives_what_goes_wrong_in_it(
+    cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused /retry keeps question and answer; a full disk, a damaged file and Ctrl-C in a command end nothing."""
+    deep, kept, answered = tmp_path / "deep.json", tmp_path / "kept.json", tmp_path / "answered.json"
+    deep.write_text("[" * 100_000)
+    answered.write_text('{"messages": [{"role": "assistant", "content": "Welcome"}]}')
+    lines = ["one", f"/system {'long ' * 20}", "/retry", "/system", f"/save {kept}", f"/load {deep}", "/save /dev/full"]
+    lines += [f"/load {answered}", "/retry", f"/save {answered}", "/image picture", "/quit"]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.cli.chat.Conversation.attach", interrupted)
+    monkeypatch.setattr("builtins.input", lambda *_, rest=iter(lines): next(rest))
+    code, _, err = cli("chat", model, "--max-tokens", 2, "--max-context", 64)
+    assert code == 0 and "the context holds 64" in err and "deep.json is no conversation that /save wrote" in err
+    assert [m["role"] for m in json.loads(kept.read_text())["messages"]] == ["user", "assistant"]
+    assert "/dev/full: No space left" in err and "nothing was asked yet" in err
+    assert [m["role"] for m in json.loads(answered.read_text())["messages"]] == ["assistant"]
+
+
 def test_chat_shows_brackets_as_they_are(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["/seed [/x] [bold]", "/quit"])
     monkeypatch.setattr("builtins.input", lambda *_: next(lines))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.server_fakes import tokenizer
 
 from outrider import LLM, ops
 from outrider import llm as llm_module
+from outrider.llm import each_prompt
 from outrider.models import builtin_configs
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights import hub
@@ -102,5 +105,40 @@ def test_a_conversation_may_be_an_iterator_and_may_have_tools() -> None:
     said, tool = [{"role": "user", "content": "Hello"}], {"type": "function", "function": {"name": "f"}}
     assert LLM.chat_prompt(llm, iter(said)) == made.chat(said)
     assert LLM.chat_prompt(llm, said, tools=[tool]) == made.chat(said, [tool]) != made.chat(said)
-    with pytest.raises(OutriderError, match="messages are a list"):
-        LLM.chat_prompt(llm, "Hello")  # type: ignore[arg-type]
+    for wrong in ("Hello", None, 5, [5]):
+        with pytest.raises(OutriderError, match="messages are a list"):
+            LLM.chat_prompt(llm, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"x", bytearray(b"x"), memoryview(b"x"), np.array(3), torch.tensor(3)])
+def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
+    with pytest.raises(OutriderError, match="prompts are texts or lists of token ids, got"):
+        each_prompt(wrong)
+
+
+def test_a_with_block_closes_the_model() -> None:
+    closed: list[bool] = []
+    llm = object.__new__(LLM)
+    llm.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    with llm as same:
+        assert same is llm and not closed
+    assert closed
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"stop": [5]}, "stop must be a string or a list of strings"),
+        ({"stop": b"a"}, "stop must be a string or a list of strings"),
+        ({"stop": [""]}, "stop strings must not be empty"),
+        ({"logit_bias": [5]}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {5: math.nan}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {5: "1"}}, "logit_bias must map token ids to numbers"),
+        ({"bad_words": [5]}, "bad_words must be lists of token ids"),
+        ({"bad_words": 5}, "bad_words must be lists of token ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids"),
+    ],
+)
+def test_sampling_parameters_of_another_type_are_one_line(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(OutriderError, match=told):
+        SamplingParams(**given).validate(vocab_size=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,7 +110,9 @@ class Conversation:
             except OutriderError as error:
                 err.print(str(error), style="red")
             except OSError as error:  # of /save and /load
-                err.print(f"{error.filename}: {error.strerror}", style="red")
+                err.print(f"{error.filename or line.partition(' ')[2]}: {error.strerror or error}", style="red")
+            except KeyboardInterrupt:  # while an image is read
+                out.print()
 
     def read(self) -> str:
         """The next message. From a pipe a line is a message; three quotes begin one of several lines, and three quotes
@@ -198,22 +201,26 @@ class Conversation:
 
     def retry(self) -> None:
         """Sends the last message again with another seed; at temperature 0 the answer stays the same."""
-        while self.messages and self.messages[-1]["role"] != "user":
-            if self.messages[-1]["role"] == "system":
-                break
-            self.messages.pop()
-        if not self.messages or self.messages[-1]["role"] != "user":
+        asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
             raise OutriderError("/retry: nothing was asked yet")
+        before, self.messages = self.messages, self.messages[: asked[-1]]
         self.params = replace(self.params, seed=self.params.seed + 1)
-        self.answer(self.messages.pop()["content"])
+        try:
+            self.answer(before[asked[-1]]["content"])
+        except OutriderError:
+            self.messages = before
+            raise
 
     def answer(self, content: str | list[dict[str, str]]) -> None:
         """A message: a text, or the parts of an earlier one."""
-        if self.images and isinstance(content, str):
-            parts = [{"type": "image", "image": path} for path in self.images]
-            content, self.images = [*parts, {"type": "text", "text": content}], []
+        pending = self.images if isinstance(content, str) else []
+        if pending:
+            content = [*({"type": "image", "image": path} for path in pending), {"type": "text", "text": str(content)}]
         with keys_wait():
             self._answer(content)
+        if pending:  # kept where the message was refused
+            self.images = []
 
     def _answer(self, content: str | list[dict[str, str]]) -> None:
         self.messages.append({"role": "user", "content": content})
@@ -245,7 +252,7 @@ class Conversation:
 def named_file(command: str, argument: str) -> Path:
     if not argument.strip():
         raise OutriderError(f"{command} takes a file's name")
-    return Path(argument.strip()).expanduser()
+    return Path(os.path.expanduser(argument.strip()))
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:
@@ -254,6 +261,6 @@ def read_messages(path: Path) -> list[dict[str, Any]]:
         messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
         if all(isinstance(m["role"], str) and isinstance(m["content"], str | list) for m in messages):
             return [{"role": m["role"], "content": m["content"]} for m in messages]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise OutriderError(f"{path} is no conversation that /save wrote")

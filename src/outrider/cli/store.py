@@ -74,7 +74,7 @@ def remove(name: Name) -> None:
     from ..weights import hub, repos
 
     name = model_of(name)
-    if Path(name).expanduser().exists():
+    if os.path.exists(os.path.expanduser(name)):
         raise OutriderError(f"{name} is a file or folder of yours, not one of the caches': remove it yourself")
     freed, named = 0, repos.parse(name)
     if name == "smollm2":

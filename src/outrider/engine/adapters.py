@@ -107,4 +107,4 @@ class AdapterPool:
 
     def _unknown(self, name: str) -> str:
         known = ", ".join(self.paths) or "none"
-        return f"there is no adapter {name[:60]!r}; loaded: {known}"
+        return f"there is no adapter {str(name)[:60]!r}; loaded: {known}"

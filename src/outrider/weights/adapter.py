@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,11 +130,13 @@ def fuse(
 
 def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
     """name: a PEFT folder, a .gguf file or a Hugging Face id."""
-    path = Path(str(name)).expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(str(name)))
+    if not os.path.exists(path):
         named = repos.parse(str(name))
         if named is None or named[1] is not None:
-            raise OutriderError(f"adapter {str(name)!r} does not exist: give a PEFT folder, a .gguf file or a hub id")
+            raise OutriderError(
+                f"adapter {str(name)!r:.120} does not exist: give a PEFT folder, a .gguf file or hub id"
+            )
         path = hub.snapshot(named[0], ["adapter_*.json", "adapter_*.safetensors"])
     try:
         file = _read_gguf(path, config) if path.is_file() else _read_peft(path, config)

@@ -44,8 +44,8 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Files:
     """`weights=False`: only the configuration is needed (inspection, dummy weights); no weights are downloaded."""
     name = model_of(str(name))
-    path = Path(name).expanduser()
-    if name and path.exists():
+    path = Path(os.path.expanduser(name))
+    if name and os.path.exists(path):  # false for what can be no path: too long, or with a null byte
         if path.is_dir():
             return from_folder(path, name)
         if path.suffix == ".gguf":
@@ -66,7 +66,7 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
     if named := repos.parse(name):
         return _from_hub(*named, name, kind, weights)
     kinds = "a folder, a .gguf file, a Hugging Face id (org/name, org/name:Q4_K_M) or smollm2"
-    raise OutriderError(f"{name!r} does not exist{_meant(path)}: give {kinds}")
+    raise OutriderError(f"{name!r:.120} does not exist{_meant(path)}: give {kinds}")
 
 
 def _meant(path: Path) -> str:
@@ -91,11 +91,11 @@ def _known(name: str) -> str:
 def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tuple[str | None, str]:
     """The drafter that belongs to a model, or to its only adapter (`drafter/` in the adapter's folder): (where, why) or
     (None, why not)."""
-    if len(adapters) == 1 and ((own := Path(adapters[0]).expanduser() / "drafter") / "config.json").is_file():
+    if len(adapters) == 1 and ((own := Path(os.path.expanduser(adapters[0]), "drafter")) / "config.json").is_file():
         return str(own), "found in the adapter's folder"
     name = model_of(str(model.name if isinstance(model, Files) else model))
-    path = Path(name).expanduser()
-    local = path if path.exists() else None
+    path = Path(os.path.expanduser(name))
+    local = path if os.path.exists(path) else None
     if isinstance(model, Files) and model.gguf is not None and name != "smollm2":
         local = model.path
     if local is not None:

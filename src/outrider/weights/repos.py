@@ -11,11 +11,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 
 from ..types import OutriderError
 
 HOSTS = re.compile(r"(?:https?://)?(?:hf\.co|(?:www\.)?huggingface\.co)/")
-REPO = re.compile(r"([A-Za-z0-9][\w.\-]*/[\w.\-]+?)(?::([\w.\-]+))?/?")
+# an id as the hub accepts it: neither `--` nor `..`, no dash or dot at the ends
+REPO = re.compile(r"((?!.*(?:--|\.\.))[A-Za-z0-9][\w.\-]{,95}/\w(?:[\w.\-]{,94}\w)?)(?::([\w.\-]+))?/?")
 QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|T?Q\d_\d|BF16|F16|F32|MXFP4\w*))$", re.I)
 SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 DRAFTER = re.compile(r"(^|[-_.])(assistant|drafter|mtp)([-_.]|$)", re.I)
@@ -123,7 +125,7 @@ def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool =
     from huggingface_hub import HfApi, hf_hub_download
 
     with hub_errors(repo):
-        names = HfApi().list_repo_files(repo)
+        names = [file.rfilename for file in HfApi().model_info(repo).siblings or ()]  # one request, no retries
         chosen = choose(names, repo, quant, drafter)
         path = Path(hf_hub_download(repo, chosen))
         if not drafter and any(is_drafter(name) for name in names):
@@ -139,19 +141,22 @@ def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool =
 @contextmanager
 def hub_errors(name: str, hint: str = "") -> Iterator[None]:
     """Turns the hub's errors into one line. hint: a similar name."""
-    import httpx
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         yield
+    except OutriderError:
+        raise
     except GatedRepoError:
         raise OutriderError(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN") from None
     except RepositoryNotFoundError:
         why = f"neither a local path nor a repository on huggingface.co{hint} (private? set HF_TOKEN)"
         raise OutriderError(f"{name} is {why}") from None
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except Exception as error:  # its own, the system's, and those of the HTTP library that its version uses
         if constants.HF_HUB_OFFLINE:
             raise OutriderError(f"{name} is not in the cache{hint}, and HF_HUB_OFFLINE is set: unset it") from None
-        why = f"it is not in the cache{hint} (no network?): {' '.join(str(error).split())[:120]}"
-        raise OutriderError(f"cannot fetch {name} from huggingface.co and {why}") from None
+        why = shorten(str(error.__cause__ or error), 160, placeholder=" …")
+        raise OutriderError(
+            f"cannot fetch {name} from huggingface.co and it is not in the cache{hint} (no network?): {why}"
+        ) from None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import pwd
 import zipfile
 from pathlib import Path
 
 import pytest
 from tests import tiny
 
+from outrider.config import user_file
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
+from outrider.models.config import ModelConfig
 from outrider.ops.cpu import build
 from outrider.types import OutriderError
 from outrider.weights import hub
+from outrider.weights.adapter import read_adapter
 
 
 def refused(name: str, match: str, **options: object) -> None:
@@ -43,14 +48,39 @@ def test_stop_tokens_and_draft_length_come_from_generation_config(tmp_path: Path
 
 
 def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
+    """Whatever the hub's HTTP library raises; of a chain of errors the first is told."""
     import huggingface_hub
 
-    def no_route(*_: object, **__: object) -> str:
-        raise httpx.ConnectError("[Errno 101] Network is unreachable")
+    class ConnectError(Exception): ...
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_route)
-    refused("google/gemma-4-E2B-it", "cannot fetch google/gemma-4-E2B-it from huggingface.co.*no network")
+    def no_route(*_: object, **__: object) -> str:
+        raise ConnectError("[Errno 101] Network is unreachable")
+
+    def not_found(*_: object, **__: object) -> str:
+        raise RuntimeError("nothing in the cache, " * 20) from ConnectError("[Errno 101] Network is unreachable")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_route)
+    for download in (no_route, not_found):
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        for name, repo in (("google/gemma-4-E2B-it",) * 2, ("org/model:Q4_K_M", "org/model")):
+            refused(name, rf"cannot fetch {repo} from huggingface.co.*\(no network\?\): \[Errno 101\].* unreachable$")
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/x", "org/..", "org/-x", "org/x--y", "org/" + "y" * 97, "x" * 5000])
+def test_what_can_be_no_name_does_not_exist(name: str) -> None:
+    refused(name, "does not exist")
+    assert hub.auto_drafter(name)[0] is None
+    with pytest.raises(OutriderError, match="does not exist"):
+        read_adapter(name, ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-E2B-it"]))
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a number for a user: no configuration, and the cache in the temporary folder."""
+    for name in ("HOME", "OUTRIDER_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(build, "spare_root", lambda: tmp_path)
+    assert user_file() == {} and build.cache_path("kernels") == tmp_path / "kernels"
 
 
 def test_offline_mode_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

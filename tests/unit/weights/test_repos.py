@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -51,7 +52,8 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> li
         return str(path)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: FILES)
+    there = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in FILES])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo: there)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / "nothing"))
     return fetched
 

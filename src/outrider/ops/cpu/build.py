@@ -97,11 +97,12 @@ def best_isa() -> str:
 
 
 def cache_root() -> Path:
-    """Everything Outrider keeps between runs: OUTRIDER_CACHE, or XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
-    base = os.environ.get("OUTRIDER_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider"
-    )
-    return Path(base)
+    """Everything Outrider keeps between runs: OUTRIDER_CACHE, or XDG_CACHE_HOME/outrider, or ~/.cache/outrider. For a
+    user without a home, as in a container with a number for a user: `spare_root`."""
+    if given := os.environ.get("OUTRIDER_CACHE"):
+        return Path(given)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return spare_root() if caches.startswith("~") else Path(caches, "outrider")
 
 
 def spare_root() -> Path:
