@@ -66,7 +66,7 @@ class EngineConfig:
             if getattr(self, name) is not None and whole(name, getattr(self, name)) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
         known("kv_dtype", self.kv_dtype, KvDtype)
-        for name in ("gpu_memory", "swap", "prefix_store_size"):
+        for name in ("gpu_memory", "prefix_store_size"):
             if not isinstance(getattr(self, name), Real) or isinstance(getattr(self, name), bool):
                 raise OutriderError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not 0.0 < self.gpu_memory <= 1.0:

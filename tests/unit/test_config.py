@@ -229,7 +229,6 @@ def test_a_command_names_its_options_as_they_are_typed(words: str, told: str) ->
         ({"tree": [4]}, "tree must be 'auto', 'off' or a number"),
         ({"drafter": False}, "drafter must be 'auto', 'none', 'ngram' or where one is, got False"),
         ({"gpu_memory": "0.5"}, "gpu_memory must be a number, got '0.5'"),
-        ({"swap": None}, "swap must be a number, got None"),
         ({"engine": {"max_context": 10}}, "engine must be an EngineConfig, got {'max_context': 10}"),
     ],
 )

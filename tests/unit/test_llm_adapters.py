@@ -73,6 +73,8 @@ def test_steps_with_and_without_adapters_keep_the_fast_path(llm: LLM) -> None:
 def test_unknown_names_are_refused(llm: LLM, files: Path) -> None:
     with pytest.raises(OutriderError, match="no adapter 'c'; loaded: a, b"):
         llm.generate([PROMPT], adapter="c")
+    with pytest.raises(OutriderError, match="no adapter '5'; loaded: a, b"):
+        llm.generate([PROMPT], adapter=5)  # type: ignore[arg-type]
     with pytest.raises(OutriderError, match="one process"):
         LLM.load(str(files / "base"), adapters={"a": "x"}, tensor_parallel=2)
     with pytest.raises(OutriderError, match="max_adapters must be at least 1"):
