@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,11 +137,10 @@ def _assemble(
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
     members = drafter.members if drafter is not None else ()
     profiles = {member.name: member.profile for member in members if member.profile is not None}
-    prior, trust = {n: p.accepted for n, p in profiles.items()}, {n: p.trust for n, p in profiles.items()}
-    counts = {n: p.counts for n, p in profiles.items() if p.weights}  # a family's figures are taken as they are
-    # where steps are captured no draft ends by its confidence
-    captured = ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs
-    controller = Controller(CostTable(), names, prior, trust=None if captured else trust, counts=counts)
+    if ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs:
+        # where steps are captured no draft ends by its confidence
+        profiles = {name: replace(profile, trust=()) for name, profile in profiles.items()}
+    controller = Controller(CostTable(), names, profiles)
     kv = KVOptions(ops.kv_dtype(dtype, engine_config.kv_dtype), image_rows, agree)
     engine = Engine(runner, tokenizer, engine_config, spec, drafter, controller, kv)
     engine.runner.adapters = adapters

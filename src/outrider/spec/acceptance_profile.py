@@ -26,9 +26,9 @@ FIRST, NEIGHBOUR = 0.5, 2.0
 
 @dataclass(frozen=True)
 class AcceptanceProfile:
-    weights: str
+    weights: str  # "": a family's figures, of no particular weights
     accepted: tuple[float, ...]
-    trust: tuple[float, ...]
+    trust: tuple[float, ...]  # empty: its confidences say nothing
     judged: int
     second: float | None = None
     seen: tuple[float, ...] = ()  # judged tokens by position; empty in files of earlier versions

@@ -24,10 +24,11 @@ import numpy as np
 
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import BINS, CycleStats, DrafterStats, PositionStats
-from .acceptance_table import AcceptanceTable, Profiles
+from .acceptance_profile import AcceptanceProfile
+from .acceptance_table import AcceptanceTable
 from .batch_k import choose_k
 from .cost import CostTable
-from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, Observed, SeqState, Source, VerifiedTree
+from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, Source, VerifiedTree
 from .tuning import Tuning, match_range
 
 
@@ -39,15 +40,11 @@ class Controller:
         self,
         cost: CostTable,
         drafters: tuple[str, ...],
-        prior: Mapping[str, Sequence[float]] | None = None,
-        trust: Mapping[str, Sequence[float]] | None = None,
-        counts: Mapping[str, Sequence[float]] | None = None,
-        tuning: Tuning | None = None,
+        profiles: Mapping[str, AcceptanceProfile] | None = None,
+        tuning: Tuning = Tuning(),
     ) -> None:
-        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, `counts`: number
-        of tokens measured at each position, as in its profile. A prior without counts is used as it is."""
-        self.cost, self.drafters, self.tuning = cost, drafters, tuning or Tuning()
-        self._shared = AcceptanceTable(self.tuning, Profiles(prior or {}, trust or {}, counts or {}))
+        self.cost, self.drafters, self.tuning = cost, drafters, tuning
+        self._shared = AcceptanceTable(tuning, profiles or {})
         self._seqs: dict[str, SeqState] = {}
         self.warnings: list[str] = []  # each reported once, in the order of detection
         self._told: set[tuple[str, str]] = set()
@@ -66,9 +63,8 @@ class Controller:
         self.planned = False  # until the first plan nothing is learnt
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
-        """A controller that has observed nothing yet, with the same priors and a copy of the cost table."""
-        cost, known = CostTable.from_json(self.cost.to_json()), self._shared.profiles
-        return Controller(cost, drafters, known.prior, known.trust, known.counts, self.tuning)
+        """A controller that has observed nothing yet, with the same profiles and a copy of the cost table."""
+        return Controller(CostTable.from_json(self.cost.to_json()), drafters, self._shared.profiles, self.tuning)
 
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
@@ -80,7 +76,8 @@ class Controller:
         if not seqs:
             return []
         size, context = len(seqs), sum(view.context for view in seqs) // len(seqs)
-        states = [self._seq(view.id) for view in seqs]
+        wait = self.tuning.probe_first
+        states = [self._seqs.get(view.id) or self._seqs.setdefault(view.id, SeqState(wait)) for view in seqs]
         if size == 1:
             rate, best, least, rival = self._rate_one(seqs[0], states[0])
             plans, probes = [best], [least]
@@ -387,7 +384,7 @@ class Controller:
                 f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
             )
         if self.planned:
-            self._untold.append(partial(self._learn, id, Observed(drafter, drafted, accepted, confidence, tree)))
+            self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
 
     def observe_step(
         self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool = False
@@ -407,8 +404,15 @@ class Controller:
         for learn in told:
             learn()
 
-    def _learn(self, id: str, observed: Observed) -> None:
-        drafter, drafted, accepted, confidence, tree = observed
+    def _learn(
+        self,
+        id: str,
+        drafter: str | None,
+        drafted: int,
+        accepted: int,
+        confidence: Sequence[float] | None,
+        tree: VerifiedTree | None,
+    ) -> None:
         steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
         self._cycle.append((drafter, drafted, steps))
         seq = self._seqs.get(id)
@@ -491,9 +495,3 @@ class Controller:
             "explored_share": self._explored / self._time if self._time else 0.0,
             "running": len(self._seqs),
         }
-
-    def _seq(self, id: str) -> SeqState:
-        seq = self._seqs.get(id)
-        if seq is None:
-            seq = self._seqs[id] = SeqState(self.tuning.probe_first)
-        return seq

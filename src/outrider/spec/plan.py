@@ -1,4 +1,4 @@
-"""The controller's input per sequence (`DraftContext`), its observations (`Observed`) and its state (`SeqState`)."""
+"""The controller's input per sequence (`DraftContext`) and its state (`SeqState`)."""
 
 from __future__ import annotations
 
@@ -73,16 +73,6 @@ class VerifiedTree(DraftTree):
     def chain_accepted(self) -> int:
         """How many tokens of the main chain were accepted: what a chain would have gained."""
         return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
-
-
-class Observed(NamedTuple):
-    """The outcome of one sequence's draft."""
-
-    drafter: str | None
-    drafted: int
-    accepted: int
-    confidence: Sequence[float] | None
-    tree: VerifiedTree | None
 
 
 class Source(NamedTuple):

@@ -5,7 +5,7 @@ from tests.costs import linear
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.draft_model import ACCEPTED, TRUST
+from outrider.spec.draft_model import DraftModel
 from outrider.spec.plan import READING, DraftContext
 from outrider.spec.timing import ProbeGrid, TimedDrafter, measure
 
@@ -16,7 +16,7 @@ def controller(step: float, per_token: float) -> Controller:
     """A plain step takes 1, a row 0.05 more, a draft step `step`, reading a token `per_token`."""
     table = linear(0.95, 0.05, {NAME: step})
     table.reading[NAME] = per_token
-    return Controller(table, (NAME, "ngram"), {NAME: ACCEPTED}, {NAME: TRUST})
+    return Controller(table, (NAME, "ngram"), {NAME: DraftModel.profile})
 
 
 def view(unread: int, remaining: int) -> DraftContext:

@@ -161,9 +161,7 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
         card = measure_card([t for i, t in enumerate(traces) if i % 2 != half], "")
         judged = [t for i, t in enumerate(traces) if i % 2 == half]
         shuffled.shuffle(judged)
-        ours = Controller(
-            CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust}
-        )
+        ours = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card})
         found = compare(judged, cost, ours, noise=0.03, seed=order)
         assert found.of_static >= 0.98 and found.of_best_fixed >= 1.03 and found.speedup > 1.4
         assert found.worst[1] >= 0.92
@@ -198,9 +196,7 @@ def test_a_card_that_praises_a_broken_drafter_costs_less_than_three_percent():
         )
         for t in broken(20, 5)
     ]
-    controller = Controller(
-        CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust}
-    )
+    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card})
     found = compare(lies, cost, controller, noise=0.03)
     assert found.speedup >= 0.98 and found.worst[1] >= 0.95 and len(controller.warnings) == 1
 
@@ -245,8 +241,8 @@ def test_a_useless_drafter_costs_three_percent_of_the_first_answer(machine, firs
     virtual time."""
     cost = measured() if machine == "measured" else MACHINES[machine]
     card = None if first is None else small_card(first)
-    given = () if card is None else ({"mtp": card.accepted}, {"mtp": card.trust}, {"mtp": card.counts})
-    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), *given)
+    given = {} if card is None else {"mtp": card}
+    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), given)
     answer = Trace("first", "c", "mtp", (0,) * tokens, confidence=((0.9,) * 16,) * tokens)
     made = replay([answer], controller, cost)
     assert made.seconds["first"] <= 1.03 * plain(answer, cost)
@@ -255,11 +251,9 @@ def test_a_useless_drafter_costs_three_percent_of_the_first_answer(machine, firs
 
 
 def test_a_card_of_many_judged_tokens_is_trusted_from_the_first_cycle():
-    card = measure_card(list(read_traces(RECORDED)), "")
+    card = measure_card(list(read_traces(RECORDED)), "w")
     strong, weak = (
-        Controller(
-            measured(), ("mtp",), {"mtp": card.accepted}, {"mtp": card.trust}, {"mtp": [c * share for c in card.counts]}
-        )
+        Controller(measured(), ("mtp",), {"mtp": replace(card, seen=tuple(c * share for c in card.seen))})
         for share in (1.0, 0.01)
     )
     view = DraftContext("a", {"mtp": 16}, 0, 100, 64)

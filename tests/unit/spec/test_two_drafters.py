@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from outrider.spec.acceptance_profile import AcceptanceProfile
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CURVE_LENGTH, CostTable
 from outrider.spec.plan import DraftContext
@@ -52,7 +53,7 @@ def test_cost_makes_each_of_them_win(size: int) -> None:
 
 def test_one_that_was_thought_worse_is_found_to_be_better() -> None:
     """By its profile it is hardly ever right, so that without comparing it would never be used."""
-    prior = {"mtp": [0.8] * 4, "dflash": [0.3] * 4}
+    prior = {name: AcceptanceProfile("", (a,), (), 0) for name, a in (("mtp", 0.8), ("dflash", 0.3))}
     assert used(Controller(table(3e-4, 1e-3), NAMES, prior), {"mtp": 3, "dflash": 7}, 2000)["dflash"] > 800
 
 
