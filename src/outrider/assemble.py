@@ -222,13 +222,14 @@ def pick_drafter(
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
     tokens that a draft model scores whatever their index in the vocabulary."""
     picked = [_pick(model, one, settings, target, dtype, always, adapters) for one in settings.drafters]
-    found = [made for made in picked if made[0] is not None]
-    if len(found) < 2:
-        return found[0] if found else picked[0]
-    (first, _, note), (second, _, other) = found
-    assert first is not None and second is not None
-    names = (first.name, second.name, "ngram")
-    return DrafterPair(first, second), names, f"{note} and {other.removeprefix('drafter: ')}"
+    found = [(drafter, note) for drafter, note in picked if drafter is not None]
+    drafter, note = found[0] if found else picked[0]
+    if len(found) == 2:
+        drafter = DrafterPair(found[0][0], found[1][0])
+        note += f" and {found[1][1].removeprefix('drafter: ')}"
+    members = drafter.members if drafter is not None else ()
+    names = () if settings.drafter == "none" else (*(member.name for member in members), "ngram")
+    return drafter, names, note
 
 
 def _pick(
@@ -239,26 +240,23 @@ def _pick(
     dtype: torch.dtype,
     always: Callable[[], Iterable[int]],
     adapters: Sequence[str],
-) -> tuple[Drafter | None, tuple[str, ...], str]:
+) -> tuple[Drafter | None, str]:
     """As `pick_drafter`, for one of the drafters."""
     if drafter == "none":
-        return None, (), "drafter: none (plain decoding)"
+        return None, "drafter: none (plain decoding)"
     if drafter == "ngram":
-        return None, ("ngram",), "drafter: ngram (suffix matches in prompt and answer)"
+        return None, "drafter: ngram (suffix matches in prompt and answer)"
     where, note = hub.auto_drafter(model, adapters) if drafter == "auto" else (drafter, "as asked")
     if where is None:
-        return None, ("ngram",), f"drafter: ngram ({note})"
+        return None, f"drafter: ngram ({note})"
     try:
         return _load_drafter(model, where, note, target, dtype, settings, always)
     except OutriderError as error:
         if drafter != "auto":
-            kinds = (
-                ""
-                if "/" in drafter or Path(drafter).exists()
-                else " (a drafter may also be auto, none, ngram or draft:MODEL)"
-            )
+            named = "/" in drafter or Path(drafter).exists()
+            kinds = "" if named else " (a drafter may also be auto, none, ngram or draft:MODEL)"
             raise OutriderError(f"{error}{kinds}") from None
-        return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
+        return None, f"drafter: ngram ({where} cannot be used: {error})"
 
 
 def _load_drafter(
@@ -269,7 +267,7 @@ def _load_drafter(
     dtype: torch.dtype,
     settings: LoadSettings,
     always: Callable[[], Iterable[int]],
-) -> tuple[Drafter, tuple[str, ...], str]:
+) -> tuple[Drafter, str]:
     ops, device, load_format, seed = target.ops, target.device, settings.load_format, settings.seed
     if where.startswith("draft:"):
         name, counts = where[6:], [0, 0]
@@ -289,7 +287,7 @@ def _load_drafter(
         how = ["its weights rounded to 4 bits"] if counts[0] else []
         how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
         small = DraftModel(ops.compile(TextModel(config, weights, ops)), listed, target.config.vocab_size)
-        return small, ("draft_model", "ngram"), f"drafter: draft model {name} ({'; '.join([note, *how])})"
+        return small, f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":
         raise OutriderError(
@@ -301,7 +299,7 @@ def _load_drafter(
         made_block = BlockDrafter(load_block(files, target, dtype, load_format, seed, mode))
         if load_format == "auto":
             made_block.profile = cards.read(Path(files.path), fingerprint(files)) or made_block.profile
-        return made_block, (made_block.name, "ngram"), f"drafter: {made_block.name} {where} ({note})"
+        return made_block, f"drafter: {made_block.name} {where} ({note})"
     tp, rounded = target.together.tp, ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
     reason = fits(own, target.config)
@@ -313,4 +311,4 @@ def _load_drafter(
         made.profile = cards.read(Path(files.path), fingerprint(files))
         unlike = other_weights(model.name, where, own.target_hash, fingerprint(model))
         note += f"; {unlike}" if unlike is not None else ""
-    return made, ("mtp", "ngram"), f"drafter: mtp {where} ({note})"
+    return made, f"drafter: mtp {where} ({note})"

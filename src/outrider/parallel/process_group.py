@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -35,7 +34,6 @@ from .watch import LOOK, Watch
 if TYPE_CHECKING:
     from ..engine.graphs import GraphExecutor
 
-HEADER = 4096  # bytes of a message's first broadcast; a longer message takes a second one
 FOREVER = timedelta(days=365)  # an idle server waits without limit; `Watch` detects a lost process
 LEAVING = 20.0  # seconds until processes that should have ended are killed
 STARTING = timedelta(minutes=10)
@@ -138,30 +136,15 @@ class ProcessGroup:
     # ---- control messages
     def send(self, message: object) -> None:
         """Broadcasts rank 0's message to all others."""
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        packet = torch.zeros(HEADER, dtype=torch.uint8)
-        head = len(body).to_bytes(8, "little") + body[: HEADER - 8]
-        packet[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._tell(packet)
-        if len(body) > HEADER - 8:
-            self._tell(torch.frombuffer(bytearray(body[HEADER - 8 :]), dtype=torch.uint8))
+        with parting():
+            dist.broadcast_object_list([message], 0, group=self.control_group)
 
     def receive(self) -> object:
         """Rank 0's next message."""
-        packet = torch.zeros(HEADER, dtype=torch.uint8)
-        self._tell(packet)
-        first = packet.numpy().tobytes()
-        size = int.from_bytes(first[:8], "little")
-        body = first[8 : 8 + size]
-        if size > HEADER - 8:
-            rest = torch.zeros(size - (HEADER - 8), dtype=torch.uint8)
-            self._tell(rest)
-            body += rest.numpy().tobytes()
-        return pickle.loads(body)
-
-    def _tell(self, packet: Tensor) -> None:
+        box: list[object] = [None]
         with parting():
-            dist.broadcast(packet, 0, group=self.control_group)
+            dist.broadcast_object_list(box, 0, group=self.control_group)
+        return box[0]
 
     def all_reduce_min(self, numbers: Sequence[int], error: str | None = None) -> list[int]:
         """The elementwise minimum over processes. `error`: why this process has no values; it is raised in all."""

@@ -2,8 +2,7 @@
 
 {"weights": fingerprint of the drafter, "accepted": [a_j: probability that position j is accepted given that all before
 it were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": number of tokens measured, "seen":
-[number of tokens measured at each position: the strength of the prior], "second": how often its second best token is
-right where the best is wrong; null: not measured}
+[number of tokens measured at each position: the strength of the prior]}
 
 `outrider train` and `outrider eval-drafter --card` write it. A profile of other weights is ignored: the controller then
 starts from neutral figures and learns the same within some hundred tokens.
@@ -30,7 +29,6 @@ class AcceptanceProfile:
     accepted: tuple[float, ...]
     trust: tuple[float, ...]  # empty: its confidences say nothing
     judged: int
-    second: float | None = None
     seen: tuple[float, ...] = ()  # judged tokens by position; empty in files of earlier versions
 
     @property
@@ -48,7 +46,7 @@ class AcceptanceProfile:
 Runs = tuple[Sequence[int], Sequence[Sequence[float]]]  # by position: tokens of a draft that are right; confidences
 
 
-def measure(answers: Iterable[Runs], weights: str, second: float | None = None) -> AcceptanceProfile:
+def measure(answers: Iterable[Runs], weights: str) -> AcceptanceProfile:
     """Measured from every position of every answer, whether decoding would have drafted there or not. An answer may
     have no confidences."""
     good, seen = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
@@ -73,7 +71,7 @@ def measure(answers: Iterable[Runs], weights: str, second: float | None = None) 
         before = accepted[-1] if accepted else FIRST
         accepted.append(round((g + NEIGHBOUR * before) / (s + NEIGHBOUR), 4))
     trust = tuple(round(g / s, 4) for g, s in bins)
-    return AcceptanceProfile(weights, tuple(accepted), trust, judged, second, tuple(seen))
+    return AcceptanceProfile(weights, tuple(accepted), trust, judged, tuple(seen))
 
 
 def write(folder: Path, card: AcceptanceProfile) -> Path:
@@ -89,16 +87,10 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
     """The profile of these weights, or None (an unreadable one counts as none: it is only a prior)."""
     try:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        second = None if raw.get("second") is None else float(raw["second"])
         lists = [tuple(map(float, raw.get(name, ()))) for name in ("accepted", "trust", "seen")]
-        card = AcceptanceProfile(str(raw["weights"]), lists[0], lists[1], int(raw["judged"]), second, lists[2])
+        card = AcceptanceProfile(str(raw["weights"]), lists[0], lists[1], int(raw["judged"]), lists[2])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    fits = (
-        card.weights == weights
-        and len(card.trust) == BINS
-        and card.accepted
-        and len(card.seen) in (0, len(card.accepted))
-    )
-    shares = (*card.accepted, *card.trust, card.second or 0.0)
-    return card if fits and all(0.0 <= p <= 1.0 for p in shares) and min(card.seen, default=0.0) >= 0.0 else None
+    sizes = len(card.trust) == BINS and card.accepted and len(card.seen) in (0, len(card.accepted))
+    shares = all(0.0 <= p <= 1.0 for p in (*card.accepted, *card.trust)) and min(card.seen, default=0.0) >= 0.0
+    return card if card.weights == weights and sizes and shares else None

@@ -76,7 +76,7 @@ class CostTable:
         self._wrong: dict[tuple[CostPart | None, int, int], float] = {}  # log of what is to be corrected, also by K
         self._cache: dict[tuple[str | None, bool, int, int], Curve] = {}
         self._drafts: dict[tuple[CostPart, int], Curve] = {}
-        self._reaches: dict[tuple[str, int, int], tuple[Curve, int]] = {}
+        self._reaches: dict[tuple[str, int, int, float], int] = {}
         self._last: tuple[CostPart | None, int, int] | None = None
         self._pending = 0
 
@@ -109,18 +109,12 @@ class CostTable:
     def reach(self, drafter: str, batch: int, context: int, sure: float) -> int:
         """How far a draft that ends itself may go: the best K for tokens that are each right with probability
         `sure`."""
-        curve = self.curve(drafter, batch, context)
-        known = self._reaches.get((drafter, batch, context >> 7))
-        if known is not None and known[0] is curve:
-            return known[1]
-        made, path, rates = 1.0, 1.0, [0.0]
-        for k in range(1, CURVE_LENGTH):
-            path *= sure
-            made += path
-            rates.append(made / curve[k])
-        best = max(range(1, CURVE_LENGTH), key=rates.__getitem__)
-        self._reaches[drafter, batch, context >> 7] = (curve, best)
-        return best
+        key = (drafter, batch, context >> 7, sure)
+        if key not in self._reaches:
+            curve = self.curve(drafter, batch, context)
+            made = list(accumulate(sure**k for k in range(CURVE_LENGTH)))
+            self._reaches[key] = max(range(1, CURVE_LENGTH), key=lambda k: made[k] / curve[k])
+        return self._reaches[key]
 
     def further(self, drafter: str) -> float:
         """Seconds that one more drafted token takes this drafter, for one sequence."""
@@ -209,6 +203,7 @@ class CostTable:
         if self._pending >= REBUILD_EVERY:
             self._pending = 0
             self._cache.clear()
+            self._reaches.clear()
             for at, log_gain in self._wrong.items():
                 self._correct(*at, log_gain)
             self._wrong.clear()

@@ -4,7 +4,7 @@ It first reads the tokens it has not seen (the whole prompt, the first time), th
 K/V is written by position: a rejected token is overwritten, an accepted one is already there. Pages are allocated as
 needed and freed by `forget`; the pool grows by doubling.
 
-A draft need not be exact, so a draft model is compressed when it is loaded (llm._load_drafter): weights in about four
+A draft need not be exact, so a draft model is compressed when it is loaded (outrider.assemble): weights in about four
 bits (`Backend.coarse`), and a head over a shortlist of tokens. Rounds run in one call if the backend supports that
 (`Backend.draft_chain`); requests with filters run step by step.
 """

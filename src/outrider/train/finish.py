@@ -146,7 +146,7 @@ def write_drafter(folder: Path, net: TrainNet, result: Row, runs: list[Runs], st
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     if any(len(right) for right, _ in runs):
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
-        acceptance.write(folder, acceptance.measure(runs, print_of, result.get("second_guess")))
+        acceptance.write(folder, acceptance.measure(runs, print_of))
     if log.exists():
         draw_curve(log, log.parent / "curve.svg")
         for path in (log, log.parent / "curve.svg"):

@@ -113,7 +113,7 @@ def evaluate_drafter(
         result["second_guess"] = Judge.of(target.model, net).second_guesses(data)
     if card:
         files = hub.resolve(drafter, kind="drafter")
-        made = acceptance.measure(found.runs(), fingerprint(files), result.get("second_guess"))
+        made = acceptance.measure(found.runs(), fingerprint(files))
         say(f"{acceptance.write(Path(files.path), made)}: {made.judged} tokens judged")
     share = net.size.step / model_size(target.config).active
     once = isinstance(net, BlockModule) and net.config.kind == "dflash"
