@@ -125,7 +125,7 @@ def test_a_gguf_model_reads_images(kind: str, tmp_path: Path) -> None:
 def test_a_projector_of_another_model_is_refused(tmp_path: Path) -> None:
     other, path = write("gemma3_4b", tmp_path / "other"), write("gemma4_e2b", tmp_path / "gguf")
     (path.parent / "mmproj-model-F16.gguf").write_bytes((other.parent / "mmproj-model-F16.gguf").read_bytes())
-    with pytest.raises(OutriderError, match="'gemma3' does not fit gemma4_text"):
+    with pytest.raises(OutriderError, match="'gemma3' projector does not fit gemma4_text"):
         LLM.load(str(path), drafter="none")
     (path.parent / "mmproj-model-F16.gguf").unlink()
     llm = LLM.load(str(path), drafter="none")

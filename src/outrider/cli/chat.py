@@ -229,10 +229,8 @@ class Conversation:
             ids = self.llm.chat_prompt(self.messages)
             painter = Painter(self.llm.tokenizer, ids, self.show_draft)
             if len(ids) >= (most := self.llm.engine.max_context) and len(self.messages) > 1 + bool(self.system):
-                raise OutriderError(
-                    f"the conversation has {len(ids)} tokens; the context holds {most}: /clear forgets what was said "
-                    f"so far"
-                )
+                held = f"the conversation has {len(ids)} tokens; the context holds {most}"
+                raise OutriderError(f"{held}: /clear forgets what was said so far")
             for event in self.llm.stream(ids, self.params, self.draft_tokens, self.drafter):
                 text += event.text
                 out.print(painter.paint(event), end="")

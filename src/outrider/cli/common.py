@@ -188,18 +188,15 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
         raise OutriderError(f"config.toml: unknown table [{unknown[0]}]; known: {known}")
     shared = {key.replace("-", "_"): value for key, value in tables.get("defaults", {}).items()}
     if wrong := [key for key in shared if key not in (*OPTIONS, *SHARED)]:
-        raise OutriderError(
-            f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {', '.join((*OPTIONS, *SHARED))}"
-        )
+        known = ", ".join((*OPTIONS, *SHARED))
+        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {known}")
     if named is None or named not in commands or not (shared or named in tables):
         return {}
     command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
     options = {p.name: p for p in command.params if p.param_type_name == "option" and p.name}
     own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
     if wrong := [key for key in own if key not in options]:
-        raise OutriderError(
-            f"config.toml: unknown option {wrong[0]!r} in [{named}]; `outrider {named} --help` lists what there is"
-        )
+        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [{named}]: see `outrider {named} --help`")
     given = {key: value for key, value in (shared | own).items() if key in options}
     return {named: {k: [v] if options[k].multiple and isinstance(v, str) else v for k, v in given.items()}}
 
@@ -212,10 +209,8 @@ def sampling(**given: object) -> SamplingParams:
         raise OutriderError(as_options(str(error), given)) from None
     idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
     if idle and params.temperature < GREEDY_EPS:
-        note(
-            f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the "
-            f"model has it)"
-        )
+        listed = as_options(", ".join(idle), idle)
+        note(f"{listed}: without effect at temperature 0 (--temperature 1 draws as the model has it)")
     return params
 
 

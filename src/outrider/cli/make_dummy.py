@@ -28,6 +28,7 @@ def make_dummy(
     the model's."""
     from ..weights import hub
     from ..weights.dummy_file import FORMATS, SHAPES, nbytes, tensors, write_folder, write_gguf
+    from ..weights.files import Files, translate
     from ..weights.progress import progress
 
     if fmt not in FORMATS:
@@ -37,14 +38,9 @@ def make_dummy(
     drafter = "assistant" in str(raw.get("model_type")) or "backbone_hidden_size" in raw
     gguf = to.suffix == ".gguf"
     if not gguf and fmt != "bf16":
-        raise OutriderError(
-            f"a folder of safetensors is written in bf16: add --format bf16, or name the file {to}.gguf"
-        )
-    reader = DrafterConfig.from_hf if drafter else ModelConfig.from_hf
-    try:
-        config: ModelConfig | DrafterConfig = reader(raw)
-    except (TypeError, ValueError, KeyError) as error:
-        raise OutriderError(f"{model}: its configuration makes no sense ({error})") from None
+        raise OutriderError(f"a folder of safetensors is written in bf16: say --format bf16, or name {to}.gguf")
+    files = Files(model, to, raw)
+    config = translate(DrafterConfig.from_hf, files) if drafter else translate(ModelConfig.from_hf, files)
     check_folder("--out", to.parent)
     with progress(f"Writing {to.name}", sum(map(nbytes, tensors(config, fmt)))) as advance:
         if gguf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID, TextColumn
 
 from .common import err, note
 
@@ -23,13 +23,8 @@ class StageProgress:
 
     def __enter__(self) -> StageProgress:
         if not self.quiet and sys.stderr.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[note]}", markup=False),
-                TimeElapsedColumn(),
-            )
-            self.bar = Progress(*columns, TimeRemainingColumn(), console=err, transient=True)
+            note_column = TextColumn("{task.fields[note]}", markup=False)
+            self.bar = Progress(*Progress.get_default_columns(), note_column, console=err, transient=True)
             self.bar.start()
         return self
 

@@ -161,9 +161,8 @@ class DrafterConfig:
         kind = _field(raw, "model_type", str)
         if kind not in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
             known = ", ".join(ASSISTANT_TYPES + OWN_DRAFTER_TYPES)
-            raise OutriderError(
-                f"model_type {kind!r} is not an MTP drafter; known: {known} (a small model drafts as draft:MODEL)"
-            )
+            hint = f"known: {known} (a small model drafts as draft:MODEL)"
+            raise OutriderError(f"model_type {kind!r} is not an MTP drafter; {hint}")
         body = text_part(raw) or raw
         named = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
         style: Literal["gemma", "plain"] = "plain" if named == "plain" else "gemma"

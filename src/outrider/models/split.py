@@ -140,10 +140,8 @@ def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str)
     attn = layer.attn
     (q, q_end), (kv, kv_end) = heads_of(attn.heads, attn.kv_heads, tp)
     if attn.heads < tp.world or q == q_end:
-        raise OutriderError(
-            f"{what} has {attn.heads} heads over {attn.kv_heads} K/V heads, too few for --tensor-parallel {tp.world}: "
-            f"take fewer"
-        )
+        heads = f"{attn.heads} heads over {attn.kv_heads} K/V heads"
+        raise OutriderError(f"{what} has {heads}, too few for --tensor-parallel {tp.world}: take fewer")
     mine = Shard(((q * attn.head_dim, q_end * attn.head_dim),))
     keys = Shard(((kv * attn.head_dim, kv_end * attn.head_dim),))
     extra = 0 if not attn.writes else (1 if attn.k_eq_v else 2)
@@ -154,13 +152,8 @@ def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str)
 
 def _inner(size: int, tp: TPRank, alignment: int, what: str) -> Span:
     if alignment == 0:
-        raise OutriderError(
-            f"{what} is stored with its columns in an order of its own and cannot be divided: leave out "
-            f"--tensor-parallel"
-        )
+        raise OutriderError(f"{what}: columns in an order of their own cannot be divided: leave out --tensor-parallel")
     if -(-size // alignment) < tp.world:
-        raise OutriderError(
-            f"{what} is {size} wide and may be cut at multiples of {alignment} only: too few pieces for "
-            f"--tensor-parallel {tp.world}"
-        )
+        pieces = f"{size} wide and may be cut at multiples of {alignment} only"
+        raise OutriderError(f"{what} is {pieces}: too few pieces for --tensor-parallel {tp.world}")
     return tp.of(size, alignment)

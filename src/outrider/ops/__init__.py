@@ -38,9 +38,7 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
                 raise OutriderError(f"--threads must be at least 1, got {threads}")
             cores = default_threads()
             if threads is not None and threads > cores:
-                log.warning(
-                    "--threads %d is more than the %d cores this process may use: using %d", threads, cores, cores
-                )
+                log.warning("--threads %d is more than the %d cores this process may use", threads, cores)
                 threads = cores
             return CpuOps(threads, level or None)
         if wanted == "triton":
@@ -51,9 +49,7 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
             return DenseTritonOps(device) if level else TritonOps(device)
     except OutriderError:
         raise
-    except (
-        Exception
-    ) as error:  # no compiler, no triton, a broken toolchain: anything may be missing on a user's machine
+    except Exception as error:  # no compiler, no triton, a broken toolchain: anything may be missing
         if name != "auto":
             raise OutriderError(f"--ops {name} is not available here: {error}") from error
         log.warning("no %s kernels (%s): using the plain torch operators, which are many times slower", wanted, error)
@@ -73,9 +69,7 @@ def place(name: str | None) -> torch.device:
         raise OutriderError(f"unknown device {name!r}; known: cpu, cuda, cuda:N")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         have = f"{torch.cuda.device_count()} of them" if torch.cuda.is_available() else "none"
-        raise OutriderError(
-            f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use "
-            f"the CPU"
-        )
+        seen = f"torch {torch.__version__} sees no such GPU here ({have})"
+        raise OutriderError(f"--device {name}: {seen}: leave out --device to use the CPU")
     # setting a device requires its index
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -100,9 +100,7 @@ class ReferenceOps(TreeOps):
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         """The storage type of K/V, given the dtype of the activations and the user's setting."""
         if asked == "int8":
-            raise OutriderError(
-                "--kv-dtype int8: only the CPU's kernels (--ops cpu) keep K/V in int8; leave it out, or take fp8"
-            )
+            raise OutriderError("--kv-dtype int8: only the CPU's kernels keep K/V in int8; leave it out, or take fp8")
         return torch.float8_e4m3fn if asked == "fp8" else dtype
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -120,9 +118,7 @@ class ReferenceOps(TreeOps):
 
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
         """A dense matrix rounded to int4, int8 or fp8, whichever of them the kernels multiply."""
-        raise OutriderError(
-            f"the {self.name} ops cannot hold {mode} weights: choose others with --ops, or leave out --quantize"
-        )
+        raise OutriderError(f"the {self.name} ops cannot hold {mode} weights: choose others, or leave out --quantize")
 
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
         """Rows of a matrix in another order, held as they were: a head by clusters."""

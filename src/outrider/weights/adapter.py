@@ -30,8 +30,8 @@ from ..types import OutriderError
 from . import gguf, hub, repos
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
 from .safetensors import read_header, read_json
-from .source import TensorEntry
-from .source_tensor import FLOATS, tensor
+from .source import FLOATS, TensorEntry
+from .source_tensor import tensor
 
 log = logging.getLogger("outrider")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

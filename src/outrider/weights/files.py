@@ -79,10 +79,8 @@ def check_draft_model(target: Files, draft: Files) -> int:
     padding. It needs no weights."""
     ours, theirs = (translate(ModelConfig.from_hf, files).vocab_size for files in (target, draft))
     if ours != theirs and not same_tokens(target, draft):
-        raise OutriderError(
-            f"{draft.name} cannot draft for {target.name}: vocabularies of {theirs} and {ours} tokens, from two "
-            f"tokenizers"
-        )
+        why = f"vocabularies of {theirs} and {ours} tokens, from two tokenizers"
+        raise OutriderError(f"{draft.name} cannot draft for {target.name}: {why}")
     return min(ours, theirs)
 
 
@@ -91,9 +89,14 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
     try:
         return reader(files.config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-        raise OutriderError(
-            f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})"
-        ) from None
+        what = f"{type(error).__name__}: {str(error)[:80]}"
+        raise OutriderError(f"{files.name}: its configuration makes no sense ({what})") from None
+
+
+def already_quantised(files: Files, how: str) -> OutriderError:
+    return OutriderError(
+        f"{files.name} is quantised already ({how}): --quantize rounds dense checkpoints; leave it out"
+    )
 
 
 def open_source(files: Files) -> TensorSource:

@@ -43,9 +43,7 @@ def read(path: Path) -> GGUF:
     try:
         return _Reader(file).read()
     except (struct.error, IndexError):
-        raise OutriderError(
-            f"{path} is not a sound GGUF file: it ends inside its header (truncated?); fetch it again"
-        ) from None
+        raise _Reader(file).bad("it ends inside its header (truncated?)") from None
 
 
 class _Reader:
@@ -120,9 +118,7 @@ class _Reader:
         self.at = 4
         version = self.number("<I")
         if version not in (2, 3):
-            raise OutriderError(
-                f"{self.file.path}: GGUF version {version} is not supported (2 and 3 are, little-endian)"
-            )
+            raise OutriderError(f"{self.file.path}: GGUF version {version} is not supported (little-endian 2, 3 are)")
         tensors, keys = self.count(24, "the tensor list"), self.count(13, "the metadata")
         meta: dict[str, Value] = {}
         for _ in range(keys):
@@ -153,9 +149,7 @@ class _Reader:
         code, offset = self.number("<I"), self.number("<Q")
         if code not in TENSOR_TYPES:
             known = ", ".join(k for k in TENSOR_TYPES.values() if k[0] != "I")
-            raise OutriderError(
-                f"{self.file.path}: tensor {name!r} has type {code}, which is not supported (known: {known})"
-            )
+            raise OutriderError(f"{self.file.path}: tensor {name!r} has the unsupported type {code} (known: {known})")
         kind = TENSOR_TYPES[code]
         if prod(shape) > self.file.size * 256 or offset > self.file.size:
             raise self.bad(f"tensor {name!r} is larger than the file")

@@ -23,7 +23,7 @@ from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
 from ..ops.reference import Backend, ReferenceOps, as_tensor
 from ..types import OutriderError, TextFiles
 from . import hub
-from .files import Files, open_source, text_files, translate
+from .files import Files, already_quantised, open_source, text_files, translate
 from .progress import progress
 from .quant_scheme import QuantScheme, recipe
 from .shard import shard_of, shard_tensor
@@ -98,10 +98,7 @@ def load(
     kinds = {entry.kind for each in pieces.values() for piece in each for entry in piece.entries}
     stored = sorted(kind for kind in kinds if kind in BLOCKS)
     if quantize is not None and stored and isinstance(config, ModelConfig):
-        raise OutriderError(
-            f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it "
-            f"out"
-        )
+        raise already_quantised(files, ", ".join(stored))
     halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
     weights: dict[str, DeviceWeight] = {}
     size = sum(p.nbytes for each in pieces.values() for p in each)

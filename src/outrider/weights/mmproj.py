@@ -20,8 +20,8 @@ from ..ops.formats import BLOCKS
 from ..ops.formats.gguf import dequantize
 from ..types import OutriderError
 from .gguf import GGUF
-from .source import TensorEntry
-from .source_tensor import FLOATS, tensor
+from .source import FLOATS, TensorEntry
+from .source_tensor import tensor
 
 TOKENS = {"gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>")}
 GEMMA4_TOKENS = ("<|image>", "<|image|>", "<image|>")
@@ -68,9 +68,7 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
     kind = file.meta.get("clip.vision.projector_type", file.meta.get("clip.projector_type"))
     family = PROJECTORS.get(str(kind))
     if family is None or family != text.get("model_type"):
-        raise OutriderError(
-            f"{file.path}: a projector of kind {str(kind)[:40]!r} does not fit {text.get('model_type')}"
-        )
+        raise OutriderError(f"{file.path}: a {str(kind)[:40]!r} projector does not fit {text.get('model_type')}")
     spelled = TOKENS.get(str(kind), GEMMA4_TOKENS)
     known = {token: i for i, token in enumerate(tokens) if token in spelled} if isinstance(tokens, list) else {}
     if spelled[0] not in known or spelled[2] not in known:
@@ -146,9 +144,8 @@ def _reader(
 ) -> Callable[[], Tensor]:
     flipped = (2, config.positions, config.hidden) if name == "vision_embedder.pos_embedding" else wanted
     if torch.Size(entry.shape).numel() != torch.Size(wanted).numel() or entry.kind not in (*FLOATS, *BLOCKS):
-        raise OutriderError(
-            f"{file.path}: tensor {gguf_name(name)} is {entry.kind} {list(entry.shape)}, {list(wanted)} is needed"
-        )
+        found = f"is {entry.kind} {list(entry.shape)}, {list(wanted)} is needed"
+        raise OutriderError(f"{file.path}: tensor {gguf_name(name)} {found}")
 
     def read() -> Tensor:
         if entry.kind in BLOCKS:

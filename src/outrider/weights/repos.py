@@ -85,13 +85,10 @@ def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = F
     chosen = next((file for key, file in by_quant.items() if key.upper() == wanted.upper()), None)
     if chosen is None:
         missing = f"no {quant}" if quant is not None else f"several quantisations, and no {USUAL}"
-        raise OutriderError(
-            f"{repo} has {missing}: name one, as {repo}:{min(by_quant)} (there: {', '.join(sorted(by_quant))})"
-        )
+        there = ", ".join(sorted(by_quant))
+        raise OutriderError(f"{repo} has {missing}: name one, as {repo}:{min(by_quant)} (there: {there})")
     if SPLIT.search(re.sub(r"\.gguf$", "", chosen, flags=re.I)):
-        raise OutriderError(
-            f"{repo}: {chosen} is one part of several, which are not read: join them with `llama-gguf-split --merge`"
-        )
+        raise OutriderError(f"{repo}: {chosen} is one part of several: join them with `llama-gguf-split --merge`")
     return chosen
 
 

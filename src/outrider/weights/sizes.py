@@ -12,8 +12,7 @@ from math import prod
 from ..models.config import ModelConfig, text_part
 from ..models.names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
 from ..ops.formats import BLOCKS, Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
-from ..types import OutriderError
-from .files import Files, open_source
+from .files import Files, already_quantised, open_source
 from .quant_scheme import recipe
 from .source import TensorEntry
 
@@ -107,9 +106,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
             if quantize is not None and roundable(name, plan):
                 if stored is not None or kind in BLOCKS:
-                    raise OutriderError(
-                        f"{files.name} is quantised already ({kind}): --quantize rounds dense checkpoints; leave it out"
-                    )
+                    raise already_quantised(files, kind)
                 whole, made = plan.shape, rounded_to(quantize, plan.shape)  # fused parts are rounded as one
                 layout = None if made is None else layout_of(made)
             if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):

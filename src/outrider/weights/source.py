@@ -14,12 +14,17 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ..ops.formats import BLOCKS
 from ..types import OutriderError
 
-KINDS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "I8 U8 BOOL F8_E4M3 F8_E5M2"}  # dense types by their size
-ITEM_BYTES = {kind: size for size, kinds in KINDS.items() for kind in kinds.split()}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32}
+OTHERS = {"I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+BYTE_FLOATS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+DTYPES = {**FLOATS, **INTEGERS, **OTHERS, **BYTE_FLOATS}  # the dense types
+ITEM_BYTES = {kind: dtype.itemsize for kind, dtype in DTYPES.items()}
 
 
 class Mapped:

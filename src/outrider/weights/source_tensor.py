@@ -16,22 +16,7 @@ from ..models.names import Role
 from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, stack
 from ..types import OutriderError
 from .quant_scheme import QuantScheme
-from .source import ITEM_BYTES, TensorEntry, TensorSource
-
-INTEGERS = ("I64", "I32")
-FLOATS = ("F64", "F32", "F16", "BF16")
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+from .source import DTYPES, FLOATS, INTEGERS, ITEM_BYTES, TensorEntry, TensorSource
 
 
 @dataclass(frozen=True)
@@ -110,10 +95,8 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
             raise OutriderError(f"{source.where}: tensor {module}.{suffix} is missing: {stored.scheme} needs it")
     for suffix, entry in there.items():
         if entry.kind not in DTYPES:
-            raise OutriderError(
-                f"{source.where}: tensor {module}.{suffix} is stored as {entry.kind}, which {stored.scheme} does not "
-                f"know"
-            )
+            kind = f"is stored as {entry.kind}, which {stored.scheme} does not know"
+            raise OutriderError(f"{source.where}: tensor {module}.{suffix} {kind}")
     at = f"{source.where}: tensor {module} ({stored.scheme})"
 
     def read() -> Weight:

@@ -15,7 +15,8 @@ from .files import Files, open_source, translate
 from .gguf import read
 from .mmproj import PROJECTORS, mmproj_config, read_mmproj
 from .repos import companion
-from .source_tensor import FLOATS, tensor
+from .source import FLOATS
+from .source_tensor import tensor
 
 PREFIXES = ("vision_tower.", "embed_vision.", "vision_embedder.", "multi_modal_projector.")
 OTHER_NAMES = {  # newer checkpoints of transformers keep the unified projection with its embedder
@@ -71,9 +72,8 @@ def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable
         name = others.get(name, name)
         shape = wanted.get(name)
         if shape is not None and (entry.shape not in (shape, shape or (1,)) or entry.kind not in FLOATS):
-            raise OutriderError(
-                f"{source.where}: tensor {name} is {entry.kind} {list(entry.shape)}, the config asks for {list(shape)}"
-            )
+            found = f"is {entry.kind} {list(entry.shape)}, the config asks for {list(shape)}"
+            raise OutriderError(f"{source.where}: tensor {name} {found}")
         stored[name] = partial(tensor, entry)
     return source.where, stored
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path) -> None:
         split_target(config, TPRank(0, 8), lambda _: 1)
     with pytest.raises(OutriderError, match=r"the MLP of layer 0 is 48 wide and may be cut at multiples of 32 only"):
         split_target(config, TPRank(0, 4), lambda _: 32)
-    with pytest.raises(OutriderError, match=r"in an order of its own"):
+    with pytest.raises(OutriderError, match=r"in an order of their own"):
         split_target(config, TPRank(0, 2), lambda _: 0)
     with pytest.raises(OutriderError, match=r"the drafter's layer 0 has 4 heads"):
         split_drafter(DrafterConfig.from_hf(assistant(GEMMA4, False)), TPRank(0, 8))

@@ -128,8 +128,12 @@ class CompiledModel:
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted)
+        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted, adapters=self.used())
         return Pass(hidden, tuple(streams))
+
+    def used(self) -> CAdapters | None:
+        """The adapters of this pass."""
+        return None
 
 
 class AdaptedPass(CompiledModel):
@@ -139,10 +143,8 @@ class AdaptedPass(CompiledModel):
         self.__dict__.update(model.__dict__)
         self.adapters, self.counts = PassAdapters(model.stack.changes, adapters), counts
 
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        used = self.adapters.by_row(self.counts)
-        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted, adapters=used)
-        return Pass(hidden, tuple(streams))
+    def used(self) -> CAdapters:
+        return self.adapters.by_row(self.counts)
 
 
 def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
@@ -227,16 +229,8 @@ class CompiledDrafter:
         confidence, lengths = torch.zeros((size, steps)), torch.empty(size, dtype=torch.int64)
         batch = CBatchBuffers(kv, self.ops.pages(kv))
         batch.c.rope_shift = self.shift
-        held = [
-            last.contiguous(),
-            start,
-            state.taps,
-            floats(noise.temperature),
-            noise.sampled.contiguous(),
-            noise.seed.contiguous(),
-            noise.position.contiguous(),
-            out,
-        ]
+        drawn = [floats(noise.temperature), *(t.contiguous() for t in (noise.sampled, noise.seed, noise.position))]
+        held = [last.contiguous(), start, state.taps, *drawn, out]
         c = self.c
         c.call = CCall(ctypes.pointer(self.stack.c), batch.c)
         c.steps = steps

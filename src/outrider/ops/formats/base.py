@@ -132,11 +132,7 @@ class Weight:
         """Columns lo..hi-1: views. Both must lie on a multiple of the format's alignment."""
         alignment = self.format.alignment()
         if alignment == 0 or lo % alignment or hi % alignment:
-            where = (
-                "nowhere: its columns are stored in an order of their own"
-                if alignment == 0
-                else f"at multiples of {alignment}"
-            )
+            where = f"at multiples of {alignment}" if alignment else "nowhere: its columns have an order of their own"
             raise OutriderError(f"a weight in {self.format.name} cannot be cut at columns {lo} to {hi}: only {where}")
         units = self.format.units
         kept = {
@@ -147,20 +143,16 @@ class Weight:
 
     def check(self, where: str) -> Weight:
         """Itself, or an error that names the tensor: every tensor there and of the shape that the format asks for."""
-        rows, columns = self.shape[:-1], self.shape[-1]
+        rows, columns, named = self.shape[:-1], self.shape[-1], self.format.name
         for name, unit in self.format.units.items():
             if name not in self.tensors:
-                raise OutriderError(f"{where}: its {name} is missing ({self.format.name})")
+                raise OutriderError(f"{where}: its {name} is missing ({named})")
             if unit.columns and columns % unit.columns:
-                raise OutriderError(
-                    f"{where}: rows of {columns} are no whole groups of {unit.columns} ({self.format.name})"
-                )
+                raise OutriderError(f"{where}: rows of {columns} are no whole groups of {unit.columns} ({named})")
             want = ((unit.width(columns),) if unit.shared else (*rows, unit.width(columns))) if rows else ()
             got = tuple(self.tensors[name].shape)
             if got != want:
-                raise OutriderError(
-                    f"{where}: its {name} has shape {list(got)}, {self.format.name} asks for {list(want)}"
-                )
+                raise OutriderError(f"{where}: its {name} has shape {list(got)}, {named} asks for {list(want)}")
         return self
 
 
