@@ -77,6 +77,16 @@ def test_the_addition(ops: CpuOps, kind: torch.dtype, tmp_path: Path) -> None:
             assert torch.equal(several.add_lowrank(y.clone(), x, part, None), got)
 
 
+def test_a_small_matrix_under_a_large_scale(ops: CpuOps) -> None:
+    """Next to a quantised weight: what is 2^-24 of A and 2^24 of the scale is the same change, to the last bit."""
+    rng = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(shape, generator=rng) for shape in ((5, 64), (6, 64), (32, 6)))
+    base, scale, pieces = ops.quantize(torch.randn((32, 64), generator=rng), "int8"), torch.ones(32), [(32, 6)]
+    made = [ops.lowrank(a / size, b, scale * size, pieces, base) for size in (1.0, 2.0**24)]
+    want, got = (ops.add_lowrank(torch.zeros(5, 32), x, part, None) for part in made)
+    assert torch.equal(want, got) and want.abs().max() > 1.0
+
+
 @pytest.mark.parametrize("quantize", ["int4", None])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_pass(ops: CpuOps, name: str, quantize: str | None, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int32, c_void_p
 from dataclasses import replace
 from itertools import pairwise
+from math import frexp
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +41,17 @@ def pack(
     groups, heights, row, first = [], [], 0, 0
     for outputs, rank in pieces:
         own, scales = b[row : row + outputs, first : first + rank], scale[row : row + outputs].float()
+        low = a[first : first + rank]
         if coded and rank:
             step = own.float().abs().amax(1) / 127
             own = (own.float() / step.clamp_min(1e-38)[:, None]).round().to(torch.int8)
-            scales = scales * step
+            # the scales of A are float16: a power of two brings it into their range, and B's take it back exactly
+            power = 2.0 ** frexp(float(low.abs().max()))[1]
+            low, scales = low.float() / power, scales * step * power
         own = F.pad(own, (0, rank % 2 * coded)).reshape(outputs // LANES, LANES, -1, 1 + coded).transpose(1, 2)
         parts = (scales.view(torch.uint8).view(-1, 4 * LANES), own.contiguous().view(torch.uint8).flatten(1))
         groups.append(torch.cat(parts, dim=1).flatten())
-        heights.append(F.pad(a[first : first + rank], (0, 0, 0, -rank % LANES * coded)))
+        heights.append(F.pad(low, (0, 0, 0, -rank % LANES * coded)))
         row, first = row + outputs, first + rank
     a = torch.cat(heights)
     rows = packing.int8_rows(a) if coded else packing.dense_rows(a, a.nbytes)
