@@ -286,7 +286,7 @@ def by_host() -> None:
 
     def every(self: ProcessGroup, mine: Tensor) -> Tensor:
         here = mine.cpu()
-        out = here.new_empty((self.share.world, *mine.shape))
+        out = here.new_empty((self.tp.world, *mine.shape))
         dist.all_gather(list(out.unbind(0)), here)
         return out.to(mine.device)
 
