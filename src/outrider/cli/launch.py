@@ -141,19 +141,11 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
         )
     try:
-        address = None
-        while address is None:
-            ended = child.poll() is not None
-            said = path.read_text(encoding="utf-8", errors="replace")
-            started = SERVING.search(said)
-            address = started[1] if started else None
-            if address is None and ended:
+        while (at := find_started(path, key)) is None:
+            if child.poll() is not None:
+                said = path.read_text(encoding="utf-8", errors="replace")
                 lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {child.returncode}"]
                 raise OutriderError(f"the server for {model} did not start: {lines[-1].removeprefix('outrider: ')}")
-            time.sleep(0.1)
-        while (at := find_started(address, key)) is None:  # it prints its address before it answers
-            if child.poll() is not None:
-                raise OutriderError(f"the server ended at its start: see {path}")
             time.sleep(0.1)
         yield at
     finally:
@@ -165,9 +157,11 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
             child.wait()
 
 
-def find_started(address: str, key: str) -> Endpoint | None:
+def find_started(log: Path, key: str) -> Endpoint | None:
+    """The server that this log tells of, if it answers: it prints its address first."""
+    started = SERVING.search(log.read_text(encoding="utf-8", errors="replace"))
     with suppress(OutriderError):
-        return find(address, None, key)
+        return None if started is None else find(started[1], None, key)
     return None
 
 

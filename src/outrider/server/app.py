@@ -105,7 +105,9 @@ class Server:
         """The answer to a request, whole or as a stream."""
         try:
             call = await self._call(request, wire)
-            return EventStream(call, wire.media_type) if call.answer.job.body.stream else await whole(request, call)
+            if not call.answer.job.body.stream:
+                return await whole(request, call)
+            return EventStream(call, call.chunks(), wire.media_type)
         except ClientDisconnect:
             raise
         except Exception as e:

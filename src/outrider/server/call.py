@@ -214,12 +214,11 @@ class Call:
 
 class EventStream(StreamingResponse):
     """Ends at the call's deadline also while a write blocks; closes its call also when the client left before the first
-    chunk."""
+    chunk. A failure that the content can't tell of cuts the connection, and clients try again."""
 
-    def __init__(self, call: Call, media_type: str) -> None:
-        super().__init__(
-            call.chunks(), media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+    def __init__(self, call: Call, content: AsyncIterator[str | bytes], media_type: str) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(content, media_type=media_type, headers=headers)
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,44 +232,25 @@ class EventStream(StreamingResponse):
 
                 self._call.extended = extended
                 await super().__call__(scope, receive, send)
-        except TimeoutError:
-            log.info("a stream was ended at its deadline: its client does not read")
-            abort = scope.get("state", {}).get("abort")
-            if abort is not None:
-                abort()
-        finally:
-            self._call.close()
-
-
-class SlowJson(Response):
-    """An unstreamed answer that takes long: the status and spaces before the JSON keep the connection alive, since
-    clients and proxies give up on one that is silent for minutes. A later failure can't be a status any more: the
-    connection is cut, and clients try again."""
-
-    def __init__(self, call: Call, work: asyncio.Future[bytes]) -> None:
-        super().__init__(media_type="application/json")
-        self._call, self._work = call, work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while True:
-                await send({"type": "http.response.body", "body": b" ", "more_body": True})
-                if (await asyncio.wait([self._work], timeout=KEEP_ALIVE_S))[0]:
-                    break
-            await send({"type": "http.response.body", "body": self._work.result()})
-        except ApiError as e:
-            log.info("an answer that had begun was cut off: %s", e.reason)
+        except (TimeoutError, ApiError) as e:
+            why = e.reason if isinstance(e, ApiError) else "deadline"
+            log.info("an answer that had begun was cut off: %s", why)
             if (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()
         finally:
-            self._work.cancel()
             self._call.close()
+
+
+async def spaced(work: asyncio.Future[bytes]) -> AsyncIterator[bytes]:
+    """An unstreamed answer that takes long: the status and spaces before the JSON keep the connection alive, since
+    clients and proxies give up on one that is silent for minutes."""
+    try:
+        yield b" "
+        while not (await asyncio.wait([work], timeout=KEEP_ALIVE_S))[0]:
+            yield b" "
+        yield work.result()
+    finally:
+        work.cancel()
 
 
 async def whole(request: Request, call: Call) -> Response:
@@ -283,7 +263,7 @@ async def whole(request: Request, call: Call) -> Response:
         work.cancel()
         call.close()
         raise
-    return SlowJson(call, work)
+    return EventStream(call, spaced(work), "application/json")
 
 
 def timed_out(timeout: float) -> ApiError:

@@ -41,9 +41,9 @@ class Preparer:
         self.tokenizer = backend.tokenizer
         self._longest_token = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
         self.dialect = Dialect.of(backend.tokenizer)
-        response = self.tokenizer.encode(GEMMA_RESPONSE, bos=False)
+        self._tag = self.tokenizer.backend.token_to_id
         # Gemma 4 hands over to the tool with this token
-        self._hand_over = tuple(response) if len(response) == 1 else ()
+        self._hand_over = () if (token := self._tag(GEMMA_RESPONSE)) is None else (token,)
         self.infill = Infill.of(self.tokenizer)
         self._sampling = RequestSampling(backend, self._encode, gemma_tools=self.dialect.tools == "gemma4")
 
@@ -381,14 +381,8 @@ class Preparer:
             payload["format"] = json.loads(format_.payload)
         if self.dialect.tools == "json":
             return GrammarSource("json_calls", _dumps(payload, "tools"), "tools")
-        payload["ids"] = {tag: self._token_id(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
+        payload["ids"] = {tag: self._tag(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
         return GrammarSource("gemma_calls", _dumps(payload, "tools"), "tools")
-
-    def _token_id(self, text: str) -> int:
-        ids = self.tokenizer.encode(text, bos=False)
-        if len(ids) != 1:
-            raise OutriderError(f"the tokenizer has no token {text}")
-        return ids[0]
 
 
 def _options(body: Common, stats: bool) -> OutriderOptions:
