@@ -80,10 +80,7 @@ def _python() -> Iterator[Diagnosis]:
     yield Diagnosis("ok", "outrider", f"{__version__} in {Path(__file__).resolve().parents[1]}")
     yield Diagnosis("ok", "python", f"{platform.python_version()} ({sys.platform}, {platform.machine()})")
     torch = _version("torch")
-    if torch is None:
-        yield Diagnosis("bad", "torch", "missing", "pip install torch")
-    else:
-        yield Diagnosis("ok", "torch", torch)
+    yield Diagnosis("ok", "torch", torch) if torch else Diagnosis("bad", "torch", "missing", "pip install torch")
 
 
 def _extras() -> Iterator[Diagnosis]:
@@ -112,23 +109,16 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     if load > cores / 2:
         advice = "other processes will slow decoding and spoil measured costs"
         yield Diagnosis("note", "load", f"{load:.1f} on {cores} cores", advice)
-    ready = found(isa)
-    if ready is not None:
-        yield Diagnosis("ok", "CPU kernels", str(ready))
-        return
+    state: State = "ok"
     try:
-        name = compiler()
+        kernels = str(found(isa) or "")
+        if not kernels:
+            name = compiler()
+            kernels = f"{shared_object()} (by {name})" if build else f"compiled by {name} when first needed"
     except BuildError as error:
-        advice = "apt-get install gcc, or set CC; without it: --ops reference, slowly"
-        yield Diagnosis("bad", "CPU kernels", str(error), advice)
-        return
-    if not build:
-        yield Diagnosis("ok", "CPU kernels", f"compiled by {name} when first needed")
-        return
-    try:
-        yield Diagnosis("ok", "CPU kernels", f"{shared_object()} (by {name})")
-    except BuildError as error:
-        yield Diagnosis("bad", "CPU kernels", str(error), "set CC to a compiler that works")
+        state, kernels = "bad", str(error)
+    advice = "apt-get install gcc, or set CC to a compiler that works; without one: --ops reference, slowly"
+    yield Diagnosis(state, "CPU kernels", kernels, advice if state == "bad" else "")
 
 
 def _gpu() -> Iterator[Diagnosis]:

@@ -225,12 +225,8 @@ def _mask(extra: Foreign) -> int:
     raise OutriderError("config.json has no 'mask_token_id'")
 
 
-def _softcap(value: object) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise misread(f"final_logit_softcapping should be a number, got {str(value)[:40]}")
-    return float(value) if value > 0 else None
+def _softcap(source: Foreign) -> float | None:
+    return max(0.0, float(source.get("final_logit_softcapping") or 0.0)) or None
 
 
 def _spec(body: Foreign) -> tuple[AttnSpec, RopeSpec, RopeSpec]:
@@ -334,7 +330,7 @@ def _block(kind: Kind, layout: Layout, raw: Foreign, body: Foreign, extra: Forei
         target_layers=int(target_layers) if target_layers is not None else None,
         needs_own=layout == "deepseek",
         output_scale=float(extra.get("output_multiplier", 1.0)),
-        softcap=_softcap(extra.get("final_logit_softcapping")),
+        softcap=_softcap(extra),
         **_common(raw, body, gemma),
         **own_scale,
     )
@@ -384,7 +380,7 @@ def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
         from_anchor=True,
         qk_norm=gemma or qwen or body.get("model_type") == "qwen3",
         needs_own=layout == "deepseek",
-        softcap=_softcap(body.get("final_logit_softcapping")) if gemma else None,
+        softcap=_softcap(body) if gemma else None,
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
         fc_norms=bool(raw.get("fc_norm", False)),

@@ -22,6 +22,7 @@ from ..lowrank import Adapter
 from .forward import CompiledDrafter, CompiledModel
 from .lib import GROUPS, CCall, CCycle, CDraft
 from .lowrank import PassAdapters
+from .ops import ptrs
 
 ASKED = Struct("=qqdddiiiiiiii")  # Asked in cycle.h
 STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: steps; k and accepted
@@ -131,11 +132,9 @@ class CpuCycle:
             self._grow(rows)
         if sampling is not self.sampling:
             self.sampling = sampling
-            c.temperature = sampling.temperature.data_ptr()
-            c.sampled = sampling.sampled.data_ptr()
-            c.seed = sampling.seed.data_ptr()
-            for name in ("top_k", "top_p", "min_logp"):
-                setattr(c, name, getattr(sampling.cut, name).data_ptr() if sampling.cut is not None else None)
+            c.temperature, c.sampled, c.seed = ptrs(sampling.temperature, sampling.sampled, sampling.seed)
+            cut = sampling.cut
+            c.top_k, c.top_p, c.min_logp = (None,) * 3 if cut is None else ptrs(cut.top_k, cut.top_p, cut.min_logp)
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int32, c_int64
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from ..backend import DraftRequest, DraftResult, HostSampling
 from ..formats import DeviceWeight
 from .forward import CompiledModel
 from .lib import CChain, CPages
+from .ops import ptrs
 
 
 class CpuChain:
@@ -47,13 +48,10 @@ class CpuChain:
         size, c, batch = len(behind), self.c, self.c.call.batch
         counts = [len(b.tokens) for b in behind]
         rows, wide = sum(counts), max(len(b.pages) for b in behind)
-        firsts = [0]
-        for n in counts:
-            firsts.append(firsts[-1] + n)
         ids = (c_int64 * rows)(*[t for b in behind for t in b.tokens])
         positions = (c_int64 * rows)(*[p for b, n in zip(behind, counts) for p in range(b.start, b.start + n)])
         row_seq = (c_int64 * rows)(*[i for i, n in enumerate(counts) for _ in range(n)])
-        row_start = (c_int32 * (size + 1))(*firsts)
+        row_start = (c_int32 * (size + 1))(*accumulate(counts, initial=0))
         table = (c_int32 * (size * wide))(*[p for b in behind for p in (*b.pages, *[0] * (wide - len(b.pages)))])
         if cache.keys[self.layer] is not self.first:  # the pool has grown
             self.first, self.pages = cache.keys[self.layer], CPages(cache)
@@ -64,26 +62,19 @@ class CpuChain:
         ]
         for group in (0, 1):
             batch.tables[group], batch.width[group] = ctypes.addressof(table), wide
-        told = [0]
-        for b in behind:
-            told.append(told[-1] + len(b.seen))
-        seen = (c_int64 * max(1, told[-1]))(*[t for b in behind for t in b.seen])
-        seen_start = (c_int32 * (size + 1))(*told)
+        tokens = [t for b in behind for t in b.seen]
+        seen = (c_int64 * max(1, len(tokens)))(*tokens)
+        seen_start = (c_int32 * (size + 1))(*accumulate((len(b.seen) for b in behind), initial=0))
         guess = (c_int64 * size)(*[b.start + n for b, n in zip(behind, counts)])
         out, sure, lengths = (c_int64 * (size * k))(), (c_float * (size * k))(), (c_int64 * size)()
         made_here = (seen, seen_start, guess, out, sure, lengths)
         c.seen, c.seen_start, c.position, c.out, c.confidence, c.lengths = [ctypes.addressof(x) for x in made_here]
-        c.temperature = sampling.temperature.data_ptr()
-        c.sampled = sampling.sampled.data_ptr()
-        c.seed = sampling.seed.data_ptr()
+        c.temperature, c.sampled, c.seed = ptrs(sampling.temperature, sampling.sampled, sampling.seed)
         c.steps = k
         c.stop = c.drop = c.trust = None
         if trust is not None:
-            ends = [
-                (c_double * size)(*[b.stop for b in behind]),
-                (c_double * size)(*[b.drop for b in behind]),
-                (c_double * 16)(*trust),
-            ]
+            thresholds = (c_double * size)(*[b.stop for b in behind]), (c_double * size)(*[b.drop for b in behind])
+            ends = (*thresholds, (c_double * 16)(*trust))
             c.stop, c.drop, c.trust = map(ctypes.addressof, ends)
         if self.ops.lib.or_draft_model_steps(self.ops.team, ctypes.byref(c)):
             raise MemoryError("scratch of a draft")
