@@ -115,13 +115,13 @@ class Server:
             request.state.refusal = error.reason
             return error.response(request.state.path)
 
-    async def completed(self, request: Request, wire: Wire) -> tuple[int, Json]:
-        """The answer's status and body when it is done, for a caller without a connection."""
+    async def completed(self, request: Request, wire: Wire) -> tuple[int, Json] | None:
+        """The answer's status and body when it is done, for a caller without a connection. None: it may come again."""
         try:
             return 200, json.loads(await (await self._call(request, wire)).whole())
         except Exception as e:
             error = api_error(e, request.state.request_id)
-            return error.status, error.body()
+            return (error.status, error.body()) if error.retry_after is None else None
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""

@@ -274,11 +274,9 @@ async def answered(server: Server, client: str, line: BatchLine, custom_id: str,
     if body.get("stream"):
         return refused_row(line, custom_id, bad("A batch can't stream; drop 'stream'.", "stream"))
     raw = json.dumps(body).encode()
-    while True:
-        status, told = await server.completed(_as_request(client, line, url, raw), OpenAIWire(ROUTES[url]))
-        if status not in (429, 503):
-            return result_row(line, custom_id, status, told)
+    while (told := await server.completed(_as_request(client, line, url, raw), OpenAIWire(ROUTES[url]))) is None:
         await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
+    return result_row(line, custom_id, *told)
 
 
 def _as_request(client: str, line: BatchLine, url: str, raw: bytes) -> Request:

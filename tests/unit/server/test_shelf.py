@@ -19,6 +19,7 @@ from outrider.server import catalogue
 from outrider.server import model_pool as shelf_module
 from outrider.server import trim as trim_module
 from outrider.server.app import BIG_BODY, Server, create_app
+from outrider.server.batch import BatchLine, answered
 from outrider.server.errors import ApiError
 from outrider.server.model_info import ServedModel
 from outrider.server.model_pool import PATIENCE_S, ModelPool, PoolSlot, total
@@ -331,5 +332,16 @@ def test_only_bodies_that_may_be_large_wait_for_their_turn(headers: dict[str, st
             assert server.big_bodies._held == ({"me": 1} if waits else {})
             got.room.close()
             assert not server.big_bodies._held
+
+    run(work)
+
+
+def test_a_batch_does_not_load_a_broken_model_again_and_again() -> None:
+    async def work(pool: ModelPool, loader: Loader) -> None:
+        loader.error = OutriderError("the file is damaged")
+        body = {"model": "b", "messages": [{"role": "user", "content": "Say it"}]}
+        line, url = BatchLine(1, "batch_req_1", b""), "/v1/chat/completions"
+        row = await answered(Server(pool, ServerSettings("a", port=0)), "me", line, "one", url, body)
+        assert row["response"]["status_code"] == 503 and loader.order == ["b"]  # type: ignore[index,call-overload]
 
     run(work)
