@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import ray
 from ray import serve
@@ -116,12 +115,8 @@ def need_room(config: ClusterConfig) -> None:
 def stay() -> None:
     """Waits until Ctrl-C or SIGTERM."""
     end = threading.Event()
-
-    def stop(_: int, __: FrameType | None) -> None:
-        end.set()
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: end.set())
     end.wait()
 
 

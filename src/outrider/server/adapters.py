@@ -15,7 +15,6 @@ from ..types import OutriderError
 from .errors import ApiError, bad, read
 from .schema import Strict
 from .settings import without_paths
-from .wire import Json
 
 if TYPE_CHECKING:
     from .app import Server
@@ -47,17 +46,6 @@ def adapter_named(slot: PoolSlot, name: str | None) -> str | None:
         message = f"The model '{name[:100]}' does not exist; this server has '{slot.name}' and {there}."
         raise ApiError(404, message, "model", "model_not_found")
     return None
-
-
-def with_adapters(cards: list[Json], slots: list[PoolSlot]) -> list[Json]:
-    """The models' cards, each followed by those of its adapters."""
-    out: list[Json] = []
-    for card, slot in zip(cards, slots, strict=True):
-        out.append(card)
-        for name in slot.adapters.paths if slot.adapters is not None else ():
-            full = f"{slot.name}:{name}"
-            out.append({**card, "id": full, "root": name, "parent": slot.name, "display_name": full})
-    return out
 
 
 def add_routes(app: FastAPI, server: Server) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,7 +99,3 @@ class Infill:
                 ends = [i for name in ENDS if (i := known(name)) is not None]
                 return cls((first, second, third), (first, second, third, *ends))
         return None
-
-    def prompt(self, encode: Callable[[str], list[int]], before: str, after: str, bos: list[int]) -> list[int]:
-        first, second, third = self.marks
-        return [*bos, first, *encode(before), second, *encode(after), third]

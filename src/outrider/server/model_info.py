@@ -18,7 +18,6 @@ from ..types import OutriderError
 from ..weights import hub
 from ..weights.files import Files, fingerprint
 from ..weights.sizes import StoredSize, stored_size
-from .adapters import with_adapters
 from .runner import EngineLike
 from .settings import without_paths
 from .spellings import OLLAMA, OPENAI
@@ -174,7 +173,13 @@ def card(slot: PoolSlot, started: int) -> Json:
 
 
 def cards(slots: list[PoolSlot], started: int) -> Json:
-    data = with_adapters([card(slot, started) for slot in slots], slots)
+    """The models' cards, each followed by those of its adapters."""
+    data: list[Json] = []
+    for slot in slots:
+        data.append(card(slot, started))
+        for name in slot.adapters.paths if slot.adapters is not None else ():
+            full = f"{slot.name}:{name}"
+            data.append({**card(slot, started), "id": full, "root": name, "parent": slot.name, "display_name": full})
     return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 

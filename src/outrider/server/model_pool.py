@@ -260,11 +260,8 @@ class ModelPool:
         while self._waiting and self._swap is None:
             slot = self._waiting[0].slot
             if slot.model is not None:
-                mine = [w for w in self._waiting if w.slot is slot]
-                self._waiting = [w for w in self._waiting if w.slot is not slot]
-                for waiting in mine:
-                    if not waiting.turn.done():
-                        waiting.turn.set_result(self._lend(slot, slot.model))
+                for turn in self._turns(slot):
+                    turn.set_result(self._lend(slot, slot.model))
                 continue
             leaving = self._in_the_way(slot)
             if any(s.users for s in leaving):
@@ -290,19 +287,19 @@ class ModelPool:
         except Exception as e:
             why = without_paths(str(e)) if isinstance(e, OutriderError) else "see the server's log"
             log.error("could not load %s: %s", slot.name, e if isinstance(e, OutriderError) else where(e))
-            self._refuse(
-                slot, ApiError(503, f"The model '{slot.name}' could not be loaded: {why}.", "model", "model_not_loaded")
-            )
+            message = f"The model '{slot.name}' could not be loaded: {why}."
+            for turn in self._turns(slot):
+                turn.set_exception(ApiError(503, message, "model", "model_not_loaded"))
         finally:
             slot.loading = False
             self._swap = None
             self._tend()
 
-    def _refuse(self, slot: PoolSlot, error: ApiError) -> None:
-        for waiting in self._waiting:
-            if waiting.slot is slot and not waiting.turn.done():
-                waiting.turn.set_exception(error)
+    def _turns(self, slot: PoolSlot) -> list[asyncio.Future[LoadedModel]]:
+        """Of the calls that wait for this model, which leave the queue."""
+        mine = [w.turn for w in self._waiting if w.slot is slot and not w.turn.done()]
         self._waiting = [w for w in self._waiting if w.slot is not slot]
+        return mine
 
     async def _put_back(self, slot: PoolSlot, model: LoadedModel) -> None:
         await model.stop()

@@ -80,17 +80,13 @@ class ShowBody(Lenient):
     name: str | None = None  # its older spelling
 
 
-class LoadBody(OllamaRequest):
-    """Either of the two, with nothing to answer."""
-
-    prompt: str = ""
-    messages: list[JsonValue] | None = None
-    images: list[str] | None = None
-    suffix: str | None = None
-
-    @property
-    def asks_nothing(self) -> bool:
-        return not (self.prompt or self.messages or self.images or self.suffix)
+def asks_nothing(raw: bytes) -> bool:
+    """Of a body that is one of the two; what is wrong with another is found where that is read."""
+    try:
+        given = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(given, dict) and not any(given.get(name) for name in ("prompt", "messages", "images", "suffix"))
 
 
 def untagged(name: str | None) -> str | None:

@@ -222,9 +222,9 @@ class Preparer:
         self._check_length(len(suffix), "suffix", True)
         for text, field in ((prompt, "prompt"), (suffix, "suffix")):
             self._check_beginning(text, field)
-        return self.infill.prompt(
-            lambda text: self._encode(text, bos=False), prompt, suffix, self._encode("", bos=True)
-        )
+        first, second, third = self.infill.marks
+        before, after = self._encode(prompt, bos=False), self._encode(suffix, bos=False)
+        return [*self._encode("", bos=True), first, *before, second, *after, third]
 
     def token_ids(self, prompt: Sequence[object], field: str = "prompt") -> list[int]:
         ids: list[int] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from .. import __version__
 from . import adapters, anthropic, batches, embeddings, files, model_info, ollama, responses, text_routes
@@ -18,7 +18,7 @@ from .call import unless_gone
 from .errors import ApiError, shutting_down
 from .openai import OpenAIWire
 from .prepare import Preparer
-from .schema import ChatRequest, CompletionRequest
+from .schema import ChatRequest, CompletionRequest, Named
 from .wire import Json, Wire
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
         async def answer(request: Request) -> Response:
             if 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL:
                 async with server.received(request) as got:
-                    if (asked := _load(got.raw)) is not None:
+                    if ollama.asks_nothing(got.raw):
+                        asked = await got.parsed(Named.model_validate_json)
                         if server.admission.closing:
                             raise shutting_down()
                         slot = server.resolve(request, ollama.untagged(asked.model))
@@ -101,15 +102,6 @@ def _request_body(shape: type[BaseModel]) -> dict[str, object]:
     """What openapi.json says of a body; several routes have the same."""
     schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
-
-
-def _load(raw: bytes) -> ollama.LoadBody | None:
-    """What asks for nothing but the model. Whatever is wrong with another body is found where that is read."""
-    try:
-        body = ollama.LoadBody.model_validate_json(raw)
-    except ValidationError:
-        return None
-    return body if body.asks_nothing else None
 
 
 def _information(app: FastAPI, server: Server) -> None:

@@ -1,6 +1,6 @@
 // Images that go with a message, where the model sees: chosen, pasted or dropped, made small enough to send and to
 // keep.
-import { $, make } from "./dom.js";
+import { $, make, removable } from "./dom.js";
 
 const SIDE = 1024,
   MOST = 8; // pixels of the longer side; images per message
@@ -92,24 +92,13 @@ export class Attachments {
     $("thumbs").hidden = !this.images.length;
     $("thumbs").replaceChildren(
       ...this.images.map((image) =>
-        make(
-          "li",
-          {},
+        removable(
           make("img", { src: image.url, alt: image.name || "Attached image" }),
-          make(
-            "button",
-            {
-              type: "button",
-              className: "small",
-              "aria-label": `Remove ${image.name || "the image"}`,
-              onclick: () => {
-                this.images = this.images.filter((i) => i !== image);
-                this.draw();
-                $("prompt").focus();
-              },
-            },
-            "✕",
-          ),
+          `Remove ${image.name || "the image"}`,
+          () => {
+            this.images = this.images.filter((i) => i !== image);
+            this.draw();
+          },
         ),
       ),
     );

@@ -1,5 +1,5 @@
 // The list of conversations at the side: open, search, rename, delete, new; all of them to a file and back.
-import { $, make } from "./dom.js";
+import { $, make, smallButton } from "./dom.js";
 import * as store from "./store.js";
 
 export class Conversations {
@@ -74,17 +74,7 @@ export class Conversations {
     );
     if (current) open.setAttribute("aria-current", "true");
     const small = (label, hint, onclick) =>
-      make(
-        "button",
-        {
-          type: "button",
-          className: "small",
-          "aria-label": `${hint} the conversation ${head.title}`,
-          title: hint,
-          onclick,
-        },
-        label,
-      );
+      smallButton(label, { "aria-label": `${hint} the conversation ${head.title}`, title: hint, onclick });
     const item = make(
       "li",
       {},

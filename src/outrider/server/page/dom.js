@@ -13,6 +13,13 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
+export const smallButton = (label, properties) =>
+  make("button", { type: "button", className: "small", ...properties }, label);
+
+// An entry of what will be sent, which can be taken out.
+export const removable = (shown, hint, remove) =>
+  make("li", {}, shown, smallButton("✕", { "aria-label": hint, onclick: () => (remove(), $("prompt").focus()) }));
+
 const SVG = "http://www.w3.org/2000/svg";
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);

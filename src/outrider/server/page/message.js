@@ -1,5 +1,5 @@
 // One message on the page: a bubble with its text, its images, its state and its buttons.
-import { make, copy, grow, growing } from "./dom.js";
+import { make, copy, grow, growing, smallButton } from "./dom.js";
 import { Document } from "./markdown.js";
 import { Marks } from "./marks.js";
 
@@ -70,7 +70,7 @@ export class Bubble {
     const { message, actions } = this,
       buttons = [];
     const button = (label, onclick, hint) =>
-      make("button", { type: "button", className: "small", onclick, "aria-label": hint }, label);
+      smallButton(label, { onclick, "aria-label": hint });
     const copying = button("Copy", () => copy(message.content, copying), "Copy this message");
     buttons.push(copying);
     if (actions.resume && !message.done)
@@ -99,18 +99,12 @@ export class Bubble {
     const { at, count, go } = versions;
     if (count < 2 || !this.foot) return;
     const button = (by, label, hint) =>
-      make(
-        "button",
-        {
-          type: "button",
-          className: "small",
-          disabled: at + by < 0 || at + by >= count,
-          "data-by": String(by),
-          "aria-label": hint,
-          onclick: () => go(by),
-        },
-        label,
-      );
+      smallButton(label, {
+        disabled: at + by < 0 || at + by >= count,
+        "data-by": String(by),
+        "aria-label": hint,
+        onclick: () => go(by),
+      });
     this.foot.prepend(
       make(
         "span",
@@ -149,7 +143,7 @@ export class Bubble {
       },
       area,
       make("button", { className: "primary" }, "Ask again"),
-      make("button", { type: "button", className: "small", onclick: close }, "Cancel"),
+      smallButton("Cancel", { onclick: close }),
     );
     growing(area, () => form.requestSubmit());
     area.addEventListener("keydown", (event) => {

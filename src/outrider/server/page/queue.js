@@ -1,6 +1,6 @@
 // Messages that wait until the answer that streams is complete: shown above the message field, taken back by a
 // click, kept over a reload of this window.
-import { $, make, grow } from "./dom.js";
+import { $, make, grow, removable } from "./dom.js";
 
 export class Queue {
   constructor() {
@@ -39,25 +39,10 @@ export class Queue {
     $("queue").hidden = !this.items.length;
     $("queue").replaceChildren(
       ...this.items.map((item) =>
-        make(
-          "li",
-          {},
-          make("span", {}, item.text || "An image"),
-          make(
-            "button",
-            {
-              type: "button",
-              className: "small",
-              "aria-label": `Do not send: ${item.text || "an image"}`,
-              onclick: () => {
-                this.items = this.items.filter((i) => i !== item);
-                this.draw();
-                $("prompt").focus();
-              },
-            },
-            "✕",
-          ),
-        ),
+        removable(make("span", {}, item.text || "An image"), `Do not send: ${item.text || "an image"}`, () => {
+          this.items = this.items.filter((i) => i !== item);
+          this.draw();
+        }),
       ),
     );
   }
