@@ -233,11 +233,11 @@ class DraftNoise(NamedTuple):
 
 class DraftPlan(NamedTuple):
     """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over
-    the tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft;
-    one that brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates
-    confidences. With `nodes` the draft may branch (spec.tree): at most `nodes` tokens, at most k deep; `stop` and
-    `drop` then apply to every branch. Of the drafted tokens the n likeliest are verified, for the n that maximises the
-    sum of their probabilities minus prices[n]."""
+    the tokens so far, a token that brings path below `drop` is left out and ends the draft; one that brings it below
+    `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences. With `nodes` the
+    draft may branch (spec.tree): at most `nodes` tokens, at most k deep; `stop` and `drop` then apply to every branch.
+    Of the drafted tokens the n likeliest are verified, for the n that maximises the sum of their probabilities minus
+    prices[n]."""
 
     drafter: str | None
     k: int
