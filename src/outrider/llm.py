@@ -207,6 +207,8 @@ class LLM:
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
         texts, images = take_images(listed)
         ids = self._tokenizer().chat(texts, tools)
+        if not ids:
+            raise OutriderError("the chat template makes no prompt of these messages")
         return self.images().expand(ids, images) if images else ids
 
     def encode_chat(self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = ()) -> list[int]:

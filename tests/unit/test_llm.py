@@ -105,6 +105,9 @@ def test_a_conversation_may_be_an_iterator_and_may_have_tools() -> None:
     said, tool = [{"role": "user", "content": "Hello"}], {"type": "function", "function": {"name": "f"}}
     assert LLM.chat_prompt(llm, iter(said)) == made.chat(said)
     assert LLM.chat_prompt(llm, said, tools=[tool]) == made.chat(said, [tool]) != made.chat(said)
+    silent: Any = SimpleNamespace(_tokenizer=lambda: SimpleNamespace(chat=lambda *_: []))
+    with pytest.raises(OutriderError, match="makes no prompt of these messages"):
+        LLM.chat_prompt(silent, said)
     for wrong in ("Hello", None, 5, [5]):
         with pytest.raises(OutriderError, match="messages are a list"):
             LLM.chat_prompt(llm, wrong)  # type: ignore[arg-type]

@@ -132,10 +132,11 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
     """A model's files and configuration, and the size of its weights (quantize: the GPU's format for dense matrices).
     Gemma 4's configurations are built in: nothing is downloaded for them."""
     from ..weights import hub
+    from ..weights.files import translate
     from ..weights.sizes import stored_size
 
     files = hub.resolve(name, weights=False)
-    config = ModelConfig.from_hf(files.config)
+    config = translate(ModelConfig.from_hf, files)
     return files, config, stored_size(files, config, quantize)
 
 
@@ -183,12 +184,13 @@ def drafter_files(name: str) -> Files:
 
 def read_drafter(name: str) -> tuple[DrafterConfig, float]:
     """A drafter's configuration and its average bytes per weight."""
+    from ..weights.files import translate
     from ..weights.sizes import stored_size
 
     files = drafter_files(name)
     if is_block(files.config):
         raise OutriderError(f"{name}: predictions know MTP drafters only; --drafter none predicts plain decoding")
-    config = DrafterConfig.from_hf(files.config)
+    config = translate(DrafterConfig.from_hf, files)
     return config, stored_size(files, config).mean
 
 

@@ -106,8 +106,10 @@ class ModelConfig:
         # the outer config's word counts: the head is the outer model's
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
         body |= {key: raw[key] for key in outer if raw.get(key) is not None}
-        if "num_hidden_layers" in body and _field(body, "num_hidden_layers", int) < 1:
-            raise misread(f"'num_hidden_layers' should be at least 1, got {body['num_hidden_layers']}")
+        for key, most in (("num_hidden_layers", 10_000), ("hidden_size", 1 << 24)):
+            if key in body and not 1 <= _field(body, key, int) <= most:
+                bound = f"at most {most}" if body[key] > most else "at least 1"
+                raise misread(f"{key!r} should be {bound}, got {body[key]}")
         if kind in LLAMA_TYPES:
             return _llama(kind, body)
         if kind in GEMMA3_TYPES:
@@ -311,7 +313,7 @@ def _llama(kind: str, raw: Foreign) -> ModelConfig:
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=kind == "qwen3",
         eos_ids=_ids(raw.get("eos_token_id")),
-        bos_id=raw.get("bos_token_id"),
+        bos_id=next(iter(_ids(raw.get("bos_token_id"))), None),
     )
 
 
@@ -338,7 +340,7 @@ def _gemma(kind: str, raw: Foreign, layers: tuple[LayerSpec, ...]) -> ModelConfi
         qk_norm=True,
         sandwich=True,
         eos_ids=_ids(raw.get("eos_token_id", 1)),
-        bos_id=raw.get("bos_token_id", 2),
+        bos_id=next(iter(_ids(raw.get("bos_token_id", 2))), None),
     )
 
 

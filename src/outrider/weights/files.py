@@ -140,7 +140,10 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise OutriderError(f"{folder / 'chat_template.jinja'} is not UTF-8: {error.reason}") from None
     both = {**text_part(config), **{k: v for k, v in config.items() if v is not None}}
     eos, bos = both.get("eos_token_id"), both.get("bos_token_id")
     return TextFiles(

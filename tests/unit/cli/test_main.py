@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,10 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["predict", MODEL, "--bandwidth", "-5"], "--bandwidth must be more than 0, got -5"),
         (["predict", MODEL, "--rate", "nan"], "--rate must be more than 0, got nan"),
         (["inspect", "EMPTY"], "'num_hidden_layers' should be at least 1, got 0"),
+        (["inspect", "ODD"], "its configuration makes no sense (ValueError"),
+        (["predict", "ODD"], "its configuration makes no sense (ValueError"),
+        (["serve", "ODD", "other=ODD"], "its configuration makes no sense (ValueError"),
+        (["inspect", "FLAT"], "'hidden_size' should be at least 1, got 0"),
         (["predict", "EMPTY"], "'num_hidden_layers' should be at least 1, got 0"),
         (["eval-drafter", "m", "d", "--prompts", "FILE", "--limit", "0"], "--limit must be at least 1, got 0"),
         (["eval-drafter", "m", "d", "--prompts", "FILE", "--slots", "0"], "--slots must be at least 1, got 0"),
@@ -66,7 +71,6 @@ def test_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], told: str
 ) -> None:
     (tmp_path / "FILE").write_text('{"prompt": "hello"}\n')
-    (tmp_path / "EMPTY").mkdir()
     config = {
         "model_type": "llama",
         "num_hidden_layers": 0,
@@ -74,9 +78,13 @@ def test_one_line_and_exit_code_2(
         "intermediate_size": 128,
         "num_attention_heads": 4,
     }
-    (tmp_path / "EMPTY" / "config.json").write_text(json.dumps(config | {"vocab_size": 99, "rms_norm_eps": 1e-6}))
+    config |= {"vocab_size": 99, "rms_norm_eps": 1e-6}
+    odd, flat = config | {"num_hidden_layers": 1, "head_dim": "x"}, config | {"num_hidden_layers": 1, "hidden_size": 0}
+    for name, made in (("EMPTY", config), ("ODD", odd), ("FLAT", flat)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(made))
     monkeypatch.chdir(tmp_path)
-    code, err = called(monkeypatch, capsys, *[f"./{w}" if w == "EMPTY" else w for w in words])
+    code, err = called(monkeypatch, capsys, *[re.sub("EMPTY|ODD|FLAT", r"./\g<0>", w) for w in words])
     lines = [line for line in err.splitlines() if line.startswith("outrider: ")]
     assert code == 2 and len(lines) == 1 and told in lines[0] and "Traceback" not in err, err
 
