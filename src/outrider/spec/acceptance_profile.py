@@ -89,7 +89,7 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
         lists = [tuple(map(float, raw.get(name, ()))) for name in ("accepted", "trust", "seen")]
         card = AcceptanceProfile(str(raw["weights"]), lists[0], lists[1], int(raw["judged"]), lists[2])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     sizes = len(card.trust) == BINS and card.accepted and len(card.seen) in (0, len(card.accepted))
     shares = all(0.0 <= p <= 1.0 for p in (*card.accepted, *card.trust)) and min(card.seen, default=0.0) >= 0.0

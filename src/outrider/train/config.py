@@ -24,8 +24,8 @@ class Bound:
     holds: Callable[[float], bool]
 
 
-COUNT = Bound("a whole number of at least 1", lambda n: n >= 1 and n == int(n))
-SIZE = Bound("a whole number of at least 0", lambda n: n >= 0 and n == int(n))
+COUNT = Bound("a whole number of at least 1", lambda n: n >= 1 and n % 1 == 0)
+SIZE = Bound("a whole number of at least 0", lambda n: n >= 0 and n % 1 == 0)
 SHARE = Bound("in [0, 1]", lambda n: 0.0 <= n <= 1.0)
 POSITIVE = Bound("above 0", lambda n: 0.0 < n < float("inf"))
 

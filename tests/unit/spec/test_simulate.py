@@ -205,8 +205,10 @@ def test_a_card_belongs_to_its_weights(tmp_path):
     card = measure_card(synthetic(3, 1, confident=True), "these")
     write_card(tmp_path, card)
     assert read_card(tmp_path, "these") == card and read_card(tmp_path, "others") is None
-    (tmp_path / "acceptance.json").write_text('{"weights": "these", "accepted": [2.0], "trust": [0.5], "judged": 1}')
-    assert read_card(tmp_path, "these") is None and read_card(tmp_path / "nowhere", "these") is None
+    for judged in ("1", "1e999"):
+        text = f'{{"weights": "these", "accepted": [2.0], "trust": [0.5], "judged": {judged}}}'
+        (tmp_path / "acceptance.json").write_text(text)
+        assert read_card(tmp_path, "these") is None and read_card(tmp_path / "nowhere", "these") is None
     with pytest.raises(OutriderError, match="no drafts"):
         measure_card([], "")
 

@@ -299,6 +299,7 @@ def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path
         ({"out": "x"}, "unknown key 'out'"),
         ({"lr_hold": 2.0}, r"lr_hold \(a key of the recipe\) must be in \[0, 1\], got 2.0"),
         ({"steps": "many"}, "--steps must be a whole number of at least 1, got 'many'"),
+        ({"heldout": float("inf")}, r"heldout \(a key of the recipe\) must be a whole number of at least 0, got inf"),
         ({"optimizer": "sgd"}, "must be adamw, muon, got 'sgd'"),
     ):
         with pytest.raises(OutriderError, match=message):
