@@ -323,6 +323,14 @@ def test_the_environment_names_the_level(monkeypatch: pytest.MonkeyPatch) -> Non
         build.shared_object()
 
 
+def test_a_compiler_is_limited_in_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in wall time: one that waits is waited for."""
+    monkeypatch.setattr(build, "CPU_SECONDS", 1)
+    with pytest.raises(build.BuildError, match="took more than 1 s of processor time"):
+        build._run([["/bin/sh", "-c", "while :; do :; done"]], tmp_path)
+    build._run([["/bin/sleep", "1.5"]], tmp_path)
+
+
 def test_what_a_failed_compiler_started_is_ended(tmp_path: Path) -> None:
     left = tmp_path / "left"
     script = f"sleep 600 2>/dev/null & echo $! > {left}; echo error: no such thing >&2; exit 1"

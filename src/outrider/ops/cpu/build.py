@@ -8,6 +8,7 @@ renames.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import platform
@@ -52,6 +53,7 @@ NEEDS = {
 WHEEL_LEVELS = {"x86_64": [*FLAGS][:4] + ["generic"], "aarch64": [*FLAGS][4:]}
 # No contraction: a sum must round the same in every tile it is part of.
 COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter -w"
+CPU_SECONDS = 300  # of processor time for each compiler: on a busy machine wall time may be minutes longer
 
 
 class BuildError(Exception):
@@ -223,10 +225,14 @@ def _run(commands: list[list[str]], folder: Path) -> None:
     """Runs compilers in parallel; the first failure is the error. Each has its own process group, so that what it
     started ends with it."""
     env, running = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}, list[subprocess.Popen[str]]()
+    limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
+    start = functools.partial(
+        subprocess.Popen[str], env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
+    )
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until every compiler is known here
     try:
         for c in commands:
-            running.append(subprocess.Popen(c, env=env, text=True, stderr=subprocess.PIPE, process_group=0))
+            running.append(start([*limited, *c]))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         said = [process.communicate()[1] for process in running]
     finally:
@@ -237,6 +243,8 @@ def _run(commands: list[list[str]], folder: Path) -> None:
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     for process, text in zip(running, said):
+        if process.returncode == -signal.SIGXCPU or "CPU time limit exceeded" in text:
+            raise BuildError(f"{commands[0][0]} took more than {CPU_SECONDS} s of processor time")
         if process.returncode:
             raise _refused(commands[0][0], text, folder)
 
