@@ -28,7 +28,7 @@ from outrider.train.data import Sequences
 from outrider.train.evaluate import Judge, walk
 from outrider.train.recipes import Phase, Recipe, train_recipe
 from outrider.train.target import describe, encode, open_target
-from outrider.train.tools import ClusterSettings, EvalRequest, answers, cluster_drafter, evaluate_drafter, load_net
+from outrider.train.tools import EvalRequest, answers, evaluate_drafter, load_net
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
 
@@ -294,18 +294,6 @@ def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
     assert calls
     ours = load_target(str(target), "cpu", torch.float32)
     assert TextModel(ours[0], ours[1], DenseOps()).config.family == "gemma4"
-
-
-def test_cluster_adds_a_head(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    helper = tiny.write_assistant("gemma4_31b", tmp_path / "helper")
-    made = cluster_drafter(str(helper), tmp_path / "out", ClusterSettings(16, 16))
-    assert made["share"] == 1.0
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert sorted(loaded.masked_embedding.token_ordering.tolist()) == list(range(tiny.VOCAB))
-    target, data, out = world
-    asked = EvalRequest(data, limit=16, max_new=16)
-    tuned = cluster_drafter(str(out / "drafter"), tmp_path / "own", ClusterSettings(16), str(target), asked)
-    assert tuned["share"] < 0.1 and tuned["recall"][-1]["recall"] == 1.0
 
 
 def test_bad_input_is_one_line(world: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -27,20 +27,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "generate",
-        "chat",
-        "serve",
-        "batch",
-        "bench",
-        "prove",
-        "demo",
-        "inspect",
-        "train",
-        "eval-drafter",
-        "cluster-head",
-    ],
+    "name", ["generate", "chat", "serve", "batch", "bench", "prove", "demo", "inspect", "train", "eval-drafter"]
 )
 def test_commands_take_name_default_and_help_from_the_settings(name: str) -> None:
     group = typer.main.get_command(app(("doctor", name)))

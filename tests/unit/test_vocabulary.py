@@ -29,7 +29,7 @@ OUT: dict[str, tuple[list[Path], str]] = {
     r"\bnursery\b": (SOURCES + PAGES, "grammar sandbox"),
     r"\bclerk\b": (SOURCES + PAGES, "tokenizer process"),
     r"\blet_next_kernel_in\b|\bwait_for_kernel_ahead\b": (SOURCES, "pdl_trigger, pdl_wait"),
-    r"\boutrider (?:load|cluster) ": ([p for p in PAGES if p.name != "CHANGELOG.md"], "bench-server, cluster-head"),
+    r"\boutrider load ": ([p for p in PAGES if p.name != "CHANGELOG.md"], "bench-server"),
 }
 # class names that said how a thing came about, or stood for several things
 CLASSES = """

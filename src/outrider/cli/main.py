@@ -19,14 +19,14 @@ from . import common
 
 COMMANDS = (
     *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "merge"),
-    *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "cluster-head", "export", "make-dummy"),
+    *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "export", "make-dummy"),
     *("demo", "doctor"),
 )
 FUNCTIONS = {
     **{"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"},
-    **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "cluster-head", "export")},
+    **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "export")},
 }
-MOVED = {"cluster": "cluster-head", "load": "bench-server"}  # commands that were renamed
+MOVED = {"load": "bench-server"}  # commands that were renamed
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:

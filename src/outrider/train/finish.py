@@ -140,14 +140,15 @@ def finish(
     return result
 
 
-def write_drafter(folder: Path, net: TrainNet, result: Row, runs: list[Runs], story: Row, log: Path) -> None:
-    card = model_card(net.config, result, [story])
-    save_drafter(folder, net.config, net.export(), story, card)
+def write_drafter(
+    folder: Path, net: TrainNet, result: Row, runs: list[Runs], story: Row, log: Path | None = None
+) -> None:
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
+    save_drafter(folder, net.config, net.export(), story, model_card(net.config, result, [story]))
     if any(len(right) for right, _ in runs):
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
         acceptance.write(folder, acceptance.measure(runs, print_of))
-    if log.exists():
+    if log is not None and log.exists():
         draw_curve(log, log.parent / "curve.svg")
         for path in (log, log.parent / "curve.svg"):
             if path.exists():
@@ -157,9 +158,7 @@ def write_drafter(folder: Path, net: TrainNet, result: Row, runs: list[Runs], st
 def export(job: TrainConfig, target: TrainTarget, net: TrainNet, data: Sequences, trainer: Trainer) -> None:
     """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured
     or drawn for it."""
-    story = provenance(job, target, data, trainer)
-    (job.out / "drafter" / acceptance.FILE).unlink(missing_ok=True)  # of other weights
-    save_drafter(job.out / "drafter", net.config, net.export(), story, model_card(net.config, {}, [story]))
+    write_drafter(job.out / "drafter", net, {}, [], provenance(job, target, data, trainer))
 
 
 def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: Trainer) -> Row:

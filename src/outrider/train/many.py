@@ -9,36 +9,23 @@ gone.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.sharedctypes import SynchronizedArray
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from ..types import OutriderError
 from .answers import RecordedAnswer, Report, Task, answer_to_file, answering_engine, read_answers
-from .clock import Stop, listening
+from .clock import Stop
 from .config import TrainConfig
 from .data import Sequences
 from .memory import torch_dtype
 from .target import describe
 
 POLL = 0.25  # seconds between two looks at the processes
-
-
-@dataclass(frozen=True)
-class AnswerShare:
-    """The input of one process."""
-
-    config: TrainConfig
-    target: str
-    longest: int  # tokens of a prompt and its answer
-    tasks: list[Task]
-    path: Path
-    ends: float  # of time.time()
 
 
 def all_answers(folder: Path) -> list[RecordedAnswer]:
@@ -63,26 +50,28 @@ def shared_out(folder: Path, tasks: Sequence[Task], count: int) -> list[tuple[Pa
     return [(folder / f"answers-{r}.jsonl", [t for t in tasks[r::count] if t in left]) for r in range(count)]
 
 
-def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop) -> None:
-    """Runs until all shares are done, the time is over or a stop is requested; the answers so far are in the files."""
+def answer_by_many(
+    config: TrainConfig, target: str, longest: int, tasks: Sequence[Task], ends: float, *, report: Report, stop: Stop
+) -> None:
+    """Runs until all tasks are done, it is `ends` (of time.time) or a stop is requested; the answers so far are in the
+    files. `longest`: tokens of a prompt and its answer."""
     context = multiprocessing.get_context("spawn")  # a device cannot be used on both sides of a fork
-    counts = [context.Array("q", 2) for _ in shares]  # answers done, tokens made
+    shares = [share for share in shared_out(config.out, tasks, config.answer_processes) if share[1]]
+    counts, halt = [context.Array("q", 2) for _ in shares], context.Event()  # answers done, tokens made
     processes = [
-        context.Process(target=answer_share, args=(s, c, os.getpid())) for s, c in zip(shares, counts, strict=True)
+        context.Process(target=answer_share, args=(config, target, longest, share, ends, count, halt))
+        for share, count in zip(shares, counts, strict=True)
     ]
-    began, total = time.perf_counter(), sum(len(s.tasks) for s in shares)
+    began, total = time.perf_counter(), sum(len(mine) for _, mine in shares)
     try:
         for process in processes:
             process.start()
-        told = False
         while any(p.is_alive() for p in processes):
             time.sleep(POLL)
             done, tokens = (sum(c[n] for c in counts) for n in (0, 1))
             report(done, total, tokens, time.perf_counter() - began)
-            if not told and (stop.asked or any(p.exitcode for p in processes)):
-                told = True
-                for process in processes:
-                    process.terminate()  # it writes what it has
+            if stop.asked or any(p.exitcode for p in processes):
+                halt.set()  # each writes what it has
         bad = [p.exitcode for p in processes if p.exitcode]
         if bad and not stop.asked:
             raise OutriderError(
@@ -95,31 +84,31 @@ def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop)
                 process.kill()
 
 
-def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int) -> None:
-    """The main function of one process. Ctrl-C reaches it too, but only the parent decides to stop."""
-    with listening() as stop:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        config, known = share.config, describe(share.target, share.config.adapter)
-        prompts = Sequences.load(config.out / "prompts.npz")
+def answer_share(
+    config: TrainConfig,
+    target: str,
+    longest: int,
+    share: tuple[Path, list[Task]],
+    ends: float,
+    counts: SynchronizedArray[int],
+    halt: Event,
+) -> None:
+    """The main function of one process. Signals that a terminal sends reach it too, but only the parent decides."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    known, prompts = describe(target, config.adapter), Sequences.load(config.out / "prompts.npz")
+    stop, parent = Stop(), multiprocessing.parent_process()
 
-        def report(done: int, total: int, tokens: int, seconds: float) -> None:
-            counts[0], counts[1] = done, tokens
-            if os.getppid() != parent:
-                stop.signal = stop.signal or signal.SIGTERM
+    def report(done: int, total: int, tokens: int, seconds: float) -> None:
+        counts[0], counts[1] = done, tokens
+        if halt.is_set() or parent is None or not parent.is_alive():
+            stop.signal = signal.SIGTERM
 
-        try:
-            with answering_engine(
-                known,
-                config.device,
-                torch_dtype(config),
-                config.slots,
-                share.longest,
-                processes=config.answer_processes,
-            ) as engine:
-                ends = time.perf_counter() + share.ends - time.time()
-                answer_to_file(
-                    engine, prompts, share.tasks, config.max_new, share.path, report=report, deadline=ends, stop=stop
-                )
-        except OutriderError as error:
-            print(error, file=sys.stderr)
-            sys.exit(2)
+    dtype, many = torch_dtype(config), config.answer_processes
+    try:
+        with answering_engine(known, config.device, dtype, config.slots, longest, processes=many) as engine:
+            late, (path, tasks) = time.perf_counter() + ends - time.time(), share
+            answer_to_file(engine, prompts, tasks, config.max_new, path, report=report, deadline=late, stop=stop)
+    except OutriderError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -50,7 +50,7 @@ from .forecast import (
     RunPlan,
     check,
 )
-from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
+from .many import all_answers, answer_by_many, undone
 from .memory import Sizes, torch_dtype
 from .net import DrafterModule, TrainNet, load_mtp
 from .target import Described, TrainTarget, describe, encode, open_target
@@ -225,11 +225,7 @@ class TrainRun:
         several, path = job.answer_processes > 1, job.out / "answers.jsonl"
         if several:
             ends = time.time() + min(self.answer_seconds, 1e9)
-            shares = [
-                AnswerShare(job, known.name, longest, mine, own, ends)
-                for own, mine in shared_out(job.out, tasks, job.answer_processes)
-            ]
-            answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
+            answer_by_many(job, known.name, longest, tasks, ends, report=report, stop=self.stop)
         else:
             with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
                 ends, left = time.perf_counter() + self.answer_seconds, undone(job.out, tasks)

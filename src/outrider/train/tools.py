@@ -1,17 +1,15 @@
-"""`outrider eval-drafter`, `cluster-head` and `export`: measure a drafter, give it a clustered head, write a block
-drafter in another layout."""
+"""`outrider eval-drafter` and `export`: measure a drafter, write a block drafter in another layout."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ..models.block_config import BlockConfig, is_block
 from ..models.inspect import model_size
-from ..ops.reference import as_tensor
 from ..prompts import Prompt, read_prompts
 from ..spec import acceptance_profile as acceptance
 from ..spec.block_load import block_plan, renamed
@@ -23,12 +21,10 @@ from ..weights.quant_scheme import recipe
 from ..weights.source_tensor import tensor
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
 from .block_net import BlockModule, block_config, load_block_weights
-from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .config import Say
 from .data import Sequences
-from .design import default_clusters
 from .evaluate import Judge, best_k, summary
-from .export import LAYOUTS, Json, block_dict, read_json, save_drafter, write_folder
+from .export import LAYOUTS, Json, block_dict, read_json, write_folder
 from .net import DrafterModule, TrainNet, load_mtp
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Row
@@ -74,15 +70,14 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
 
 
-def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> TrainNet:
-    """`clustered`: with the clusters of its head, where it has any."""
+def load_net(drafter: str, target: TrainTarget) -> TrainNet:
     if is_block(hub.resolve(drafter, kind="drafter").config):
         block, own = load_block_weights(drafter, target)
         made = BlockModule(block, target.config)
         made.load(own)
         return made.to(target.model.device)
     config, weights = load_mtp(drafter, target.config)
-    net = DrafterModule(config if clustered else replace(config, clusters=0), target.config)
+    net = DrafterModule(config, target.config)
     net.load(weights)
     return net.to(target.model.device)
 
@@ -119,63 +114,6 @@ def evaluate_drafter(
     once = isinstance(net, BlockModule) and net.config.kind == "dflash"
     fastest = best_k(result["tokens_per_cycle"], share, once=once)
     return {**result, "draft_step_share": round(share, 4), "best_k": fastest}
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    clusters: int | None = None  # None: by the vocabulary
-    top: int | None = None  # scored per step; None: by recall if there is a target, else 1/64 of them
-    recall: float = 0.99  # the full head's token is found this often
-    seed: int = 0
-
-
-def cluster_drafter(
-    drafter: str,
-    to: Path,
-    wanted: ClusterSettings = ClusterSettings(),
-    target: str = "",
-    asked: EvalRequest | None = None,
-    device: str = "cpu",
-) -> Row:
-    """Balanced k-means of the head's rows. Without a target the centroids are the clusters' means; with a target and
-    prompts they are tuned on the drafter's own states there, and `top` is the cheapest that finds the full head's
-    token."""
-    if bool(target) != (asked is not None):
-        raise OutriderError("--target and --prompts belong together")
-    for option, given in (("--clusters", wanted.clusters), ("--top", wanted.top)):
-        if given is not None and given < 1:
-            raise OutriderError(f"{option} must be at least 1, got {given}")
-    known = describe(target) if target else None
-    config, weights = load_mtp(drafter, None if known is None else known.config)
-    if config.tied_to_target and known is None:
-        raise OutriderError(f"{drafter} uses its target's head: give --target and --prompts")
-    count = wanted.clusters or default_clusters(config.vocab_size)
-    top, curve = wanted.top or max(1, count // 64), []
-    if known is None or asked is None:
-        order, means = balanced_kmeans(weights["embed"].to(device), count, seed=wanted.seed)
-    else:
-        data = answers(known, asked.read(), asked)
-        opened = open_target(known, asked.device, asked.dtype)
-        judge = Judge.of(opened.model, load_net(drafter, opened, clustered=False))
-        rows = as_tensor(opened.model.head) if config.tied_to_target else weights["embed"].to(asked.device)
-        order, means = balanced_kmeans(rows.float(), count, seed=wanted.seed)
-        # where it drafts, and what the full head chooses there
-        g, choices = judge.states(data)
-        cut = max(1, g.shape[0] * 4 // 5)
-        means = fit_centroids(g[:cut], cluster_of(order, count)[choices[:cut]], means, 300, 1e-2, seed=wanted.seed)
-        curve = recall_curve(g[cut:], choices[cut:], means, order)
-        top = wanted.top or choose_top(curve, wanted.recall).top
-    made = replace(config, clusters=count, cluster_top=top)
-    save_drafter(to, made, {**weights, "centroids": means.cpu(), "token_ordering": order.cpu()})
-    size = config.vocab_size // count
-    return {
-        "clusters": count,
-        "top": top,
-        "share": top * size / config.vocab_size,
-        "head_weights": (top * size + count) * config.head_hidden,
-        "full_head_weights": config.vocab_size * config.head_hidden,
-        "recall": [asdict(r) for r in curve],
-    }
 
 
 def export_drafter(drafter: str, to: Path, layout: str) -> Json:
