@@ -149,8 +149,8 @@ class LoadSettings:
         if len(named) == 2:
             alone = next((one for one in named if one in ("none", "ngram") or one.startswith("draft:")), None)
             if alone is not None or named[0] == named[1]:
-                why = "the same drafter twice" if alone is None else f"{alone} stands alone"
-                raise OutriderError(f"two of drafter are an MTP and a block drafter; {why}")
+                why = "these are the same" if alone is None else f"{alone} stands alone"
+                raise OutriderError(f"two drafters are an MTP and a block one; {why}")
         object.__setattr__(self, "drafter", named[0] if len(named) == 1 else named)
         if not isinstance(self.engine, EngineConfig):
             raise OutriderError(
@@ -270,7 +270,7 @@ def user_file() -> dict[str, dict[str, object]]:
     """The tables of the user's ~/.config/outrider/config.toml (XDG_CONFIG_HOME); empty if there is no such file."""
     path = Path(os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config"), "outrider", "config.toml")
     try:
-        text = path.read_bytes().decode()
+        text = path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:

@@ -198,6 +198,7 @@ def test_an_engine_of_none_is_the_default() -> None:
             "--prefix-store is for a model in one process: leave it out next to --tensor-parallel",
         ),
         ("--tree 1", "--tree must be 'auto', 'off' or a number of tokens in 2..16, got 1"),
+        ("--drafter ngram --drafter auto", "two drafters are an MTP and a block one; ngram stands alone"),
         ("--memory 4", "--memory is shared by several models"),
     ],
 )

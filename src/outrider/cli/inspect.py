@@ -245,7 +245,7 @@ def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
     """What is known of a model, line by line: a title and a text."""
     size = lambda nbytes: amount(nbytes, "B")  # noqa: E731
     parts = [f"{k.replace('_', ' ')} {amount(n)}" for k, n in data["parameters_by_part"].items() if n >= 1e5]
-    yield "parameters", f"{amount(data['parameters'])}  ({', '.join(parts)})"
+    yield "parameters", amount(data["parameters"]) + (f"  ({', '.join(parts)})" if parts else "")
     read = f"{amount(data['active_parameters'])} parameters, {size(data['bytes_per_token'])}"
     yield "read for a token", f"{read} at {data['bits_per_weight']:g} bits"
     whole = f"{size(data['kv_bytes_full_context'])} for all {data['max_context']:,} positions"

@@ -106,7 +106,7 @@ def run() -> int:
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]
         command = f"outrider {named}" if named in COMMANDS else "outrider"
         # without arguments the help was printed, and there is nothing else to say
-        if told := error.format_message():
+        if told := " ".join(error.format_message().split()):
             print(f"outrider: {told.rstrip('.')}: `{command} --help` lists what there is", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):

@@ -106,7 +106,7 @@ class ModelConfig:
         # the outer config's word counts: the head is the outer model's
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
         body |= {key: raw[key] for key in outer if raw.get(key) is not None}
-        for key, most in (("num_hidden_layers", 10_000), ("hidden_size", 1 << 24)):
+        for key, most in (("num_hidden_layers", 10_000), ("hidden_size", 1 << 24), ("vocab_size", 1 << 31)):
             if key in body and not 1 <= _field(body, key, int) <= most:
                 bound = f"at most {most}" if body[key] > most else "at least 1"
                 raise misread(f"{key!r} should be {bound}, got {body[key]}")

@@ -31,7 +31,8 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
     """Writes the merged checkpoint to the folder `out`; returns how many tensors were changed."""
     files = hub.resolve(model)
     if files.gguf is not None or recipe(files.config, files.name) is not None:
-        raise OutriderError(f"{model} is quantised: merge into the checkpoint it was made from, then quantise that")
+        what = "a GGUF file" if files.gguf is not None else "quantised"
+        raise OutriderError(f"{model} is {what}: merge into the checkpoint it was made from, then convert that")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutriderError(f"{out} exists and is not an empty folder: name a new one")
     file = read_adapter(adapter, translate(ModelConfig.from_hf, files))

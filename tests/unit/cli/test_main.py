@@ -53,6 +53,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         (["inspect", "ODD"], "its configuration makes no sense (ValueError"),
         (["predict", "ODD"], "its configuration makes no sense (ValueError"),
         (["serve", "ODD", "other=ODD"], "its configuration makes no sense (ValueError"),
+        (["export", "d", "--out", "o"], "Missing option '--to'"),
         (["inspect", "FLAT"], "'hidden_size' should be at least 1, got 0"),
         (["predict", "EMPTY"], "'num_hidden_layers' should be at least 1, got 0"),
         (["eval-drafter", "m", "d", "--prompts", "FILE", "--limit", "0"], "--limit must be at least 1, got 0"),
@@ -82,6 +83,7 @@ def test_one_line_and_exit_code_2(
         (tmp_path / name / "config.json").write_text(json.dumps(made))
     monkeypatch.chdir(tmp_path)
     code, err = called(monkeypatch, capsys, *[re.sub("EMPTY|ODD|FLAT", r"./\g<0>", w) for w in words])
+    assert len([line for line in err.splitlines() if "\t" in line]) == 0
     lines = [line for line in err.splitlines() if line.startswith("outrider: ")]
     assert code == 2 and len(lines) == 1 and told in lines[0] and "Traceback" not in err, err
 

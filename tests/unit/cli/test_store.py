@@ -105,6 +105,8 @@ def test_pull_says_what_there_is_and_rm_removes_it_from_the_cache_only(shell: Sh
     assert code == 0 and "m-Q8_0.gguf" in out and "drafter: none" in out
     shutil.copyfile(gguf, "own.gguf")
     assert shell("rm", "own.gguf")[0] == 2 and Path("own.gguf").exists()
+    assert "own.gguf is a GGUF file: merge into" in shell("merge", "own.gguf", "--adapter", "a", "--out", "o")[2]
+    assert "()" not in shell("inspect", "own.gguf")[1]
     assert shell("rm", "org/m:Q8_0")[0] == 0 and not blob.exists()
     for name in ("org/m:Q8_0", "org/other", "smollm2", "nonsense"):
         code, _, err = shell("rm", name)
@@ -118,7 +120,9 @@ def test_a_whole_repository_is_removed(shell: Shell, gguf: Path) -> None:
 
 def test_aliases_and_defaults_of_the_users_file(shell: Shell, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copyfile(gguf, "own.gguf")
-    shell.config('[aliases]\nmine = "own.gguf"\n[defaults]\nkv-dtype = "int8"\nseed = 3\n[inspect]\ncontext = 77\n')
+    shell.config(
+        '\ufeff[aliases]\nmine = "own.gguf"\n[defaults]\nkv-dtype = "int8"\nseed = 3\n[inspect]\ncontext = 77\n'
+    )
     data = json.loads(shell("inspect", "mine", "--json")[1])
     assert data["context"] == 77 and data["model"] == "mine" and model_of("mine") == "own.gguf"
     narrow = data["kv_bytes_per_token"]

@@ -203,6 +203,8 @@ def test_unknown_model_type_and_broken_config_are_refused(made: Callable[[str], 
     refused(folder, "a token id should be a number")
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1 << 70}))
     refused(folder, "'num_hidden_layers' should be at most 10000")
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 0}))
+    refused(folder, "'vocab_size' should be at least 1")
     (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": [5, 6]}))
     assert load_target(folder)[0].bos_id == 5
     (folder / "chat_template.jinja").write_bytes(b"\xff")
