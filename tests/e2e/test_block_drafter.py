@@ -85,7 +85,7 @@ def test_bad_drafters_are_one_line(model: Path, assistant: Path, tmp_path: Path)
         ((assistant, tmp_path / "none"), "none"),
         (right, "two drafters are an MTP and a block drafter .*, got dflash and dflash"),
         ((assistant, *right), "drafter may be one or two .*, got 3"),
-        ((assistant, "ngram"), "an MTP and a block drafter; ngram stands alone"),
+        ((assistant, "ngram"), "an MTP and a block one; ngram stands alone"),
         (("draft:smollm2", assistant), "draft:smollm2 stands alone"),
         ((assistant, assistant), "these are the same"),
         ((medusa,), "has Medusa heads; a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"),
