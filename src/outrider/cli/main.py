@@ -26,7 +26,8 @@ FUNCTIONS = {
     **{"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"},
     **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "export")},
 }
-MOVED = {"load": "bench-server"}  # commands that were renamed
+TRAINED = "gone: `outrider train` learns a clustered head with its drafter (`clusters` in a recipe)"
+MOVED = {"cluster": TRAINED, "cluster-head": TRAINED, "load": "called `outrider bench-server` now"}
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -95,7 +96,7 @@ def run() -> int:
     named = sys.argv[1] if len(sys.argv) > 1 else None
     try:
         if named in MOVED:
-            raise OutriderError(f"`outrider {named}` is called `outrider {MOVED[named]}` now")
+            raise OutriderError(f"`outrider {named}` is {MOVED[named]}")
         shell = app((named,) if named in COMMANDS else COMMANDS)
         return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
     except OutriderError as error:
