@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests import peer_suites_vllm, tiny
-from tests.conformance import Api
+from tests import peer_suites_vllm
+from tests.conformance import CONTEXT, Api, endless_target
 from tests.peer_suites import CASES, PeerCase
 from tests.server_fakes import FakeEngine, Served, tokenizer
 
@@ -21,13 +21,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "api-reference.md"
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = tiny.write_target("llama", tmp_path_factory.mktemp("peers") / "target")
-    config = folder / "config.json"  # a token is a byte here: tools need room
-    config.write_text(config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 1536'))
-    llm = LLM.load(str(folder), drafter="ngram", threads=1, engine=EngineConfig(max_batch=8, max_context=1536))
+    folder = endless_target(tmp_path_factory.mktemp("peers") / "target")
+    llm = LLM.load(str(folder), drafter="ngram", threads=1, engine=EngineConfig(max_batch=8, max_context=CONTEXT))
     assert llm.tokenizer is not None
     with (
-        Served(llm.engine, llm.tokenizer, 1536, llm.config.vocab_size, max_concurrent=8, timeout=120.0) as open_to_all,
+        Served(
+            llm.engine, llm.tokenizer, CONTEXT, llm.config.vocab_size, max_concurrent=8, timeout=120.0
+        ) as open_to_all,
         Served(FakeEngine(tok := tokenizer()), tok, api_keys=("secret",)) as keyed,
     ):
         made = Api(open_to_all.url)
