@@ -95,6 +95,13 @@ def test_bad_drafters_are_one_line(model: Path, assistant: Path, tmp_path: Path)
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("layout", ["eagle3", "z-lab", "speculators-dflash"])
+def test_a_drafter_is_no_model(tmp_path: Path, layout: str) -> None:
+    """An EAGLE-3 drafter's model_type is its target's: it would be run as a Llama of one layer."""
+    with pytest.raises(OutriderError, match="is a drafter, not a target: pass it with --drafter"):
+        LLM.load(str(folder(tmp_path, layout)))
+
+
 def test_a_mismatch_is_one_line(model: Path, tmp_path: Path) -> None:
     wrong = write(tmp_path, LAYOUTS["z-lab"], tensors(LAYOUTS["z-lab"]))
     with pytest.raises(OutriderError, match="vocabulary has 64 tokens, the target's 288") as caught:

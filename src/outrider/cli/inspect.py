@@ -132,11 +132,11 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
     """A model's files and configuration, and the size of its weights (quantize: the GPU's format for dense matrices).
     Gemma 4's configurations are built in: nothing is downloaded for them."""
     from ..weights import hub
-    from ..weights.files import translate
+    from ..weights.files import model_config
     from ..weights.sizes import stored_size
 
     files = hub.resolve(name, weights=False)
-    config = translate(ModelConfig.from_hf, files)
+    config = model_config(files)
     return files, config, stored_size(files, config, quantize)
 
 

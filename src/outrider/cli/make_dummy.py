@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..models.builtin_configs import BUILTIN_CONFIGS
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig
 from ..types import OutriderError
 from .common import check_folder, out
 
@@ -28,7 +28,7 @@ def make_dummy(
     the model's."""
     from ..weights import hub
     from ..weights.dummy_file import FORMATS, SHAPES, nbytes, tensors, write_folder, write_gguf
-    from ..weights.files import Files, translate
+    from ..weights.files import Files, model_config, translate
     from ..weights.progress import progress
 
     if fmt not in FORMATS:
@@ -40,7 +40,7 @@ def make_dummy(
     if not gguf and fmt != "bf16":
         raise OutriderError(f"a folder of safetensors is written in bf16: say --format bf16, or name {to}.gguf")
     files = Files(model, to, raw)
-    config = translate(DrafterConfig.from_hf, files) if drafter else translate(ModelConfig.from_hf, files)
+    config = translate(DrafterConfig.from_hf, files) if drafter else model_config(files)
     check_folder("--out", to.parent)
     with progress(f"Writing {to.name}", sum(map(nbytes, tensors(config, fmt)))) as advance:
         if gguf:

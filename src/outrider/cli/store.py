@@ -107,12 +107,11 @@ def remove(name: Name) -> None:
 def show(name: Name, as_json: common.AsJson = False) -> None:
     """Where a model lies, how large it is, and which drafter and projector belong to it. `outrider inspect` says
     more of its layers."""
-    from ..models.config import ModelConfig
     from ..weights import hub, repos
-    from ..weights.files import translate
+    from ..weights.files import model_config
 
     files = hub.resolve(name, weights=False)
-    config = translate(ModelConfig.from_hf, files)
+    config = model_config(files)
     where, why = hub.auto_drafter(files)
     mmproj = repos.companion(files.path, "mmproj") if files.gguf is not None else None
     last = used().get(files.name, {})

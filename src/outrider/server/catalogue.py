@@ -13,10 +13,9 @@ import torch
 from ..config import EngineConfig
 from ..engine.memory import free_bytes, plan_kv_memory
 from ..llm import LLM
-from ..models.config import ModelConfig
 from ..types import OutriderError
 from ..weights import hub
-from ..weights.files import translate
+from ..weights.files import model_config
 from ..weights.sizes import stored_size
 from .fair import SPARE
 from .model_info import ModelInfo, ServedModel
@@ -43,7 +42,7 @@ def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
     """(bytes of weights and K/V, most tokens of context, what is known of it), nothing loaded. A model that can't be
     had fails here."""
     files = hub.resolve(model, weights=False)
-    config = translate(ModelConfig.from_hf, files)
+    config = model_config(files)
     dtype = torch.float16  # of K/V, on nearly every machine
     budget = plan_kv_memory(engine, config, dtype, free_bytes(torch.device("cpu")))
     position = sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim * 2 for i in config.kv_layers)

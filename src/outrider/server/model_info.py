@@ -16,7 +16,7 @@ from ..engine.text import Tokenizer
 from ..models.config import ModelConfig, text_part
 from ..types import OutriderError
 from ..weights import hub
-from ..weights.files import Files, fingerprint, translate
+from ..weights.files import Files, fingerprint, model_config
 from ..weights.sizes import StoredSize, stored_size
 from .runner import EngineLike
 from .settings import without_paths
@@ -72,7 +72,7 @@ class ModelInfo:
         """Of a model that was loaded by this name."""
         try:
             files = hub.resolve(model)
-            config = translate(ModelConfig.from_hf, files)
+            config = model_config(files)
             return cls.of(files, config, stored_size(files, config))
         except OutriderError:
             return cls()

@@ -19,7 +19,8 @@ from ..types import OutriderError, TextFiles
 from ..weights import files as weight_files
 from ..weights import hub
 from ..weights.adapter import LoraFile, adapted_hash, read_adapter
-from ..weights.load import load_target, translate
+from ..weights.files import model_config
+from ..weights.load import load_target
 from .capture import DenseOps
 from .data import Sequences
 
@@ -45,7 +46,7 @@ class TrainTarget:
 
 def describe(name: str, adapter: str | None = None) -> Described:
     files = hub.resolve(name)
-    config, hash = translate(ModelConfig.from_hf, files), weight_files.fingerprint(files)
+    config, hash = model_config(files), weight_files.fingerprint(files)
     if adapter is not None:
         hash = adapted_hash(hash, read_adapter(adapter, config).digest())
     return Described(name, files, config, weight_files.text_files(files), hash, adapter)

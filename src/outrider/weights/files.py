@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ..models.block_config import is_block
 from ..models.config import ASSISTANT_TYPES, OWN_DRAFTER_TYPES, ForeignDict, ModelConfig, supported, text_part
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
@@ -77,7 +78,7 @@ def same_tokens(a: Files, b: Files) -> bool:
 def check_draft_model(target: Files, draft: Files) -> int:
     """How many token ids a draft model and its target share; an error where their vocabularies differ by more than
     padding. It needs no weights."""
-    ours, theirs = (translate(ModelConfig.from_hf, files).vocab_size for files in (target, draft))
+    ours, theirs = (model_config(files).vocab_size for files in (target, draft))
     if ours != theirs and not same_tokens(target, draft):
         why = f"vocabularies of {theirs} and {ours} tokens, from two tokenizers"
         raise OutriderError(f"{draft.name} cannot draft for {target.name}: {why}")
@@ -91,6 +92,13 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         what = f"{type(error).__name__}: {str(error)[:80]}"
         raise OutriderError(f"{files.name}: its configuration makes no sense ({what})") from None
+
+
+def model_config(files: Files) -> ModelConfig:
+    """Of a model to run. An EAGLE-3 drafter says that it is a Llama."""
+    if is_block(files.config):
+        raise OutriderError(f"{files.name} is a drafter, not a target: pass it with --drafter")
+    return translate(ModelConfig.from_hf, files)
 
 
 def already_quantised(files: Files, how: str) -> OutriderError:

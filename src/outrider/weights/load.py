@@ -23,7 +23,7 @@ from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
 from ..ops.reference import Backend, ReferenceOps, as_tensor
 from ..types import OutriderError, TextFiles
 from . import hub
-from .files import Files, already_quantised, open_source, text_files, translate
+from .files import Files, already_quantised, model_config, open_source, text_files, translate
 from .progress import progress
 from .quant_scheme import QuantScheme, recipe
 from .shard import shard_of, shard_tensor
@@ -53,7 +53,7 @@ def load_target(
     **how: Unpack[LoadOptions],
 ) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:
     files = resolved(name, "model", how)
-    own, weights = load(files, translate(ModelConfig.from_hf, files), device, dtype, ops, **how)
+    own, weights = load(files, model_config(files), device, dtype, ops, **how)
     return own, weights, text_files(files)
 
 
@@ -140,7 +140,7 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
 def check_shares(name: str, world: int) -> None:
     """Raises an error if the model cannot be divided over `world` processes: decided by its configuration, before any
     process is started."""
-    config = translate(ModelConfig.from_hf, hub.resolve(name, weights=False))
+    config = model_config(hub.resolve(name, weights=False))
     for rank in reversed(range(world)):  # the last has the least
         split_target(config, TPRank(rank, world), lambda name: 1)
 

@@ -15,12 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..models.config import ModelConfig
 from ..models.names import normalise
 from ..types import OutriderError
 from . import hub
 from .adapter import LoraFile, read_adapter
-from .load import translate
+from .files import model_config
 from .quant_scheme import recipe
 from .safetensors import shard_names
 
@@ -35,7 +34,7 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
         raise OutriderError(f"{model} is {what}: merge into the checkpoint it was made from, then convert that")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutriderError(f"{out} exists and is not an empty folder: name a new one")
-    file = read_adapter(adapter, translate(ModelConfig.from_hf, files))
+    file = read_adapter(adapter, model_config(files))
     shards, left = shard_names(files.path) or [], set(file.updates)
     if not shards:
         raise OutriderError(f"{files.path} holds no safetensors file: there are no weights to merge into")
