@@ -56,6 +56,13 @@ def test_generate_with_two_images(cli: Any, model: Path) -> None:
     assert row["identical"] and row["stats"]["prompt_tokens"] > 100
 
 
+def test_a_file_that_is_no_image_is_named(cli: Any, model: Path) -> None:
+    bad = model.parent / "bad.png"
+    bad.write_bytes((model.parent / "a.png").read_bytes()[:200])
+    code, _, err = cli("generate", model, "what?", *SMALL, "--image", model.parent / "a.png", "--image", bad)
+    assert code == 2 and f"{bad}: " in err.replace("\n", "") and "Traceback" not in err
+
+
 def test_chat_attaches_an_image(cli: Any, model: Path) -> None:
     said = f"/image {model.parent / 'a.png'}\nwhat?\n/image nowhere.png\n/retry\n/quit\n"
     code, _, err = cli("chat", model, *SMALL, "--max-tokens", 4, stdin=said)

@@ -85,7 +85,11 @@ class ImageEncoder:
         if isinstance(image, str) and image[:5].lower() == "data:":
             image = data_url(image)
         elif isinstance(image, str | os.PathLike):
-            image = read_file(Path(image))
+            data = read_file(Path(image))
+            try:
+                return self.decoder.pixels(data, tokens, side)
+            except OutriderError as error:
+                raise OutriderError(f"{image}: {error}") from None
         if isinstance(image, bytes | bytearray | memoryview):
             return self.decoder.pixels(bytes(image), tokens, side)
         try:
