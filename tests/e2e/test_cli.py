@@ -95,6 +95,13 @@ def test_a_file_of_prompts(cli: Any, model: Path, tmp_path: Path) -> None:
     assert code == 0 and rows[0]["id"] == 7 and rows[1]["category"] == "c" and len(rows[1]["turns"]) == 2
 
 
+def test_a_prompt_that_cannot_be_answered_is_named(cli: Any, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n' + json.dumps({"prompt": "x" * 9999}) + "\n")
+    code, out, err = cli("generate", model, "--prompts", file, "--max-tokens", 6)
+    assert code == 2 and len(out.splitlines()) == 1 and "prompts.jsonl, prompt 2: " in err.replace("\n", "")
+
+
 def test_n_answers_have_their_own_seeds(cli: Any, model: Path) -> None:
     _, out, _ = cli(
         "generate", model, "Hello", "--max-tokens", 12, "--temperature", 1.5, "--n", 3, "--json", "--seed", 5

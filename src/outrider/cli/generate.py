@@ -79,9 +79,12 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     llm = common.load_llm(asked.model, load, asked.as_json)
     llm.adapter = next(iter(load.adapters), None)
     if asked.prompts is not None:
-        for one in listed:
+        for number, one in enumerate(listed, 1):
             kept = {k: v for k, v in one.row.items() if k not in ("prompt", "text", "turns")}
-            print(json.dumps({**kept, **_one_row(llm, one, params, asked.raw, asked.compare)}), flush=True)
+            try:
+                print(json.dumps({**kept, **_one_row(llm, one, params, asked.raw, asked.compare)}), flush=True)
+            except OutriderError as error:
+                raise OutriderError(f"{asked.prompts}, prompt {number}: {error}") from None
         return
     assert prompt is not None
     ids = llm.encode_chat(prompt, asked.raw, asked.image or ())
