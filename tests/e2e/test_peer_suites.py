@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests import peer_suites_vllm
+from tests import peer_suites_anthropic, peer_suites_vllm
 from tests.conformance import CONTEXT, Api, endless_target
 from tests.peer_suites import CASES, PeerCase
 from tests.server_fakes import FakeEngine, Served, tokenizer
@@ -15,7 +15,7 @@ from tests.server_fakes import FakeEngine, Served, tokenizer
 from outrider.config import EngineConfig
 from outrider.llm import LLM
 
-assert peer_suites_vllm  # its cases are in the table, too
+assert peer_suites_anthropic and peer_suites_vllm  # their cases are in the table, too
 PAGE = Path(__file__).parents[2] / "docs" / "api-reference.md"
 
 

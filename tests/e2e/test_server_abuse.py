@@ -41,13 +41,8 @@ from outrider.types import OutriderError
 TOK, GEMMA = tokenizer(), tokenizer(gemma=True)
 HI = [{"role": "user", "content": "hi"}]
 BOMB = {"type": "integer", "multipleOf": 62615533}
-CHAIN = {
-    "$defs": {
-        **{f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(3000)},
-        "a3000": {"type": "null"},
-    },
-    "$ref": "#/$defs/a0",
-}
+LINKS = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(3000)}
+CHAIN = {"$defs": {**LINKS, "a3000": {"type": "null"}}, "$ref": "#/$defs/a0"}
 BOMBS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMB}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CHAIN}}}, "response_format"),
