@@ -94,7 +94,8 @@ class Watch:
     def _tell(self, kind: str, took: float, what: str, computed: float = 0.0) -> None:
         until = time.monotonic()
         none = (0.0, all_delays(), major_faults(), stolen())
-        _, delays, faults, taken = next((then for then in reversed(self._waited) if then[0] <= until - took), none)
+        known = reversed(tuple(self._waited))  # a copy: the other thread adds to it
+        _, delays, faults, taken = next((then for then in known if then[0] <= until - took), none)
         waited = max(0.0, all_delays() - delays)
         event = {
             "at": until,
