@@ -20,6 +20,7 @@ ALLOWED = {
     "ops": set(),
     "models": {"ops"},
     "weights": {
+        "models.block_config",
         "models.config",
         "models.builtin_configs",
         "models.names",
