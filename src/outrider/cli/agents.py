@@ -34,7 +34,6 @@ def claude(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
         "ANTHROPIC_AUTH_TOKEN": at.key,
         "ANTHROPIC_API_KEY": None,  # the agent would ask the user about it
         **{f"ANTHROPIC_{role}": at.model for role in roles},
-        "CLAUDE_CODE_SUBAGENT_MODEL": at.model,
         "API_TIMEOUT_MS": str(1000 * PATIENCE_S),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes the first line of the prompt from request to request
