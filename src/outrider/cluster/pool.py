@@ -23,7 +23,7 @@ class WorkerLost(Exception):
 
 
 @dataclass(eq=False)
-class _Seat:
+class _WorkerSlot:
     worker: asyncio.Task[Answerer] | None = None  # that is being made, or is there
     lines: int = 0  # that it has
 
@@ -31,20 +31,20 @@ class _Seat:
 class WorkerPool:
     def __init__(self, make: Callable[[], Awaitable[Answerer]], workers: int) -> None:
         """make: a worker; it and its calls raise WorkerLost if the worker dies."""
-        self._make, self._seats = make, [_Seat() for _ in range(workers)]
+        self._make, self._slots = make, [_WorkerSlot() for _ in range(workers)]
 
     async def answer(self, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
         for _ in range(MOST_DEATHS):
-            seat = min(self._seats, key=lambda s: s.lines)
-            seat.worker = worker = seat.worker or asyncio.ensure_future(self._made())
-            seat.lines += 1
+            slot = min(self._slots, key=lambda s: s.lines)
+            slot.worker = worker = slot.worker or asyncio.ensure_future(self._made())
+            slot.lines += 1
             try:
                 return await (await asyncio.shield(worker))(line, custom_id, url, body)
             except WorkerLost:
-                if seat.worker is worker:  # the first of its lines to learn of it
-                    seat.worker = None
+                if slot.worker is worker:  # the first of its lines to learn of it
+                    slot.worker = None
             finally:
-                seat.lines -= 1
+                slot.lines -= 1
         message = f"{MOST_DEATHS} workers were lost while they had this request."
         return refused_row(line, custom_id, ApiError(500, message, code="engine_error"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -40,6 +40,9 @@ class Budget:
     def overdrawn(self) -> bool:
         """Evaluations are planned to end in time; one that takes a tenth of it more is given up."""
         return self.left < -0.1 * self.seconds
+
+
+Halt = Callable[[], bool]  # whether an evaluation is to be given up
 
 
 class Halted(Exception):

@@ -7,7 +7,7 @@ only the anchors that decoding would: from an anchor with m matches, min(m, K) +
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -23,7 +23,7 @@ from ..spec.drafter import guess_next
 from ..spec.slot_sampling import sampling_batch
 from ..types import MAX_DRAFT, SamplingParams
 from .capture import capture
-from .clock import Halted
+from .clock import Halt, Halted
 from .clusters import cluster_of
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .export import Json
@@ -94,10 +94,10 @@ class Judge:
     net: TrainNet
     weights: dict[str, Tensor]
     head: EvalHead
-    halt: Callable[[], bool] = lambda: False  # asked before each batch; True ends the evaluation with Halted
+    halt: Halt = lambda: False  # asked before each batch; True ends the evaluation with Halted
 
     @staticmethod
-    def of(model: TextModel, net: TrainNet, full: bool = True, halt: Callable[[], bool] = lambda: False) -> Judge:
+    def of(model: TextModel, net: TrainNet, full: bool = True, halt: Halt = lambda: False) -> Judge:
         """full: by all rows of the head, also where the drafter has clusters."""
         weights = {k: v.detach() for k, v in net.cast(model.dtype, net.config.weight_bits).items()}
         rows = as_tensor(model.head) if net.config.tied_to_target else weights["embed"]

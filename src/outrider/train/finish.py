@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..spec.acceptance_profile import Runs
 from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub
-from .clock import Halted
+from .clock import Halt, Halted
 from .clusters import choose_top, recall_curve
 from .config import TrainConfig
 from .data import Sequences
@@ -40,7 +39,6 @@ from .target import TrainTarget
 from .trainer import Row, Trainer
 from .trainer import write as write_checkpoint
 
-Halt = Callable[[], bool]  # whether an evaluation is to be given up
 # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
 PASSES = 4
 

@@ -50,7 +50,10 @@ NEEDS = {
     "generic": "",
 }
 # by machine: what a wheel ships
-WHEEL_LEVELS = {"x86_64": [*FLAGS][:4] + ["generic"], "aarch64": [*FLAGS][4:]}
+WHEEL_LEVELS = {
+    "x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2", "generic"),
+    "aarch64": ("i8mm", "dotprod", "generic"),
+}
 # No contraction: a sum must round the same in every tile it is part of.
 COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter -w"
 CPU_SECONDS = 300  # of processor time for each compiler: on a busy machine wall time may be minutes longer
