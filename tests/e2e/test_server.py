@@ -4,7 +4,6 @@ streaming."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -20,20 +19,6 @@ WEATHER: list[Any] = [
         "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
     }
 ]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served(FakeEngine(TOK), TOK) as s:
-        yield s
-
-
-@pytest.fixture(autouse=True)
-def calm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After every test nothing is left running."""
-    yield
-    if "served" in request.fixturenames:
-        request.getfixturevalue("served").settle()
 
 
 def text_of(chunks: Any) -> str:

@@ -7,7 +7,6 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -23,20 +22,6 @@ from outrider.types import OutriderError
 
 TOK = tokenizer()
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served(FakeEngine(TOK), TOK) as s:
-        yield s
-
-
-@pytest.fixture(autouse=True)
-def calm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After every test nothing is left running."""
-    yield
-    if "served" in request.fixturenames:
-        request.getfixturevalue("served").settle()
 
 
 def chat(**fields: Any) -> dict[str, Any]:
