@@ -19,11 +19,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def site() -> Iterator[Served]:
     with Served(FakeEngine(TOK, say, delay=0.004), TOK) as s:
         yield s
 
 
 @pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
-    yield from open_page(browser, served.url)
+def page(browser: Any, site: Served) -> Iterator[Any]:
+    yield from open_page(browser, site.url)

@@ -58,7 +58,7 @@ def test_trees_are_laid_out_by_what_follows_what(page: Any) -> None:
     assert page.evaluate("async tree => (await import('./page/cycles.js')).helped(tree)", tree)
 
 
-def test_sliders_and_system_prompt_go_into_the_request(page: Any, served: Served) -> None:
+def test_sliders_and_system_prompt_go_into_the_request(page: Any, site: Served) -> None:
     page.locator("#k").fill("0")
     page.locator("#temperature").fill("0.7")
     page.locator("#top-p").fill("0.9")
@@ -66,7 +66,7 @@ def test_sliders_and_system_prompt_go_into_the_request(page: Any, served: Served
     page.locator("#seed").fill("42")
     page.fill("#system", "Be brief.")
     ask(page, "With settings.")
-    request = served.engine.seen[-1]
+    request = site.engine.seen[-1]
     assert (request.draft_tokens, request.params.temperature, request.params.seed) == (0, 0.7, 42)
     assert (request.params.top_p, request.params.top_k) == (0.9, 20)
     assert "system\nBe brief." in TOK.decode(request.prompt)
@@ -75,22 +75,22 @@ def test_sliders_and_system_prompt_go_into_the_request(page: Any, served: Served
     assert "plain" in page.inner_text("#against").lower()  # an answer without drafts is a measurement
 
 
-def test_a_reader_who_scrolled_up_stays_there(page: Any, served: Served) -> None:
+def test_a_reader_who_scrolled_up_stays_there(page: Any, site: Served) -> None:
     for i in range(3):
         ask(page, f"Fill the page {i}, list of code.")
-    served.engine.hold = 40
+    site.engine.hold = 40
     try:
         page.fill("#prompt", "More.")
         page.keyboard.press("Enter")
         page.wait_for_selector(".message.running span")
         page.evaluate("document.getElementById('log').scrollTop = 40")
-        served.engine.hold = None
+        site.engine.hold = None
         page.wait_for_selector(".message:last-child .foot")
         assert page.evaluate("document.getElementById('log').scrollTop") == 40
         page.click("#latest")
         assert page.locator("#log").evaluate("n => n.scrollHeight - n.scrollTop - n.clientHeight") < 2
     finally:
-        served.engine.hold = None
+        site.engine.hold = None
 
 
 def test_text_areas_grow(page: Any) -> None:
@@ -109,14 +109,14 @@ def test_screen_readers_get_sentences(page: Any) -> None:
     assert page.locator("#log[aria-live], #log [aria-live]").count() == 0
 
 
-def test_race_says_when_texts_differ(page: Any, served: Served) -> None:
-    served.engine.say, old = (lambda r: "plain side" if r.draft_tokens == 0 else "other side"), served.engine.say
+def test_race_says_when_texts_differ(page: Any, site: Served) -> None:
+    site.engine.say, old = (lambda r: "plain side" if r.draft_tokens == 0 else "other side"), site.engine.say
     try:
         page.click("#tab-race")
         page.click("#race-go")
         expect(page.locator("#verdict")).to_contain_text("the texts differ")
     finally:
-        served.engine.say = old
+        site.engine.say = old
 
 
 def test_server_figures_and_keyboard(page: Any) -> None:
@@ -139,8 +139,8 @@ def test_server_figures_and_keyboard(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "prompt"
 
 
-def test_phone_sized_and_light(browser: Any, served: Served) -> None:
-    pages = open_page(browser, served.url, viewport={"width": 390, "height": 844}, color_scheme="light")
+def test_phone_sized_and_light(browser: Any, site: Served) -> None:
+    pages = open_page(browser, site.url, viewport={"width": 390, "height": 844}, color_scheme="light")
     page = next(pages)
     ask(page, "Tell me about the fox.")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -156,8 +156,8 @@ def test_phone_sized_and_light(browser: Any, served: Served) -> None:
 
 
 def test_api_key_is_asked_for(browser: Any) -> None:
-    with Served(FakeEngine(TOK, say), TOK, api_keys=("sesame",)) as served:
-        pages = open_page(browser, served.url)
+    with Served(FakeEngine(TOK, say), TOK, api_keys=("sesame",)) as site:
+        pages = open_page(browser, site.url)
         page = next(pages)
         page.wait_for_selector("#key-form:not([hidden])")
         shoot(page, "key")
@@ -172,16 +172,16 @@ def test_api_key_is_asked_for(browser: Any) -> None:
 
 
 def test_a_server_that_dies_is_reported(browser: Any) -> None:
-    with Served(FakeEngine(TOK, say), TOK) as served:
-        pages = open_page(browser, served.url)
+    with Served(FakeEngine(TOK, say), TOK) as site:
+        pages = open_page(browser, site.url)
         page = next(pages)
     ask(page, "Anyone there?")
     assert "can't be reached" in page.inner_text(".message.refused .reason")
     next(pages, None)
 
 
-def test_several_models_can_be_chosen(browser: Any, served: Served) -> None:
-    pages = open_page(browser, served.url)
+def test_several_models_can_be_chosen(browser: Any, site: Served) -> None:
+    pages = open_page(browser, site.url)
     page = next(pages)
     card = {"id": "fake", "outrider": {"max_context": 2048, "drafter": "drafter: fake"}}
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [card, {**card, "id": "other"}]}))
@@ -194,19 +194,19 @@ def test_several_models_can_be_chosen(browser: Any, served: Served) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_axe_finds_nothing_serious(browser: Any, served: Served, scheme: str) -> None:
+def test_axe_finds_nothing_serious(browser: Any, site: Served, scheme: str) -> None:
     """axe-core over every view. See tests/data/axe/README.md for the file's origin."""
     file = Path(__file__).parents[1] / "data" / "axe" / "axe.min.js.gz"
     axe = gzip.decompress(file.read_bytes()).decode()
-    pages = open_page(browser, served.url, color_scheme=scheme)
+    pages = open_page(browser, site.url, color_scheme=scheme)
     page = next(pages)
     page.emulate_media(reduced_motion="reduce")  # no half-faded colours
-    served.engine.branching = True
+    site.engine.branching = True
     try:
         ask(page, "Give me a list of code.")
     finally:
-        served.engine.branching = False
-    served.engine.fail_steps = 1
+        site.engine.branching = False
+    site.engine.fail_steps = 1
     ask(page, "Refuse this.")
     ask(page, "And this once more.")
     page.locator(".message.assistant:last-child .foot >> text=Retry").click()
@@ -231,12 +231,12 @@ def test_axe_finds_nothing_serious(browser: Any, served: Served, scheme: str) ->
     next(pages, None)
 
 
-def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, served: Served) -> None:
-    served.engine.branching = True
+def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, site: Served) -> None:
+    site.engine.branching = True
     try:
         ask(page, "A tree.")
     finally:
-        served.engine.branching = False
+        site.engine.branching = False
     assert page.is_visible("#cycles") and "came from a branch" in page.inner_text("#branched")
     left, taken, own = page.locator("#tree .left"), page.locator("#tree .taken"), page.locator("#tree .own")
     assert left.count() == 1 and taken.count() >= 1
@@ -262,15 +262,15 @@ def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, served: Served)
     page.keyboard.press("Escape")
     page.wait_for_selector("aside #tree", state="attached")  # the dialog's end is told a moment later
     page.wait_for_function("document.activeElement.id === 'cycle-larger'")
-    served.engine.draft, drafts = 0, served.engine.draft
+    site.engine.draft, drafts = 0, site.engine.draft
     try:
         ask(page, "And none.")
     finally:
-        served.engine.draft = drafts
+        site.engine.draft = drafts
     assert page.is_hidden("#cycles")
 
 
-def test_race_ends_identical_and_is_replayed(page: Any, served: Served) -> None:
+def test_race_ends_identical_and_is_replayed(page: Any, site: Served) -> None:
     page.emulate_media(reduced_motion="reduce")  # the replay waits to be started
     page.click("#tab-race")
     page.fill("#race-prompt", "Tell me about the fox.")
@@ -278,7 +278,7 @@ def test_race_ends_identical_and_is_replayed(page: Any, served: Served) -> None:
     expect(page.locator("#verdict")).to_contain_text("identical")
     texts = ["#lane-plain .text", "#lane-spec .text"]
     assert [page.inner_text(text) for text in texts] == [STORY, STORY]
-    assert [r.draft_tokens for r in served.engine.seen[-2:]] == [0, None]
+    assert [r.draft_tokens for r in site.engine.seen[-2:]] == [0, None]
     assert "×" in page.inner_text("#verdict")
     shoot(page, "race")
     page.locator("#replay-at").evaluate("n => { n.value = n.max / 4; n.dispatchEvent(new Event('input')); }")
@@ -335,7 +335,7 @@ def test_a_replay_shows_drafts_as_ghosts_and_counts_the_time_saved(page: Any) ->
     ]
 
 
-def test_plain_is_measured_by_itself_dated_and_ages(page: Any, served: Served) -> None:
+def test_plain_is_measured_by_itself_dated_and_ages(page: Any, site: Served) -> None:
     page.evaluate(
         "localStorage.clear(); localStorage.setItem('outrider.plain.fake', '7')"
     )  # without a date, as it once was
@@ -345,7 +345,7 @@ def test_plain_is_measured_by_itself_dated_and_ages(page: Any, served: Served) -
     page.check("#auto-plain")
     ask(page, "Again.")
     expect(page.locator("#against")).to_contain_text("× plain")
-    assert served.engine.seen[-1].draft_tokens == 0 and "measured just now" in page.inner_text("#against")
+    assert site.engine.seen[-1].draft_tokens == 0 and "measured just now" in page.inner_text("#against")
     assert page.locator("#speed path.line-1").get_attribute("d").startswith("M")
     assert "tokens/s" in page.locator("#speed svg").get_attribute("aria-label")
     page.uncheck("#auto-plain")
@@ -358,10 +358,10 @@ def test_plain_is_measured_by_itself_dated_and_ages(page: Any, served: Served) -
     expect(page.locator("#against")).to_contain_text("just now")
 
 
-def test_figures_of_the_answer_before_do_not_stay(page: Any, served: Served) -> None:
+def test_figures_of_the_answer_before_do_not_stay(page: Any, site: Served) -> None:
     ask(page, "Tell me about the fox.")
     assert page.locator("#positions div").count() == 3
-    served.engine.hold = 0
+    site.engine.hold = 0
     try:
         page.fill("#prompt", "Wait.")
         page.keyboard.press("Enter")
@@ -370,5 +370,5 @@ def test_figures_of_the_answer_before_do_not_stay(page: Any, served: Served) -> 
         assert [page.inner_text(f"#s-{name}") for name in ("ttft", "cycle", "accept")] == ["–"] * 3
         assert page.locator("#positions div").count() == 0 and page.is_hidden("#cycles")
     finally:
-        served.engine.hold = None
+        site.engine.hold = None
     page.wait_for_selector(".message:last-child .foot")

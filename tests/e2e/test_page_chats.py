@@ -34,42 +34,42 @@ def test_conversations_are_kept_opened_and_deleted(page: Any) -> None:
     assert page.locator(".message").count() == 0
 
 
-def test_copy_edit_and_retry(page: Any, served: Served) -> None:
+def test_copy_edit_and_retry(page: Any, site: Served) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     ask(page, "One.")
     page.locator(".message.assistant .foot >> text=Copy").click()
     until(lambda: page.evaluate("navigator.clipboard.readText()") == STORY)
     page.locator(".message.assistant .foot >> text=Retry").click()
     page.wait_for_selector(".message.assistant .foot")
-    assert page.locator(".message").count() == 2 and served.engine.seen[-1].params.seed == 1
+    assert page.locator(".message").count() == 2 and site.engine.seen[-1].params.seed == 1
     page.focus("#prompt")
     page.keyboard.press("ArrowUp")
     page.keyboard.type(" And two?")
     page.keyboard.press("Enter")
     page.wait_for_selector(".message.assistant .foot")
     assert page.locator(".message.user .body").all_inner_texts() == ["One. And two?"]
-    prompt = TOK.decode(served.engine.seen[-1].prompt)
+    prompt = TOK.decode(site.engine.seen[-1].prompt)
     assert "One. And two?" in prompt and prompt.count("user\n") == 1
 
 
-def test_a_full_context_forgets_the_oldest_turns(page: Any, served: Served) -> None:
+def test_a_full_context_forgets_the_oldest_turns(page: Any, site: Served) -> None:
     for i in range(9):
         ask(page, f"Question {i}. " + "x" * 60)
-    prompt = TOK.decode(served.engine.seen[-1].prompt)
+    prompt = TOK.decode(site.engine.seen[-1].prompt)
     assert "Question 8" in prompt and "Question 0" not in prompt
     assert "no longer fit" in page.inner_text(".divider") and page.locator(".message").count() == 18
     assert not page.is_visible("#error") and page.locator(".refused").count() == 0
 
 
-def test_a_refused_message_is_shown_as_refused_and_not_sent_again(page: Any, served: Served) -> None:
-    served.engine.fail_steps = 1
+def test_a_refused_message_is_shown_as_refused_and_not_sent_again(page: Any, site: Served) -> None:
+    site.engine.fail_steps = 1
     ask(page, "This will fail.")
     refused = page.locator(".message.user.refused")
     assert (
         "engine failed" in refused.locator(".reason").inner_text() and page.locator(".message.assistant").count() == 0
     )
     ask(page, "This works again.")
-    assert "This will fail." not in TOK.decode(served.engine.seen[-1].prompt)
+    assert "This will fail." not in TOK.decode(site.engine.seen[-1].prompt)
     refused.locator("text=Retry").click()
     page.wait_for_selector(".message.assistant:last-child .foot")
     assert (
@@ -90,8 +90,8 @@ def test_refusals_by_name(page: Any) -> None:
     assert page.locator(".message.assistant .body").inner_text() == STORY
 
 
-def test_stop_keeps_what_came_and_frees_the_server(page: Any, served: Served) -> None:
-    served.engine.hold = 40
+def test_stop_keeps_what_came_and_frees_the_server(page: Any, site: Served) -> None:
+    site.engine.hold = 40
     try:
         page.fill("#prompt", "Something long.")
         page.keyboard.press("Enter")
@@ -99,9 +99,9 @@ def test_stop_keeps_what_came_and_frees_the_server(page: Any, served: Served) ->
         page.keyboard.press("Escape")
         page.wait_for_selector(".message.assistant .foot")
         assert "stopped" in page.locator(".foot .meta").last.inner_text()
-        served.settle()
+        site.settle()
     finally:
-        served.engine.hold = None
+        site.engine.hold = None
 
 
 def begin(page: Any, text: str) -> None:
@@ -115,8 +115,8 @@ def questions(page: Any) -> list[str]:
     return page.locator(".message.user .body").all_inner_texts()
 
 
-def test_a_message_sent_while_an_answer_streams_waits_for_its_end(page: Any, served: Served) -> None:
-    served.engine.hold = 40
+def test_a_message_sent_while_an_answer_streams_waits_for_its_end(page: Any, site: Served) -> None:
+    site.engine.hold = 40
     try:
         begin(page, "The first.")
         for text in ("The second.", "Never mind.", "The third."):
@@ -126,11 +126,11 @@ def test_a_message_sent_while_an_answer_streams_waits_for_its_end(page: Any, ser
         assert page.locator(".message.running").count() == 1 and page.locator("#queue li").count() == 3
         page.get_by_label("Do not send: Never mind.").click()
     finally:
-        served.engine.hold = None
+        site.engine.hold = None
     expect(page.locator(".message.assistant .foot")).to_have_count(3)
     assert questions(page) == ["The first.", "The second.", "The third."] and page.is_hidden("#queue")
     assert page.locator(".message.assistant .body").all_inner_texts() == [STORY] * 3
-    served.engine.hold = 40
+    site.engine.hold = 40
     try:
         begin(page, "The fourth.")
         page.fill("#prompt", "The fifth.")
@@ -138,13 +138,13 @@ def test_a_message_sent_while_an_answer_streams_waits_for_its_end(page: Any, ser
         page.click("#stop")  # what waited is not lost, and not sent either
         expect(page.locator("#prompt")).to_have_value("The fifth.")
         assert "stopped" in page.locator(".foot .meta").last.inner_text() and page.is_hidden("#queue")
-        served.settle()
+        site.settle()
     finally:
-        served.engine.hold = None
+        site.engine.hold = None
 
 
-def test_a_reload_in_mid_stream_loses_neither_question_nor_answer(page: Any, served: Served) -> None:
-    served.engine.hold = 40
+def test_a_reload_in_mid_stream_loses_neither_question_nor_answer(page: Any, site: Served) -> None:
+    site.engine.hold = 40
     try:
         begin(page, "Tell me.")
         page.fill("#prompt", "And then?")
@@ -157,7 +157,7 @@ def test_a_reload_in_mid_stream_loses_neither_question_nor_answer(page: Any, ser
         )  # before the server said a word
         assert page.input_value("#prompt") == "half a thought"
     finally:
-        served.engine.hold = None
+        site.engine.hold = None
     expect(page.locator(".message.assistant .foot")).to_have_count(2)
     assert questions(page) == ["Tell me.", "And then?"]
     assert page.locator(".message.assistant .body").all_inner_texts() == [STORY, STORY]
@@ -177,15 +177,15 @@ def test_a_reload_in_mid_stream_loses_neither_question_nor_answer(page: Any, ser
     expect(page.locator(".message.assistant .body").last).to_have_text(STORY)
 
 
-def test_two_windows_show_the_same_and_lose_no_turn(page: Any, served: Served) -> None:
+def test_two_windows_show_the_same_and_lose_no_turn(page: Any, site: Served) -> None:
     ask(page, "One.")
     other = page.context.new_page()
-    visit(other, served.url)
+    visit(other, site.url)
     assert questions(other) == ["One."]
     ask(other, "Two, in the other window.")
     expect(page.locator(".message.assistant .foot")).to_have_count(2)  # it follows
     assert questions(page) == ["One.", "Two, in the other window."]
-    served.engine.hold = 40
+    site.engine.hold = 40
     try:
         begin(page, "Three, here.")
         expect(other.locator(".message.running .body")).to_contain_text(STORY[:40])
@@ -196,7 +196,7 @@ def test_two_windows_show_the_same_and_lose_no_turn(page: Any, served: Served) -
         other.click("#new-chat")
         begin(other, "Four, meanwhile elsewhere.")
     finally:
-        served.engine.hold = None
+        site.engine.hold = None
     expect(page.locator(".message.assistant .foot")).to_have_count(3)
     expect(other.locator(".message.assistant .foot")).to_have_count(1)
     for window in (page, other):
@@ -222,8 +222,8 @@ def test_two_windows_show_the_same_and_lose_no_turn(page: Any, served: Served) -
     expect(other.locator(".message")).to_have_count(0)  # gone there too
 
 
-def test_retries_and_edits_are_branches(page: Any, served: Served) -> None:
-    served.engine.say, old = (lambda r: f"Seed {r.params.seed}."), served.engine.say
+def test_retries_and_edits_are_branches(page: Any, site: Served) -> None:
+    site.engine.say, old = (lambda r: f"Seed {r.params.seed}."), site.engine.say
     try:
         ask(page, "First.")
         page.locator(".message.assistant .foot >> text=Retry").click()
@@ -233,7 +233,7 @@ def test_retries_and_edits_are_branches(page: Any, served: Served) -> None:
         page.get_by_label("The version before").click()
         assert page.locator(".message.assistant .body").all_inner_texts() == ["Seed 0."]
         ask(page, "DraftRequest the first.")
-        assert "Seed 1." not in TOK.decode(served.engine.seen[-1].prompt)
+        assert "Seed 1." not in TOK.decode(site.engine.seen[-1].prompt)
         page.reload()
         assert questions(page) == ["First.", "DraftRequest the first."]
         page.get_by_label("The next version").click()
@@ -248,7 +248,7 @@ def test_retries_and_edits_are_branches(page: Any, served: Served) -> None:
         page.locator(".message.user").last.get_by_label("The version before").click()
         assert questions(page) == ["First.", "DraftRequest the second."]
     finally:
-        served.engine.say = old
+        site.engine.say = old
 
 
 def test_chats_are_searched_renamed_exported_and_imported(page: Any, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_conversations_of_earlier_versions_are_taken_over(page: Any) -> None:
     assert page.locator(".message .body").all_inner_texts() == ["Old question.", "Old answer."]
 
 
-def test_images_are_attached_where_the_model_sees(page: Any, served: Served) -> None:
+def test_images_are_attached_where_the_model_sees(page: Any, site: Served) -> None:
     assert page.is_hidden("#attach")  # this server's model does not see
     page.route("**/props", lambda route: route.fulfill(json={"modalities": {"vision": True}}))
     page.reload()
