@@ -132,6 +132,16 @@ def test_joining_and_leaving(folder: Path, graphs: bool) -> None:
     assert got == plain("dense", [job for _, job in jobs])
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
+def test_a_long_text_beside_deep_trees(folder: Path, graphs: bool) -> None:
+    """The path of another sequence may be longer than the pages that the longest text has."""
+    made = audited(folder, "z-lab", "llama")
+    engine = tiny_engine("llama", made, model=MODELS["llama"], graphs=graphs)
+    asked = [request("long", PROMPT * 3, k=0, max_tokens=30), tree_request("deep", PROMPT, 4, 12, max_tokens=30)]
+    assert run(engine, asked) == plain("llama", asked)
+    assert engine.metrics.trees > 0 and engine.metrics.drafter_failures == 0
+
+
 def test_a_confidence_head_shapes_the_tree(folder: Path) -> None:
     """Where it is sure, the tree is a chain; where it is not, tokens stand beside the best."""
     shapes: dict[float, list[int]] = {}

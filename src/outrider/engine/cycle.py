@@ -140,12 +140,13 @@ def cycle(
 
 def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
     """Replaces the drafter's context by the rows of a tree's accepted path. Past its end the last row is repeated, at
-    positions that the next pass overwrites."""
+    its own position: another sequence's path may be longer than the pages that this one has."""
     rows, device = out.verdict.rows, x.position.device
     assert rows is not None
     (size, wide), at = rows.shape, (x.rows.start[:-1, None] + rows).reshape(-1)
     seq, start = torch.arange(size, device=device), torch.arange(size + 1, dtype=torch.int32, device=device)
-    positions = (x.position[:, None] + torch.arange(wide, device=device)).reshape(-1)
+    depth = torch.minimum(torch.arange(wide, device=device), out.verdict.accepted[:, None])  # [B, D + 1]
+    positions = (x.position[:, None] + depth).reshape(-1)
     kv = pages.view(positions, seq.repeat_interleave(wide), start * wide, wide, x.max_context)
     streams = tuple(stream.index_select(0, at) for stream in out.streams)
     return replace(out, streams=streams, kv=kv, following=out.following.reshape(-1))

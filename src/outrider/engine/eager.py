@@ -22,8 +22,7 @@ from ..spec.slot_sampling import sampling_batch
 from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs
 from .grammar import unpacked
-from .metrics import Metrics
-from .model_runner import ModelRunner, switch_off
+from .model_runner import ModelRunner
 from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
 
 log = logging.getLogger("outrider")
@@ -41,8 +40,8 @@ class EagerExecutor(Executor):
 
     name = "eager"
 
-    def __init__(self, runner: ModelRunner, metrics: Metrics):
-        self.runner, self.metrics = runner, metrics
+    def __init__(self, runner: ModelRunner):
+        self.runner = runner
 
     def plan(self, batch: StepBatch) -> Plan:
         return Plan(batch)
@@ -157,7 +156,7 @@ class EagerExecutor(Executor):
             try:
                 draft = self._checked(self._neural(scheduled, rest, x, trust), [scheduled[i] for i in rest])
             except Exception as error:
-                switch_off(name or "", [scheduled[i] for i in rest], error, self.metrics)
+                self.runner.switch_off(name or "", [scheduled[i] for i in rest], error)
                 continue
             if len(rest) == len(scheduled):
                 return replace(draft, lengths=torch.minimum(draft.lengths, x.rows.limit).clamp(min=0))

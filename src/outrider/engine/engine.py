@@ -95,7 +95,8 @@ class Engine:
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
-        self.runner = ModelRunner(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
+        ends = tuple(sorted(self.eos))
+        self.runner = ModelRunner(model, self.store, drafter, features, ends, self.clock, self._metrics)
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
         trees = self.executors[0].trees
@@ -128,10 +129,10 @@ class Engine:
         net = drafter.net if drafter is not None else None
         cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
         if cycle is not None and not made:
-            made.append(HostExecutor(runner, cycle, self._metrics))
+            made.append(HostExecutor(runner, cycle))
         if drafter is not None and drafter.kv_specs and not made:
             log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
-        return [*made, EagerExecutor(runner, self._metrics)]
+        return [*made, EagerExecutor(runner)]
 
     def serve(self) -> str:
         """Prepare for serving, where requests come at any moment and every step delays all of them: memory is allocated

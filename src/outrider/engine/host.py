@@ -22,8 +22,7 @@ from ..spec.slot_sampling import sampling_batch
 from ..types import DraftPlan, SamplingParams
 from .cycle import logprobs
 from .eager import EagerExecutor
-from .metrics import Metrics
-from .model_runner import ModelRunner, switch_off
+from .model_runner import ModelRunner
 from .step import Emitted, Executor, PendingStep, Plan, StepBatch
 
 if TYPE_CHECKING:
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 class HostExecutor(Executor):
     name = "host"
 
-    def __init__(self, runner: ModelRunner, cycle: CpuCycle, metrics: Metrics):
-        self.runner, self.cycle, self.metrics = runner, cycle, metrics
+    def __init__(self, runner: ModelRunner, cycle: CpuCycle):
+        self.runner, self.cycle = runner, cycle
         drafter = runner.drafter
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
         # it drafts operation by operation, and reads every pass
-        self.eager = EagerExecutor(runner, metrics) if drafter is not None and drafter.kv_specs else None
+        self.eager = EagerExecutor(runner) if drafter is not None and drafter.kv_specs else None
         members = drafter.members if drafter is not None else ()
         # the drafter whose rounds are part of the call
         self.inside = next((one.name for one in members if one.net is not None and cycle.drafts), None)
@@ -119,7 +118,7 @@ class HostExecutor(Executor):
         try:
             return dict(zip(which, self.ahead.draft_on_host(request)))
         except Exception as error:
-            switch_off(self.ahead.name, scheduled, error, self.metrics)
+            self.runner.switch_off(self.ahead.name, scheduled, error)
             return dict.fromkeys(which, DraftResult([], [], 0))
 
     def read(self, pending: PendingStep) -> list[Emitted]:

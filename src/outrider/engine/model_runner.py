@@ -36,6 +36,7 @@ class ModelRunner:
     features: Tensor  # [slots + 1, H·(1 + taps)]: the drafter's inputs; the last row is for padding rows
     eos: tuple[int, ...]
     clock: Callable[[], float]
+    metrics: Metrics
     prompt_seconds: float = 0.0  # spent on prompts so far
     divided: bool = False  # other processes run the same steps: if one of them fails, all must fail
     scratch: list[SeqCache] = field(default_factory=list)  # sequences without a request, for timing steps
@@ -148,7 +149,15 @@ class ModelRunner:
         try:
             self.drafter.extend(streams, kv, following)
         except Exception as error:
-            switch_off(self.drafter.name, scheduled, error)
+            self.switch_off(self.drafter.name, scheduled, error)
+
+    def switch_off(self, drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception) -> None:
+        """The drafter failed on these sequences: they continue with plain decoding."""
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)
+        for item in scheduled:
+            item.seq.stats.drafter_off = reason
+        self.metrics.drafter_failures += 1
 
     def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> Target:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
@@ -241,15 +250,3 @@ class ModelRunner:
         for cache in self.scratch:
             self.store.close(cache)
         self.scratch.clear()
-
-
-def switch_off(
-    drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception, metrics: Metrics | None = None
-) -> None:
-    """The drafter failed on these sequences: they continue with plain decoding."""
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)
-    for item in scheduled:
-        item.seq.stats.drafter_off = reason
-    if metrics is not None:
-        metrics.drafter_failures += 1
