@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from safetensors.torch import save_file
 from tests import quantised
+from tests.dummy_checkpoint import write_gguf
 from torch import Tensor
 
 from gpu_rig import Rig, collect, plain_run, speculative_run
@@ -48,7 +49,6 @@ from outrider.ops.formats import DeviceWeight, Packed, base
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps
 from outrider.ops.triton.quant_ops import MODES
-from outrider.weights.dummy_file import write_gguf
 from outrider.weights.files import from_folder, from_gguf
 from outrider.weights.load import load
 

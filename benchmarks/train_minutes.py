@@ -20,8 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from tests.dummy_checkpoint import write_gguf
+
+from outrider.models.config import ModelConfig
 from outrider.prompts import read_prompts
 from outrider.train.data import Sequences
 
@@ -33,17 +37,15 @@ SHAPE |= {"max_position_embeddings": 2048, "eos_token_id": 1, "tie_word_embeddin
 
 def outrider(cores: str, *words: object) -> subprocess.CompletedProcess[str]:
     """The command on these cores; what it says goes to the terminal."""
-    path = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     pinned = ["taskset", "-c", cores, sys.executable, "-m", "outrider", *map(str, words)]
     return subprocess.run(pinned, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
 
 
-def random_model(out: Path, cores: str) -> Path:
-    shape, made = out / "random-shape", out / "random.gguf"
+def random_model(out: Path) -> Path:
+    made = out / "random.gguf"
     if not made.exists():
-        shape.mkdir(exist_ok=True)
-        (shape / "config.json").write_text(json.dumps(SHAPE))
-        outrider(cores, "make-dummy", shape, made, "--format", "q8_0").check_returncode()
+        write_gguf(made, ModelConfig.from_hf(SHAPE), "q8_0")
     return made
 
 
@@ -90,7 +92,7 @@ def main() -> None:
             name = Path(model).stem
             if any((row["model"], row["minutes"]) == (name, minutes) for row in done):
                 continue
-            row = one_run(name, random_model(args.out, args.cores) if model == "random" else model, minutes, args)
+            row = one_run(name, random_model(args.out) if model == "random" else model, minutes, args)
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)

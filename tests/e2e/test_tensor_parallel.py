@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from tests.block_drafters import LAYOUTS, tensors
 from tests.block_drafters import write as write_block
+from tests.dummy_checkpoint import write_folder, write_gguf
 from tests.engines import GEMMA4, LLAMA, VARIANTS, VOCAB, assistant
 from tests.waiting import PATIENCE
 
@@ -29,7 +30,6 @@ from outrider.models.names import tensor_plan
 from outrider.parallel import process_group
 from outrider.types import OutriderError
 from outrider.weights import hub
-from outrider.weights.dummy_file import write_folder, write_gguf
 
 ROOT = Path(__file__).parents[2]
 UNEVEN = {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dummy_checkpoint import write_gguf
 from tests.engines import request, run
 from tests.kv import build_kv
 from tests.unit.engine.test_host_cycle import engines
 from tests.unit.ops.test_cpu_packing import part
-from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
+from tests.unit.weights.test_gguf_load import EDGE, MOE, QWEN
 from torch import Tensor
 
 from outrider.models.config import DrafterConfig, ModelConfig
@@ -34,7 +35,6 @@ from outrider.ops.reference import ReferenceOps
 from outrider.spec.slot_sampling import sampling_batch
 from outrider.train import design
 from outrider.types import DraftNoise, SamplingParams
-from outrider.weights.dummy_file import write_gguf
 from outrider.weights.load import dummy_weights, load_target
 
 KINDS = (*BLOCKS, "mixed", "float32", "bfloat16", "float16")

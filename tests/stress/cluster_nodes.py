@@ -299,8 +299,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if model is None:
+            from tests.dummy_checkpoint import write_folder
+
             from outrider.models.config import ModelConfig
-            from outrider.weights.dummy_file import write_folder
 
             write_folder(Path(folder) / "tiny", TINY, ModelConfig.from_hf(TINY))
             model = f"{folder}/tiny"

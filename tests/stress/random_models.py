@@ -12,8 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+from tests.dummy_checkpoint import write_gguf  # noqa: E402
+
 from outrider.models.config import Foreign, ModelConfig  # noqa: E402
-from outrider.weights.dummy_file import SHAPES, write_gguf  # noqa: E402
 
 LLAMA: Foreign = dict(
     model_type="llama", rms_norm_eps=1e-5, rope_theta=1e4, hidden_act="silu", eos_token_id=1, tie_word_embeddings=True
@@ -31,7 +32,13 @@ RANDOM: dict[str, tuple[Foreign, str]] = {
         | dict(intermediate_size=1536, max_position_embeddings=8192),
         "q4_1",
     ),
-    "random-1.5b": (SHAPES["Qwen/Qwen2.5-1.5B-Instruct"], "q4_k_m"),
+    "random-1.5b": (
+        LLAMA
+        | dict(model_type="qwen2", tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e6, vocab_size=151936)
+        | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2)
+        | dict(intermediate_size=8960, max_position_embeddings=32768),
+        "q4_k_m",
+    ),
 }
 
 

@@ -19,15 +19,17 @@ from . import common
 
 COMMANDS = (
     *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "merge"),
-    *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "export", "make-dummy"),
-    *("demo", "doctor"),
+    *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "export", "demo", "doctor"),
 )
 FUNCTIONS = {
     **{"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"},
     **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "export")},
 }
 TRAINED = "gone: `outrider train` learns a clustered head with its drafter (`clusters` in a recipe)"
-MOVED = {"cluster": TRAINED, "cluster-head": TRAINED, "load": "called `outrider bench-server` now"}
+MOVED = {
+    **{"cluster": TRAINED, "cluster-head": TRAINED, "load": "called `outrider bench-server` now"},
+    "make-dummy": "gone: `LLM.load(..., load_format='dummy')` makes random weights in memory",
+}
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:

@@ -31,7 +31,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     [
         (["generate", "m", "x", "--threads", "x"], "Invalid value for '--threads'"),
         (["generate", "m", "x", "--colour", "red"], "No such option"),
-        (["make-dummy"], "Missing argument 'model'"),
+        (["inspect"], "Missing argument 'model'"),
         (["nonsense"], "No such command 'nonsense'"),
         (["bench-server", "m", "--plot", "load.gif"], "--plot load.gif: name a file that ends in .svg"),
         (["bench-server", "m", "--json", "no/x"], "--json no/x cannot be written: No such file or directory"),

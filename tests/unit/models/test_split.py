@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dummy_checkpoint import write_folder, write_gguf
 from tests.engines import GEMMA4, LLAMA, VARIANTS, assistant
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from outrider.models.names import tensor_plan
 from outrider.models.split import Shards, TPRank, heads_of, piece, split_drafter, split_target
 from outrider.types import OutriderError
 from outrider.weights import load_target
-from outrider.weights.dummy_file import write_folder, write_gguf
 from outrider.weights.shard import shard_tensor
 
 WIDE = {**LLAMA, "hidden_size": 64, "head_dim": 32, "intermediate_size": 512, "vocab_size": 320}

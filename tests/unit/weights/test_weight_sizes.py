@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tests import tiny
-from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
+from tests.dummy_checkpoint import blocks, write_gguf
+from tests.unit.weights.test_gguf_load import EDGE, MOE, QWEN
 
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.ops import CpuOps
@@ -17,7 +18,6 @@ from outrider.ops.formats import BLOCKS, Float8Format, Format, GGUFBlockFormat, 
 from outrider.ops.triton.quant_ops import QuantTritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights import hub, load_target
-from outrider.weights.dummy_file import blocks, write_gguf
 from outrider.weights.sizes import LAYOUTS, layout_of, stored_size
 
 ROWS, COLUMNS = 200, 768  # rows that are no whole tiles of 64

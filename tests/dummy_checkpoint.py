@@ -1,29 +1,28 @@
-"""Full-size checkpoints with random weights, written as a stream: they have a model's speed and memory without its
-download.
+"""Checkpoints with random weights, of any size: sound files without a download.
 
 `write_gguf` makes a file that llama.cpp can also read (if it supports the architecture), with the mix of formats its
 own quantiser would choose; `write_folder` makes a Hugging Face folder in bfloat16. Weights repeat a few megabytes of
-random blocks of about the usual spread, so that logits are finite; the generated text is meaningless.
+random blocks of about the usual spread, so that logits are finite.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
-from ..models.config import DrafterConfig, Foreign, ModelConfig
-from ..models.names import Role, tensor_plan
-from ..ops.formats import BLOCKS
-from ..types import OutriderError
-from .gguf import SCALARS, STRING, TENSOR_TYPES, Value
-from .gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP, TOP_WHOLE
-from .source import ITEM_BYTES
+from outrider.models.config import DrafterConfig, Foreign, ModelConfig
+from outrider.models.names import Role, tensor_plan
+from outrider.ops.formats import BLOCKS
+from outrider.weights.gguf import SCALARS, STRING, TENSOR_TYPES, Value
+from outrider.weights.gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP, TOP_WHOLE
+from outrider.weights.source import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
 FREQS = "rope_freqs.weight"
@@ -39,23 +38,6 @@ WHOLE_TO_GGUF = {hf: name for name, hf in (*LAYER_WHOLE.items(), *TOP_WHOLE.item
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-QWEN = dict(
-    model_type="qwen2",
-    vocab_size=151936,
-    num_key_value_heads=2,
-    tie_word_embeddings=False,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=32768,
-    hidden_act="silu",
-    eos_token_id=1,
-)
-SHAPES: dict[str, Foreign] = {  # in addition to models.builtin_configs
-    "Qwen/Qwen2.5-0.5B-Instruct": QWEN
-    | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864),
-    "Qwen/Qwen2.5-1.5B-Instruct": QWEN
-    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960),
-}
 
 
 @dataclass(frozen=True)
@@ -135,26 +117,22 @@ def blocks(kind: str, rng: np.random.Generator) -> bytes:
     return b.tobytes()
 
 
-class DummyStream:
-    """Random content of any length, repeated from one chunk of each kind."""
+class Contents:
+    """Random bytes of tensors, repeated from one chunk of each kind."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.chunks: dict[str, bytes] = {}
-        self.count = 0
 
-    def of(self, t: Tensor) -> Iterator[bytes]:
+    def of(self, t: Tensor) -> bytes:
         if t.role in ("norm", "vector", "bias", "index"):
-            yield self.small(t)
-            return
-        chunk = self.chunks.get(t.kind) or self.chunks.setdefault(t.kind, blocks(t.kind, self.rng))
+            return self.small(t)
+        if t.kind not in self.chunks:
+            self.chunks[t.kind] = blocks(t.kind, self.rng)
+        chunk, size = self.chunks[t.kind], nbytes(t)
         width = BLOCKS[t.kind][1] if t.kind in BLOCKS else ITEM_BYTES[t.kind]
-        self.count += 1
-        start, left = self.count * 7919 * width % len(chunk) // width * width, nbytes(t)
-        while left:
-            piece = chunk[start : start + min(left, len(chunk) - start)]
-            yield piece
-            left, start = left - len(piece), 0
+        start = int(self.rng.integers(len(chunk) // width)) * width  # tensors differ
+        return ((chunk[start:] + chunk[:start]) * (size // len(chunk) + 1))[:size]
 
     def small(self, t: Tensor) -> bytes:
         if t.role == "index":
@@ -162,8 +140,7 @@ class DummyStream:
         if t.name == FREQS:  # a quarter of the head is rotated
             return np.where(np.arange(t.shape[0]) < t.shape[0] // 4, 1.0, 1e30).astype(np.float32).tobytes()
         middle, spread = {"norm": (1.0, 0.05), "vector": (1.0, 0.0)}.get(t.role, (0.0, 0.002))
-        values = self.rng.normal(middle, spread, prod(t.shape)).astype(np.float32)
-        return values.tobytes() if t.kind == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        return self.rng.normal(middle, spread, prod(t.shape)).astype(np.float32).tobytes()
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
@@ -260,8 +237,7 @@ def vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
 
     special = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe"]
-    if size < len(tokens):
-        raise OutriderError(f"a vocabulary of {size} is too small for a byte-level tokenizer ({len(tokens)} tokens)")
+    assert size >= len(tokens), "too small for a byte-level tokenizer"
     types = [3] * 5 + [1] * (len(tokens) - 5) + [5] * (size - len(tokens))
     return tokens + [f"[PAD{i}]" for i in range(len(tokens), size)], types, ["Ġ t", "h e", "Ġt he"]
 
@@ -290,23 +266,16 @@ def _value(value: Written) -> bytes:
     return struct.pack("<IIQ", 9, kind, len(value)) + struct.pack(f"<{len(value)}{form}", *value)
 
 
-def write_gguf(
-    path: Path,
-    config: ModelConfig | DrafterConfig,
-    fmt: str,
-    seed: int = 0,
-    advance: Callable[[int], None] = lambda _: None,
-) -> int:
-    """Returns the size of the file."""
+def write_gguf(path: Path, config: ModelConfig | DrafterConfig, fmt: str, seed: int = 0) -> None:
     kind = config.model_type.removesuffix("_text").replace("unified_assistant", "assistant")
-    if kind not in ARCH_OF:
-        raise OutriderError(f"no GGUF architecture for {config.model_type}; known: {', '.join(sorted(ARCH_OF))}")
-    arch = ARCH_OF[kind]
-    held = tensors(config, fmt)
+    arch, held, contents = ARCH_OF[kind], tensors(config, fmt), Contents(seed)
     if arch.startswith("gemma4"):  # llama.cpp wants the angles of full attention spelt out; our reader knows them
         full = next(layer for layer in config.layers if layer.attn.window is None)
         held.append(Tensor(FREQS, (full.attn.head_dim // 2,), "vector", "F32"))
-    return _write(path, gguf_header(metadata(config, arch), held, arch), held, seed, ALIGN, advance)
+    with path.open("wb") as file:
+        file.write(gguf_header(metadata(config, arch), held, arch))
+        for t in held:
+            file.write(contents.of(t) + b"\0" * (-nbytes(t) % ALIGN))
 
 
 def gguf_header(keys: dict[str, Written], held: list[Tensor], arch: str) -> bytes:
@@ -322,59 +291,17 @@ def gguf_header(keys: dict[str, Written], held: list[Tensor], arch: str) -> byte
 
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------
-def write_folder(
-    path: Path,
-    raw: Foreign,
-    config: ModelConfig | DrafterConfig,
-    seed: int = 0,
-    advance: Callable[[int], None] = lambda _: None,
-) -> int:
-    """config.json and model.safetensors; a target gets a byte-level tokenizer. Returns the size of the weights."""
-    held = [Tensor(t.name, t.shape, t.role, "I64" if t.role == "index" else "BF16") for t in tensors(config, "bf16")]
-    entries, at = {}, 0
-    for t in held:
-        entries[t.name] = {"dtype": t.kind, "shape": list(t.shape), "data_offsets": [at, at + nbytes(t)]}
-        at += nbytes(t)
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(raw, indent=1))
-        if isinstance(config, ModelConfig):
-            tokens, _, merges = vocabulary(config.vocab_size)
-            (path / "tokenizer.json").write_text(json.dumps(_tokenizer(tokens, merges)))
-            (path / "chat_template.jinja").write_text(TEMPLATE)
-    except OSError as error:
-        raise OutriderError(f"cannot write {path}: {error.strerror or error}") from None
-    return _write(path / "model.safetensors", struct.pack("<Q", len(header)) + header, held, seed, 1, advance)
+def write_folder(path: Path, raw: Foreign, config: ModelConfig | DrafterConfig, seed: int = 0) -> None:
+    """config.json and model.safetensors; a target gets a byte-level tokenizer."""
+    contents, state = Contents(seed), {}
+    for t in tensors(config, "bf16"):
+        dtype = {"I64": torch.int64, "F32": torch.float32, "BF16": torch.bfloat16}[t.kind]
+        values = torch.frombuffer(bytearray(contents.of(t)), dtype=dtype).view(t.shape)
+        state[t.name] = values if t.kind == "I64" else values.bfloat16()
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw, indent=1))
+    save_file(state, path / "model.safetensors")
+    if isinstance(config, ModelConfig):
+        from tests.tiny import write_tokenizer
 
-
-def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, object]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = [{"id": i, "content": tokens[i], **plain, "special": True} for i in range(5)]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0",
-        "added_tokens": special,
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges},
-    }
-
-
-def _write(path: Path, head: bytes, held: list[Tensor], seed: int, align: int, advance: Callable[[int], None]) -> int:
-    stream, scratch = DummyStream(seed), path.with_name(path.name + ".part")
-    try:
-        with open(scratch, "wb") as file:
-            file.write(head)
-            for t in held:
-                for piece in stream.of(t):
-                    file.write(piece)
-                file.write(b"\0" * (-nbytes(t) % align))
-                advance(nbytes(t))
-            size = file.tell()
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise OutriderError(f"cannot write {path}: {error.strerror or error}") from None
-    return size
+        write_tokenizer(path)
