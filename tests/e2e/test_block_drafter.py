@@ -109,6 +109,13 @@ def test_a_mismatch_is_one_line(model: Path, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_kv_that_no_kernel_reads_is_refused_at_the_start(model: Path, tmp_path: Path) -> None:
+    """The drafter's heads of 8 are no multiple of 16; a server would fail with its first request."""
+    where = str(folder(tmp_path, "z-lab"))
+    with pytest.raises(OutriderError, match="K/V in int8 needs pages and heads of multiples of 16"):
+        LLM.load(str(model), drafter=where, draft_tokens=4, ops="cpu", kv_dtype="int8", dtype="bfloat16")
+
+
 @pytest.mark.parametrize("layout", ["dspark", "speculators-dflash", "dflash2"])
 def test_rounded_drafters_change_no_text(model: Path, tmp_path: Path, layout: str) -> None:
     """Tables stay as they are: a rounded codebook could not be looked up."""

@@ -279,6 +279,7 @@ class CpuOps(ReferenceOps):
         from .cycle import CpuCycle
         from .forward import CompiledDrafter, CompiledModel
 
+        self.pages(cache)  # refuses K/V that the kernels do not read, before the first request
         if not isinstance(model, CompiledModel) or features.dtype != torch.float32:
             return None
         return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
