@@ -111,19 +111,27 @@ def drafters() -> str:
 
 def block_cycles() -> str:
     """Cycles of block drafters next to MTP's, as shares of a plain step."""
-    row = newest(history("gpu"), "block_cycles_ms")
+    made = [row for row in history("gpu") if "block_cycles_ms" in row]
+    cells: dict[str, dict[str, float]] = {}
+    for row in made:
+        for size, times in row["block_cycles_ms"].items():
+            cells.setdefault(size, {}).update(times)
     rows = []
-    for size, times in row["block_cycles_ms"].items():
-        for batch in ("1", "8"):
+    for size, times in cells.items():
+        for batch in ("1", "8", "32"):
             kind = "dspark" if f"dspark bf16 7 {batch}" in times else "dflash"
             names = ("MTP 4", "MTP 7", f"{kind} bf16 7", f"{kind} fp8 7", f"{kind} bf16 15", f"{kind} fp8 15")
             plain = times.get(f"plain {batch}")
-            cells = [times.get(f"{name} {batch}") for name in names]
+            cycles = [times.get(f"{name} {batch}") for name in names]
             if plain:
-                shares = [f"{t / plain:.2f}" if t else "–" for t in cells]
+                shares = [f"{t / plain:.2f}" if t else "–" for t in cycles]
                 rows.append([f"{size}, {kind}, {batch}", f"{plain:.2f}", *shares])
     head = ["target, drafter, sequences", "plain step, ms", "MTP, K = 4", "MTP, K = 7", "block, K = 7", "in fp8"]
-    return table([*head, "block, K = 15", "in fp8"], rows) + f"\n{row['date']}, `{row['command']}`.\n"
+    return (
+        table([*head, "block, K = 15", "in fp8"], rows)
+        + "".join(f"\n{row['date']}: `{row['command']}`" for row in made)
+        + "\n"
+    )
 
 
 def adapter_steps() -> str:
