@@ -202,7 +202,8 @@ class BatchFile:
                     f"{self.out} holds results of other requests, of another model or of another --seed "
                     f"({min(strange)}): choose another --out"
                 )
-            progress, names = BatchProgress(len(known), done=len(finished), resumed=len(finished)), set[str]()
+            progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
+            names: dict[str, int] = {}
             self.tell(progress)
             fresh = todo(read_lines(self.source, salt), finished, names)
             async with aclosing(answer_lines(fresh, lambda line: self._answer(line, names, answer), most)) as found:
@@ -214,7 +215,7 @@ class BatchFile:
                     self.tell(progress)
         return progress
 
-    async def _answer(self, line: BatchLine, names: set[str], answer: Answerer) -> Json:
+    async def _answer(self, line: BatchLine, names: dict[str, int], answer: Answerer) -> Json:
         try:
             custom_id, url, body = claim(line, names)
         except BadLine as e:
@@ -226,24 +227,24 @@ class BatchFile:
         return await answer(line, custom_id, url, seeded(body, self.seed, custom_id))
 
 
-def todo(lines: Iterator[BatchLine], finished: set[str], names: set[str]) -> Iterator[BatchLine]:
-    """The lines without a result. `names` gets the custom_ids of the others, as in the run that answered them."""
+def todo(lines: Iterator[BatchLine], finished: set[str], names: dict[str, int]) -> Iterator[BatchLine]:
+    """The lines without a result. `names` gets the custom_ids of the others, as in the run that answered them, and
+    their lines."""
     for line in lines:
         if line.id not in finished:
             yield line
             continue
         try:
-            names.add(parse(line)[0])
+            names.setdefault(parse(line)[0], line.number)
         except BadLine:
             continue
 
 
-def claim(line: BatchLine, names: set[str]) -> tuple[str, str, Json]:
-    """`parse`, and the custom_id taken."""
+def claim(line: BatchLine, names: dict[str, int]) -> tuple[str, str, Json]:
+    """`parse`, and the custom_id taken. A later line may have been refused for it before this one was answered."""
     custom_id, url, body = parse(line)
-    if custom_id in names:
+    if names.setdefault(custom_id, line.number) < line.number:
         raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.", custom_id)
-    names.add(custom_id)
     return custom_id, url, body
 
 

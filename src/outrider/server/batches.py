@@ -138,7 +138,8 @@ class Batches:
             if not batch.total:
                 raise OutriderError("the file holds no request")
             batch.become("in_progress")
-            lines, names = read_lines(batch.source.path, salt), set[str]()
+            lines = read_lines(batch.source.path, salt)
+            names: dict[str, int] = {}
             most = self._server.settings.max_concurrent
             async with aclosing(answer_lines(lines, lambda line: self._answer(batch, line, names), most)) as found:
                 async for rows in found:
@@ -165,7 +166,7 @@ class Batches:
         batch.completed += fine
         batch.failed += not fine
 
-    async def _answer(self, batch: Batch, line: BatchLine, names: set[str]) -> Json:
+    async def _answer(self, batch: Batch, line: BatchLine, names: dict[str, int]) -> Json:
         try:
             custom_id, url, body = claim(line, names)
             if url != batch.request.endpoint:

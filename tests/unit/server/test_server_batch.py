@@ -106,6 +106,16 @@ def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> No
     assert run(source, cut).resumed == 20 and cut.read_bytes() == before
 
 
+def test_the_first_of_a_name_is_answered_after_a_second_was_refused(tmp_path: Path) -> None:
+    """Killed when only the second line had its result: resumed, the first one is answered all the same."""
+    source, out = write(tmp_path / "in.jsonl", row("a"), row("a", TEXT), row("a")), tmp_path / "out.jsonl"
+    run(source, out)
+    lines = sorted(out.read_bytes().splitlines(keepends=True))
+    out.write_bytes(lines[1])
+    run(source, out)
+    assert sorted((r["id"][10], r["error"] is None) for r in read(out)) == [("1", True), ("2", False), ("3", False)]
+
+
 @pytest.mark.parametrize("seed, change", [(1, lambda t: t), (0, lambda t: t.replace("Say it", "Say that"))])
 def test_results_of_something_else_are_not_continued(tmp_path: Path, seed: int, change: Any) -> None:
     source, out = write(tmp_path / "in.jsonl", row("a"), row("b")), tmp_path / "out.jsonl"
