@@ -117,34 +117,6 @@ def test_a_signal_while_answering_keeps_the_answers(world: tuple[Path, Path], tm
     assert len(later) >= len(kept) and all(later[k].tokens == tokens for k, tokens in first.items())
 
 
-def test_two_processes_answer_what_one_would(world: tuple[Path, Path], tmp_path: Path) -> None:
-    """The same texts, since noise depends on seed and position alone."""
-    target, data = world
-    steps = settings(steps=2, unroll=2, warmup_steps=1, eval_every=0)
-    one, two = (
-        job(
-            target,
-            data,
-            tmp_path / str(n),
-            layers=2,
-            max_new=16,
-            slots=4,
-            answer_processes=n,
-            batch_anchors=256,
-            **steps,
-        )
-        for n in (1, 2)
-    )
-    run.train(one, QUIET)
-    said: list[str] = []
-    run.train(two, said.append)
-    assert any("with 2 processes" in line for line in said)
-    shares = [read_answers(tmp_path / "2" / f"answers-{r}.jsonl") for r in (0, 1)]
-    assert all(shares) and not shares[0].keys() & shares[1].keys()
-    want, got = (Sequences.load(tmp_path / n / "data.npz") for n in ("1", "2"))
-    assert got.tokens.tolist() == want.tokens.tolist() and got.seeds.tolist() == want.seeds.tolist()
-
-
 def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path, Path], tmp_path: Path) -> None:
     """Killed without a warning while it unlearns: what it started from is what it leaves, then and where it ends in
     earnest."""

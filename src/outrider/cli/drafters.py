@@ -64,8 +64,6 @@ def eval_drafter(asked: EvalOptions, load: LoadSettings) -> None:
     for name, value in sorted(result["by_category"].items(), key=lambda item: -item[1]):
         table.add_row(name, f"{value:.3f}")
     out.print(table)
-    if "second_guess" in result:
-        out.print(f"where the first guess is wrong the second is right: {result['second_guess']:.1%}")
     out.print(
         f"a draft step reads {result['draft_step_share']:.1%} of what a target step reads; predicted best K: "
         f"{result['best_k']}"

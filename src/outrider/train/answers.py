@@ -27,7 +27,6 @@ from ..engine.engine import Engine
 from ..engine.step import Request
 from ..llm import LLM
 from ..models.inspect import kv_bytes
-from ..ops.cpu.ops import default_threads
 from ..prompts import mend_end
 from ..types import OutriderError, SamplingParams
 from .clock import Stop
@@ -127,36 +126,28 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
 # ---- the engine -----------------------------------------------------------------------------------------------------
 @contextmanager
 def answering_engine(
-    known: Described,
-    device: str,
-    dtype: torch.dtype,
-    slots: int | None,
-    longest: int,
-    drafter: str = "none",
-    *,
-    processes: int = 1,
+    known: Described, device: str, dtype: torch.dtype, slots: int | None, longest: int, drafter: str = "none"
 ) -> Iterator[Engine]:
     """An engine for answering: prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU the
     weights are dense, as in training: hundreds of rows gain nothing from 4 bits, and kernels for every format would be
-    compiled first. `processes` that answer at once share its memory and the cores. Afterwards its memory is freed and
-    torch's number of threads is restored (the CPU kernels set it to one)."""
+    compiled first. Afterwards its memory is freed and torch's number of threads is restored (the CPU kernels set it to
+    one)."""
     cuda = device.startswith("cuda")
     wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
     page = EngineConfig().page_size
     context = longest + 1 + page  # the engine keeps a page aside
     item = dtype.itemsize if cuda else 4
     # positions of K/V: a third of what is free
-    room = free_bytes(device) // (3 * processes) // max(1, kv_bytes(known.config, 1, item))
+    room = free_bytes(device) // 3 // max(1, kv_bytes(known.config, 1, item))
     wanted = max(1, min(wanted, room // context))
     settings = EngineConfig(
         max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page)
     )
     threads = torch.get_num_threads()
-    own = None if cuda or processes == 1 else max(1, default_threads() // processes)
     short, kernels = (str(dtype).removeprefix("torch."), "triton:dense") if cuda else (None, "auto")
     draft = 0 if drafter == "none" else 4
     try:
-        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own)
+        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels)
         load = replace(load, engine=settings, adapters={} if known.adapter is None else {ADAPTER: known.adapter})
         llm = LLM.load(known.name, load, say=lambda _: None)
         engine = llm.engine

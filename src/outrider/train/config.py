@@ -47,8 +47,7 @@ class TrainConfig:
     greedy_share: Annotated[float, SHARE] = 0.5  # of the answers
     answers_per_prompt: Annotated[float, POSITIVE] = 1.0  # on average; those after the first are sampled
     answer_seed: int | None = None  # None: seed
-    answer_processes: Annotated[int, COUNT] = 1  # that answer, each with an engine of its own (many.py)
-    slots: Annotated[int | None, COUNT] = None  # prompts answered at a time by a process; None: 8, on a GPU 256
+    slots: Annotated[int | None, COUNT] = None  # prompts answered at a time; None: 8, on a GPU 256
     categories: dict[str, float] = field(default_factory=dict)  # answers per prompt of a category, where others get 1
     carry: tuple[Path, ...] = ()  # data of earlier phases to learn from too
     carry_share: Annotated[float, SHARE] = 1.0  # share of their sampled answers that is taken
@@ -160,7 +159,7 @@ OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
 }
 COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
 # Settings that may change freely in a resumed run. A change of CHANGEABLE is reported; all others are refused.
-FREE = COMMAND_ONLY | set("minutes answer_minutes slots answer_processes dtype save_minutes log_every".split())
+FREE = COMMAND_ONLY | set("minutes answer_minutes slots dtype save_minutes log_every".split())
 CHANGEABLE = set(
     "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip unroll step_decay "
     "survival_weight loss_row_share anchor_share "

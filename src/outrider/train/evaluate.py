@@ -168,21 +168,6 @@ class Judge:
         self.drafts(data, 4, record=seen)
         return joined(seen)
 
-    @torch.no_grad()
-    def second_guesses(self, data: Sequences) -> float:
-        """How often the second best token is right where the best is wrong: the first draft token after every token of
-        greedy answers."""
-        missed, right = 0, 0
-        for _, batch in self.batches(data):
-            (g,) = self.unroll(batch, 1)
-            for part in batch.anchors[0].split(chunk_rows(g.device, 32 * len(self.head.rows))):
-                line, at = batch.where(part)
-                scores = (g.flatten(0, 1)[part] @ self.head.rows.T).float()
-                best = scores.topk(2).indices == batch.ids[line, at + 2][:, None]
-                missed += int((~best[:, 0]).sum())
-                right += int((best[:, 1] & ~best[:, 0]).sum())
-        return round(right / max(1, missed), 4)
-
 
 def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature: float) -> SamplingBatch:
     """How the answers of these sequences were chosen."""
@@ -215,9 +200,8 @@ def per_cycle(walked: Sequence[tuple[int, int, np.ndarray]]) -> float:
 
 def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_DRAFT, at: int = 4) -> Json:
     """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
-    positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts
-    before j were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance
-    everywhere."""
+    positions, at K = most) that accepted at least j; first_position_all_anchors: the first's, decoded from or not;
+    by_category at K = `at`."""
     walked = {k: [walk(r, k) for r in right] for k in range(1, most + 1)}
     by = {
         name: per_cycle([w for w, c in zip(walked[at], categories, strict=True) if c == name])
@@ -229,21 +213,12 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
     flat = np.concatenate([r for r in right if len(r)]) if any(len(r) for r in right) else np.zeros(1)
     return {
         "tokens_per_cycle": {k: per_cycle(found) for k, found in walked.items()},
-        "mean_of_categories": round(float(np.mean(list(by.values()))), 4),
         "acceptance_by_position": [round(float(v), 4) for v in [*first, *whole[len(first) :]]],
-        "acceptance_given_before": given_before(whole),
         "first_position_all_anchors": round(float((flat > 0).mean()), 4),
         "by_category": by,
         "answers": len(right),
         "tokens": int(sum(len(r) for r in right)),
     }
-
-
-def given_before(reached: np.ndarray) -> list[float]:
-    """Shares of cycles that accepted at least 1, 2, ... drafts -> each against the one before (0 where none got so
-    far)."""
-    before = np.concatenate([[1.0], reached[:-1]])
-    return [round(float(r / b), 4) if b > 0 else 0.0 for r, b in zip(reached, before, strict=True)]
 
 
 def best_k(tokens_per_cycle: dict[int, float], draft_cost: float, verify_cost: float = 0.02, once: bool = False) -> int:

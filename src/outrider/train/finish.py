@@ -124,7 +124,6 @@ def finish(
                 last = Judge.of(target.model, net, False, halt).drafts(cold, weigh=True)
                 result["clustered"] = scored(last, MAX_DRAFT)
             runs = last.runs()
-            result["second_guess"] = full.second_guesses(cold)
             if len(hot):
                 drafting = Judge.of(target.model, net, False, halt)
                 result["sampled"] = scored(drafting.drafts(hot, 8, job.temperature), 8)

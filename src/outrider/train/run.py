@@ -5,7 +5,7 @@ Everything lives in one folder and every stage continues where it stopped:
     OUT/run.json         whose run this is: the target's hash and the settings it was begun with
     OUT/forecast.json    what the minutes were expected to bring, and the costs behind it
     OUT/prompts.npz      encoded prompts
-    OUT/answers.jsonl    the target's answers, appended as they end (answers-R.jsonl of several processes)
+    OUT/answers.jsonl    the target's answers, appended as they end
     OUT/data.npz         prompts with answers, once answering is over
     OUT/sizes.json       sizes that were chosen by memory and speed; OUT/spent.json the seconds used so far
     OUT/judged.json      how many held-out answers are evaluated
@@ -33,7 +33,7 @@ from ..prompts import read_prompts
 from ..types import OutriderError
 from ..weights.sizes import stored_size
 from . import design, finish
-from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
+from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks, read_answers
 from .block_net import start_block
 from .clock import Budget, Stop, listening
 from .config import CHANGEABLE, Say, TrainConfig
@@ -50,7 +50,6 @@ from .forecast import (
     RunPlan,
     check,
 )
-from .many import all_answers, answer_by_many, undone
 from .memory import Sizes, torch_dtype
 from .net import DrafterModule, TrainNet, load_mtp
 from .target import Described, TrainTarget, describe, encode, open_target
@@ -205,14 +204,14 @@ class TrainRun:
             if self.stop.asked:
                 return None
             held = prompts.index[self.held(prompts)]
-            made = as_sequences(prompts, all_answers(job.out), known.config.vocab_size)
+            answers = list(read_answers(job.out / "answers.jsonl").values())
+            made = as_sequences(prompts, answers, known.config.vocab_size)
             Sequences.join([made, *(carried(p, job, held) for p in job.carry)]).save(kept)
         return Sequences.load(kept)
 
     def answer(self, known: Described, prompts: Sequences) -> None:
-        """The target's answers into a file, or by several processes into files of their own, whose loading then counts
-        as answering."""
-        job, tasks = self.job, self.tasks(prompts)
+        """The target's answers into a file."""
+        job, tasks, path = self.job, self.tasks(prompts), self.job.out / "answers.jsonl"
         longest = int(prompts.lengths.max()) + job.max_new
         made, took = 0, 1e-9
 
@@ -222,16 +221,10 @@ class TrainRun:
             self.progress("answering", done, count, f"{tokens} tokens, {tokens / took:.0f} tok/s")
 
         self.progress("loading the engine", 0, 1, "")
-        several, path = job.answer_processes > 1, job.out / "answers.jsonl"
-        if several:
-            ends = time.time() + min(self.answer_seconds, 1e9)
-            answer_by_many(job, known.name, longest, tasks, ends, report=report, stop=self.stop)
-        else:
-            with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
-                ends, left = time.perf_counter() + self.answer_seconds, undone(job.out, tasks)
-                answer_to_file(engine, prompts, left, job.max_new, path, report=report, deadline=ends, stop=self.stop)
-        by = f" with {job.answer_processes} processes" if several else ""
-        self.say(f"answered {made} tokens in {took:.0f} s{by}, {made / took:.0f} tok/s")
+        with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
+            ends = time.perf_counter() + self.answer_seconds
+            answer_to_file(engine, prompts, tasks, job.max_new, path, report=report, deadline=ends, stop=self.stop)
+        self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
 
     def tasks(self, prompts: Sequences) -> list[Task]:
         """All requested answers."""

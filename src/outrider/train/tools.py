@@ -104,8 +104,6 @@ def evaluate_drafter(
     found = Judge.of(target.model, net, full=False).drafts(data, temperature=asked.temperature, weigh=card)
     categories = [listed[i].category for i in data.index]
     result = summary(found.right, categories, MAX_DRAFT)
-    if asked.temperature == 0:
-        result["second_guess"] = Judge.of(target.model, net).second_guesses(data)
     if card:
         files = hub.resolve(drafter, kind="drafter")
         made = acceptance.measure(found.runs(), fingerprint(files))

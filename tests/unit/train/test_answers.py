@@ -169,7 +169,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     assert read_answers(tmp_path / "a.jsonl") == {(0, 0): RecordedAnswer(0, 0, 0.0, 1, [4], True)}
 
 
-def test_processes_that_answer_at_once_share_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answering_engine_takes_a_third_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = tiny_engine().model.config, list[LoadSettings]()
 
     def load(name: str, settings: LoadSettings, **_: object) -> SimpleNamespace:
@@ -177,12 +177,11 @@ def test_processes_that_answer_at_once_share_memory_and_cores(monkeypatch: pytes
         return SimpleNamespace(engine=SimpleNamespace())
 
     monkeypatch.setattr(answers.LLM, "load", load)
-    monkeypatch.setattr(answers, "default_threads", lambda: 8)
     page, known = EngineConfig().page_size, Described("tiny", None, config, None, "")  # type: ignore[arg-type]
     monkeypatch.setattr(
         answers, "free_bytes", lambda device: 3 * 12 * (100 + 1 + page) * kv_bytes(config, 1, 4)
     )  # 12 sequences in a third
-    for count in (1, 4, 16):
-        with answers.answering_engine(known, "cpu", torch.float32, 64, 100, processes=count):
+    for slots in (64, 5):
+        with answers.answering_engine(known, "cpu", torch.float32, slots, 100):
             pass
-    assert [(s.engine.max_batch, s.threads) for s in asked] == [(12, None), (3, 2), (1, 1)]
+    assert [s.engine.max_batch for s in asked] == [12, 5]
