@@ -13,7 +13,6 @@ from ..config import LoadSettings, parse_draft_tokens
 from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, note, out
-from .painter import Painter
 from .terminal import Terminal, is_open, keys_wait, unfenced
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class ChatOptions:
         None
     )
     seed: common.Seed = 0
-    show_draft: Annotated[bool, "Colour the tokens: drafted and right, corrected, bonus."] = False
     adapter: common.Adapters = None
 
 
@@ -74,15 +72,15 @@ def chat(asked: ChatOptions, load: LoadSettings) -> None:
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{asked.model} has no chat template: use 'outrider generate --raw'")
     note(HELP)
-    talk = Conversation(llm, params, asked.system, asked.show_draft)
+    talk = Conversation(llm, params, asked.system)
     for path in asked.image or ():
         talk.attach(path)
     talk.run()
 
 
 class Conversation:
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, show_draft: bool):
-        self.llm, self.params, self.system, self.show_draft = llm, params, system, show_draft
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None):
+        self.llm, self.params, self.system = llm, params, system
         self.terminal = Terminal.standard([*COMMANDS])
         self.draft_tokens: int | None = None
         self.drafter: bool | str = True
@@ -227,13 +225,12 @@ class Conversation:
         text = ""
         try:
             ids = self.llm.chat_prompt(self.messages)
-            painter = Painter(self.llm.tokenizer, ids, self.show_draft)
             if len(ids) >= (most := self.llm.engine.max_context) and len(self.messages) > 1 + bool(self.system):
                 held = f"the conversation has {len(ids)} tokens; the context holds {most}"
                 raise OutriderError(f"{held}: /clear forgets what was said so far")
             for event in self.llm.stream(ids, self.params, self.draft_tokens, self.drafter):
                 text += event.text
-                out.print(painter.paint(event), end="")
+                out.print(event.text, end="")
                 if event.stats is not None:
                     self.turns.append(event.stats)
                     out.print()

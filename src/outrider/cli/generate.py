@@ -14,7 +14,6 @@ from ..prompts import Prompt, read_prompts
 from ..types import GREEDY_EPS, OutriderError, SamplingParams
 from . import common
 from .common import err, out
-from .painter import Painter
 
 if TYPE_CHECKING:
     from ..llm import LLM, Completion
@@ -40,7 +39,6 @@ class GenerateOptions:
     n: Annotated[int, "How many answers (answer i has seed + i)."] = 1
     seed: common.Seed = 0
     compare: Annotated[bool, "Run plain decoding too; print the speed-up and whether the texts are identical."] = False
-    show_draft: Annotated[bool, "Colour the tokens: drafted and right, corrected, bonus."] = False
     as_json: common.AsJson = False
     adapter: common.Adapters = None
 
@@ -60,8 +58,6 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     if asked.image and asked.prompts is not None:
         raise OutriderError("--image is for a single prompt: leave it out with --prompts")
     rows = asked.as_json or asked.prompts is not None
-    if asked.show_draft and rows:
-        raise OutriderError("--show-draft colours text, and JSON is asked for: leave out one of them")
     if asked.logprobs is not None and not rows:
         raise OutriderError("--logprobs are part of the JSON object: add --json")
     if asked.n > 1 and asked.prompts is not None:
@@ -93,19 +89,16 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
         print(json.dumps(answers[0] if asked.n == 1 else answers, ensure_ascii=False))
         return
     for i in range(asked.n):
-        _print_one(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare, asked.show_draft)
+        _print_one(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare)
 
 
-def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, show_draft: bool) -> None:
-    painter = Painter(llm.tokenizer, ids, show_draft)
+def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> None:
     tokens: list[int] = []
     for event in llm.stream(ids, params):
-        out.print(painter.paint(event), end="")
+        out.print(event.text, end="")
         tokens += event.tokens
         if event.stats is not None:
             out.print()
-            if show_draft:
-                err.print(painter.legend())
             common.note(common.stats_line(event.stats, event.finish_reason or ""))
             fast = event.stats
     if compare:

@@ -4,7 +4,7 @@ The resize works on 8-bit values, like the PIL backend of transformers. Gemma 4:
 soft token's side that stays within the budget; small images are enlarged. Gemma 3: bilinear, to one square. EXIF
 orientation is applied and alpha is flattened onto white. Every problem with a file is a `ValueError` of one line.
 
-Run as a script, this file is the sandbox process that decodes untrusted files (engine/image_decoder.py): it imports
+Run as a script, this file is the sandbox process that decodes untrusted files (engine/images.py): it imports
 nothing of this package, and limits its own memory and CPU time.
 """
 

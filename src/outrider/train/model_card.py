@@ -14,55 +14,49 @@ VIEWS = {"clustered": "greedy, clustered head", "full": "greedy, full head", "sa
 
 def model_card(config: DrafterConfig | BlockConfig, result: Json, runs: Sequence[Json]) -> str:
     """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
-    last = runs[-1]
-    lines = [
-        "---",
-        "tags: [speculative-decoding, drafter, outrider]",
-        "---",
-        f"# Drafter for {last['target']}",
-        describe(config),
-        "",
-        f"It fits only the target it was trained for (hash {last['target_hash']}); other quantisations of the same "
-        f"model work with lower",
-        "acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.",
-        "",
-        "```",
-        f"outrider chat {last['target']} --drafter THIS_FOLDER",
-        "```",
-        "",
-        "## Figures",
-    ]
-    lines += (
-        figures(result)
-        if any(v in result for v in VIEWS)
-        else ["Not measured: the run was stopped before its evaluation."]
-    )
-    lines += ["", "## Training"]
-    for number, run in enumerate(runs, 1):
-        start = f" It went on from {run['started_from']}." if run.get("started_from") else ""
-        lines += [
-            f"{number}. {run['made'][:10]}, {run['device']}, {run['seconds']:.0f} s of training: {run['steps']} steps "
-            f"over "
-            f"{run['sequences']} answers of the target ({run['answer_tokens']} tokens, {run['greedy_share']:.0%} of "
-            f"them greedy, the "
-            f"others at T = {run['temperature']:g}) to the prompts of {run['data']}.{start}"
-        ]
-    lines += ["", "```", *dict.fromkeys(str(run["command"]) for run in runs), "```", ""]
-    lines += [
-        "Everything else: `provenance.json`, `log.jsonl`. `acceptance.json` is what the controller starts from.",
-        "",
-        "## Licence",
-    ]
-    lines += [
-        "As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares "
-        "this to name."
-    ]
-    lines += ["", "## Limits", "- Measured on held-out prompts like those it was trained on, not on a benchmark."]
-    lines += [
-        "- Sampled text is drafted less well than greedy text, and prompts of another kind less well than these.",
-        "",
-    ]
-    return "\n".join(lines)
+    target, commands = runs[-1]["target"], "\n".join(dict.fromkeys(str(run["command"]) for run in runs))
+    measured = any(view in result for view in VIEWS)
+    phases = "\n".join(f"{number}. {trained(run)}" for number, run in enumerate(runs, 1))
+    return f"""---
+tags: [speculative-decoding, drafter, outrider]
+---
+# Drafter for {target}
+{describe(config)}
+
+It fits only the target it was trained for (hash {runs[-1]["target_hash"]}); other quantisations of the same model work
+with lower acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.
+
+```
+outrider chat {target} --drafter THIS_FOLDER
+```
+
+## Figures
+{figures(result) if measured else "Not measured: the run was stopped before its evaluation."}
+
+## Training
+{phases}
+
+```
+{commands}
+```
+
+Everything else: `provenance.json`, `log.jsonl`. `acceptance.json` is what the controller starts from.
+
+## Licence
+As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares this.
+
+## Limits
+- Measured on held-out prompts like those it was trained on, not on a benchmark.
+- Sampled text is drafted less well than greedy text, and prompts of another kind less well than these.
+"""
+
+
+def trained(run: Json) -> str:
+    start = f" It went on from {run['started_from']}." if run.get("started_from") else ""
+    answers = f"{run['sequences']} answers of the target ({run['answer_tokens']} tokens"
+    kinds = f"{run['greedy_share']:.0%} of them greedy, the others at T = {run['temperature']:g}"
+    spent = f"{run['made'][:10]}, {run['device']}, {run['seconds']:.0f} s of training: {run['steps']} steps"
+    return f"{spent} over {answers}, {kinds}) to the prompts of {run['data']}.{start}"
 
 
 def describe(config: DrafterConfig | BlockConfig) -> str:
@@ -76,40 +70,28 @@ def describe(config: DrafterConfig | BlockConfig) -> str:
             f"after layers {taps}{block}; the target's own embedding and head. `outrider export` writes it in vLLM's "
             f"layout."
         )
-    reads = (
-        f" that read the K/V cache of the target's layers {', '.join(map(str, config.reads))}" if config.reads else ""
-    )
-    taps = (
-        f", fed the target's hidden states after layers {', '.join(map(str, config.taps))} too" if config.taps else ""
-    )
-    tied = (
-        "head tied to the target's embedding"
-        if config.tied_to_target
-        else f"a head of its own ({config.vocab_size} tokens)"
-    )
-    head = f", in {config.clusters} clusters of which {config.cluster_top} are scored a step" if config.clusters else ""
+    read, tapped = (", ".join(map(str, layers)) for layers in (config.reads or (), config.taps))
+    reads = f" that read the K/V cache of the target's layers {read}" if read else ""
+    taps = f", fed the target's hidden states after layers {tapped} too" if tapped else ""
+    own = f"a head of its own ({config.vocab_size} tokens)"
+    head = "head tied to the target's embedding" if config.tied_to_target else own
+    if config.clusters:
+        head += f", in {config.clusters} clusters of which {config.cluster_top} are scored a step"
     bits = f" Its layers were trained as {config.weight_bits} bits hold them." if config.weight_bits else ""
-    return (
-        f"{len(config.layers)} query-only layers ({some.attn.heads} heads of {some.attn.head_dim}, MLP "
-        f"{some.intermediate}, hidden "
-        f"{config.hidden}){reads}{taps}; {tied}{head}.{bits}"
-    )
+    size = f"{some.attn.heads} heads of {some.attn.head_dim}, MLP {some.intermediate}, hidden {config.hidden}"
+    return f"{len(config.layers)} query-only layers ({size}){reads}{taps}; {head}.{bits}"
 
 
-def figures(result: Json) -> list[str]:
-    lines = [
-        "Tokens per cycle on held-out prompts, walked exactly:",
-        "",
-        "| | " + " | ".join(f"K = {k}" for k in COLUMNS) + " | first position |",
-    ]
+def figures(result: Json) -> str:
+    lines = ["Tokens per cycle on held-out prompts, walked exactly:", ""]
+    lines.append("| | " + " | ".join(f"K = {k}" for k in COLUMNS) + " | first position |")
     lines.append("|---" * (len(COLUMNS) + 2) + "|")
     for view, title in VIEWS.items():
         if view in result:
             found = {int(k): v for k, v in result[view]["tokens_per_cycle"].items()}
             cells = " | ".join(f"{found[k]:.3f}" if k in found else "" for k in COLUMNS)
             lines.append(f"| {title} | {cells} | {result[view]['acceptance_by_position'][0]:.3f} |")
-    counted = result.get("clustered", result.get("full", {}))
-    if counted:
+    if counted := result.get("clustered", result.get("full")):
         share = f"A draft {result.get('draft_unit', 'step')} reads {result['draft_step_share']:.2%} of a target step."
         lines += ["", f"{counted['answers']} greedy answers, {counted['tokens']} tokens. {share}"]
-    return lines
+    return "\n".join(lines)

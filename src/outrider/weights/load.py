@@ -2,12 +2,15 @@
 
 Peak memory is the loaded size plus one slice: file pages are released as they are copied. Quantised matrices are
 offered to the ops object as they are stored (`Backend.pack_weights`); formats that it does not support are dequantised
-slice by slice.
+slice by slice. With tensor parallelism a process reads only its shard of each source tensor, a range of rows or stripes
+of columns, as views of the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
@@ -18,15 +21,15 @@ from torch import Tensor
 from ..config import LoadFormat
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
-from ..models.split import Shards, TPRank, split_drafter, split_target
+from ..models.split import Shard, Shards, TPRank, split_drafter, split_target
 from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
+from ..ops.formats import dense as dense_weight
+from ..ops.formats.base import bits
 from ..ops.reference import Backend, ReferenceOps, as_tensor
 from ..types import OutriderError, TextFiles
 from . import hub
 from .files import Files, already_quantised, model_config, open_source, text_files, translate
-from .progress import progress
 from .quant_scheme import QuantScheme, recipe
-from .shard import shard_of, shard_tensor
 from .source import TensorSource
 from .source_tensor import SourceTensor, find
 
@@ -123,6 +126,21 @@ def load(
     return own, weights
 
 
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields `advance(bytes)`. Silent when stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress
+
+    columns = *Progress.get_default_columns(), DownloadColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
 def aligned(alignments: Sequence[int], least: int) -> int:
     """Columns of fused matrices may be cut at multiples of this; 0: nowhere."""
     return 0 if 0 in alignments else max(least, *alignments)
@@ -135,6 +153,36 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
     if isinstance(config, ModelConfig):
         return split_target(config, tp, columns)
     return split_drafter(config, tp)
+
+
+def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
+    """A process's shard of a source tensor. where: names it in errors."""
+    try:
+        return shard_weight(piece.read(), cut)
+    except OutriderError as error:
+        raise OutriderError(f"{where}: {error}; leave out --tensor-parallel, or take another number") from None
+
+
+def shard_weight(weight: Weight, cut: Shard) -> Weight:
+    """The shard's columns, or rows (of each expert)."""
+    if cut.columns:
+        ((lo, hi),) = cut.spans
+        return weight.columns(lo, hi)
+    units, tensors = weight.format.units, dict[str, Tensor]()
+    for name, t in weight.tensors.items():
+        parts = [bits(t)[..., lo:hi, :] if t.dim() > 1 else t[lo:hi] for lo, hi in cut.spans]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
+        tensors[name] = t if units[name].shared else joined.view(t.dtype)
+    at = max(0, len(weight.shape) - 2)
+    return Weight(
+        weight.format, (*weight.shape[:at], sum(hi - lo for lo, hi in cut.spans), *weight.shape[at + 1 :]), tensors
+    )
+
+
+def shard_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Shard]) -> Tensor:
+    """The shard of a tensor in memory (dummy weights)."""
+    sources = whole.split([shape[0] for shape in plan.source_shapes])
+    return torch.cat([shard_weight(dense_weight(each), cut).tensors["values"] for each, cut in zip(sources, cuts)])
 
 
 def check_shares(name: str, world: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from outrider.engine.image_decoder import ImageDecoder
+from outrider.engine.images import ImageDecoder
 from outrider.models.image_processing import pixels
 from outrider.types import OutriderError
 
