@@ -1,7 +1,8 @@
 """How many prompt tokens a step may have. Torch-free.
 
 `PrefillBudget.of` makes one from the model and its backend; the scheduler queries it, and the engine reports step times
-to it (`observe`). In a step with decoding sequences, prompt tokens may make the step at most `LONGER` times as long.
+to it (`observe`). In a step with decoding sequences, prompt tokens may make the step at most `LONGER` times as long (on
+a CPU up to 16 of them `LONGER_FEW` times: a pass reads the weights, however few rows it has).
 The budget estimates the time of a step without prompts and the time per prompt row, so a long prompt delays running
 streams equally little on large and small models and at every batch size. Where many sequences wait for prefill, or none
 decodes, whole prefill passes run.
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ..models.config import ModelConfig
     from ..ops.backend import Capabilities
 
-LONGER = 2.3  # times a step without prompts; streams notice three
+LONGER, LONGER_FEW = 2.3, 3.0  # times a step without prompts; streams notice three
 FEW_ROWS = 64  # rows: a smaller pass is bound by reading the weights, so it does not show the cost of a row
 OLD = 0.85  # decay of earlier measurements
 WHOLE = 256  # budgets are multiples of this if many sequences wait: few numbers of rows to compile kernels for
@@ -40,21 +41,22 @@ class PrefillBudget:
     idle: int = 0  # of all, if no sequence decodes, or at least a fifth of all sequences wait for prefill
     with_decodes: int = 0  # of all in a step with decoding sequences, until prompts may be packed; 0: a chunk
     choices: Sequence[int] = ()  # possible values of `with_decodes`
-    _least: int = field(init=False)  # `with_decodes` never falls below a quarter of what it was, or, where that was few
-    _few: int = field(init=False)  # to begin with (a CPU), below all of it; `_few`: fewer rows say nothing of a row
+    _least: int = field(init=False)  # `with_decodes` never falls below a quarter of what it was
+    _few: int = field(init=False)  # on a CPU: what it was; 0: on a GPU
     _plain: float = 0.0  # seconds of a step without prompts
     _row: float = 0.0  # seconds of a row
 
     def __post_init__(self) -> None:
         self.idle, rows = max(self.idle, self.batched), self.with_decodes
-        self._least, self._few = rows // 4 if rows > FEW_ROWS else rows, min(FEW_ROWS, rows)
+        self._least, self._few = rows // 4, rows if rows <= FEW_ROWS else 0
 
     @classmethod
     def of(cls, model: ModelConfig, can: Capabilities, chunk: int, spare: int) -> PrefillBudget:
         """spare: bytes of a GPU outside the share granted to weights, K/V and activations."""
         batched = max_batched_prefill(model, can.packed_rows)
         beside = prefill_with_decodes(model, can.prefill_with_decodes, can.prefill_flops_with_decodes, chunk)
-        choices = LIKELY if beside > FEW_ROWS else range(beside, chunk + 1, max(1, beside))
+        few = (beside // 4, beside // 2, *range(beside, chunk + 1, max(1, beside)))
+        choices = LIKELY if beside > FEW_ROWS else few
         return cls(chunk, batched, prefill_idle(model, batched, can.packed_rows, spare), beside, choices)
 
     def tokens(self, decoding: int, waiting: int) -> tuple[int, bool]:
@@ -79,12 +81,12 @@ class PrefillBudget:
             return
         if not rows:
             self._plain = _mixed(self._plain, seconds)
-        elif self._plain and rows >= self._few:
+        elif self._plain and rows >= (self.with_decodes // 2 if self._few else FEW_ROWS):
             self._row = _mixed(self._row, max(0.0, seconds - self._plain) / rows)
-            fit = (LONGER - 1) * self._plain / self._row if self._row else 0.0
-            if fit:
-                self.with_decodes = max([n for n in self.choices if n <= fit], default=self._least)
-            self.with_decodes = max(self.with_decodes, self._least)
+            longer = [(n, LONGER_FEW if n <= self._few else LONGER) for n in self.choices if n >= self._least]
+            if self._row:
+                fit = [n for n, times in longer if n * self._row <= (times - 1) * self._plain]
+                self.with_decodes = max(fit, default=self._least)
 
 
 def _mixed(before: float, now: float) -> float:

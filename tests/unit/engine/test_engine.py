@@ -246,6 +246,7 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
         return Engine(model, None, settings, SpecConfig(0), None, Controller(CostTable(), ()), KVOptions(torch.float16))
 
     engine = engine_of()
+    engine.clock = engine.runner.clock = lambda: 0.0  # the budget of prompts stays what it is
     whole = engine.runner.run
     engine.runner.run = lambda scheduled: (rows.append([item.count for item in scheduled]), whole(scheduled))[1]  # type: ignore[method-assign]
     jobs = [
