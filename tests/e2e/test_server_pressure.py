@@ -131,6 +131,7 @@ def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyP
 
         until(waits)
         assert len(engine.running) == 2 and all(r.paused for r in engine.running.values())
+        assert made() < 500, "a row in every step for all that buffers hold: 1,000 with 256 kB of the system's"
         engine.go.set()
         answer = s.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 5})
         assert answer.status_code == 200

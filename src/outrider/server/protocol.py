@@ -29,7 +29,8 @@ from .errors import ApiError
 from .settings import ServerSettings
 
 log = logging.getLogger("outrider.server")
-SEND_BUFFER = 256 << 10  # bytes the system may hold for a client that does not read
+# bytes that the system (which doubles it), and this process, may hold for a client that does not read
+SEND_BUFFER, WRITE_BUFFER = 32 << 10, 16 << 10
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_S, PROBE_MOST_S = 0.02, 5.0  # from one look for a reset to the next: at first, doubled each time, and at most
 RESERVE, BACKLOG = 64, 64  # file descriptors for everything else, and for connections accepted in one go
@@ -84,6 +85,7 @@ class BoundedProtocol(H11Protocol):
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            transport.set_write_buffer_limits(WRITE_BUFFER)
         shared.open.add(self)
         if len(shared.open) > shared.most:
             longest = next(iter(shared.waiting), None)
