@@ -183,6 +183,8 @@ def test_settings() -> None:
         ServerSettings("m", port=70000)
     with pytest.raises(OutriderError, match="printable ASCII"):
         ServerSettings("m", api_keys=("a b",))
+    with pytest.raises(OutriderError, match="--api-key is empty"):  # an unset variable must not open the server
+        ServerSettings("m", api_key="")
     assert (
         public_name("/home/me/models/gemma") == "gemma"
         and public_name("google/gemma-4-E2B-it") == "google/gemma-4-E2B-it"

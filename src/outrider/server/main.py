@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=int(settings.idle_timeout) + 1,
+                timeout_keep_alive=int(min(settings.idle_timeout, 1 << 30)) + 1,  # inf: never
                 timeout_graceful_shutdown=5,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,

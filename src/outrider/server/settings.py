@@ -88,6 +88,7 @@ class ServerSettings:
             except ValueError:
                 message = f"--trusted-proxies takes addresses and networks such as 127.0.0.1,10.0.0.0/8, got {proxy!r}"
                 raise OutriderError(message) from None
+        require(self.api_key != "", "--api-key is empty: leave it out for a server that needs none")
         fine = all(k.isascii() and k.isprintable() and " " not in k for k in self.api_keys)
         require(fine, "API keys must be printable ASCII without spaces")
         require(self.ssl_keyfile is None or self.ssl_certfile is not None, "--ssl-keyfile needs --ssl-certfile")

@@ -170,6 +170,13 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_connections_may_idle_for_ever() -> None:
+    server = HttpServer(
+        ServedModel(FakeEngine(TOK), TOK, VOCAB, 128), ServerSettings("fake", port=0, idle_timeout=float("inf"))
+    )
+    assert server.config.timeout_keep_alive > 1 << 30
+
+
 @pytest.mark.parametrize(
     ("terminal", "file", "reloads"), [(True, False, False), (True, True, True), (False, False, True)]
 )
