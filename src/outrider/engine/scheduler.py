@@ -3,7 +3,8 @@ counts.
 
 A step holds the decode rows of every running sequence (the newest token and its drafts) and prompt chunks up to a
 budget, so a long prompt delays running streams by at most one chunk (on a CPU: a few tokens); if many prompts wait and
-few streams run, a step takes several chunks. A prompt is prefilled up to its last token, which then runs in the first
+few streams run, a step takes several chunks. An image that may not be split exceeds the budget; the next one waits
+until the steps after it have made up for that. A prompt is prefilled up to its last token, which then runs in the first
 decode cycle.
 
 When pages run out the youngest sequence is preempted: it frees its pages and waits at the head of the queue. Its K/V is
@@ -44,6 +45,7 @@ class Scheduler:
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
+        self._overdrawn = 0  # rows of an unsplit image beyond the budgets of the steps since then
 
     def add(self, seq: Seq) -> None:
         self.waiting.append(seq)
@@ -70,6 +72,7 @@ class Scheduler:
         for seq, plan in zip(ready, choose(ready) if ready else []):
             if seq.cache is not None:  # else an older one has preempted it in this step
                 self._decode(batch, seq, plan)
+        self._overdrawn = max(0, self._overdrawn - self.prefill.with_decodes) if ready else 0
         if len(ready) < len(self.running):
             self._prompts(batch, len(ready))
         if self.preemptions != before:
@@ -102,7 +105,7 @@ class Scheduler:
                 count = min(count, half if len(waiting) > 1 and not batch.prompts else budget)
             planned, count = count, seq.chunk_end(start, start + count) - start
             unbroken = count > planned  # an image that may not be split: the budget is exceeded, or it would never run
-            if count <= 0 or (count > budget and batch.prompts and not unbroken):
+            if count <= 0 or (self._overdrawn if unbroken else count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
                 ends = start + count == len(seq.tokens) - 1
@@ -110,6 +113,7 @@ class Scheduler:
                     ScheduledSeq(seq, seq.held.slot, start, count, wanted=ends and seq.drafts_from_hidden)
                 )
                 budget -= count
+                self._overdrawn += max(0, -budget) if beside else 0
             if budget <= 0:
                 break
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from outrider.ops.backend import Capabilities
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.types import NO_DRAFT, DraftPlan, OutriderError, SamplingParams
+from outrider.types import NO_DRAFT, DraftPlan, ImageSpan, OutriderError, SamplingParams
 from outrider.weights.load import dummy_weights
 
 MODEL = tiny_model("llama")
@@ -363,6 +364,33 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
         for item in batch.prompts:
             item.seq.computed += item.count
     assert steps == -(-6 * 39 // 16)
+
+
+def test_images_of_others_leave_a_stream_its_share() -> None:
+    """Three of 160 rows that may not be split, each with a line of text: one in a step, and the next when the steps
+    between them have had fewer rows by as many. Texts do not wait for that."""
+    scheduler = Scheduler(CountingCache(5, 10_000), 5, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
+    images = (ImageSpan(4, torch.zeros(160, 1), b"x", True),)
+    stream, text, *seen = (
+        Seq(Request(f"{i}", [1] * n, SamplingParams(max_tokens=99), images=spans), 0.0, [1] * n)
+        for i, (n, spans) in enumerate([(2, ()), (99, ()), *[(170, images)] * 3])
+    )
+    choose = lambda ready: [NO_DRAFT] * len(ready)
+    scheduler.add(stream)
+    scheduler.plan(choose)
+    stream.computed = 1
+    for seq in (text, *seen):
+        scheduler.add(seq)
+    rows: list[int] = []
+    while any(seq.computed < len(seq.tokens) - 1 for seq in (text, *seen)):
+        batch = scheduler.plan(choose)
+        rows.append(sum(item.count for item in batch.prompts))
+        for item in batch.prompts:
+            item.seq.computed += item.count
+            assert item.count in (160, min(16, item.count))
+    large = [i for i, n in enumerate(rows) if n >= 160]
+    assert len(large) == 3 and all(b - a >= 9 for a, b in pairwise(large)), rows
+    assert max(rows) < 180 and sum(rows[large[0] + 1 : large[1]]) >= 60, "text goes on between them"
 
 
 def test_a_server_s_prompts_come_in_pieces_even_where_nobody_decodes() -> None:
