@@ -65,7 +65,7 @@ class ImageEncoder:
         self.tokens = tokens
         self.decoder = ImageDecoder(max_pixels)
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._encoding = threading.Lock(), threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -77,14 +77,21 @@ class ImageEncoder:
         digest = hashlib.blake2b(made.tobytes(), digest_size=16, salt=VERSION)
         digest.update(str(made.shape).encode())
         key = digest.digest()
-        with self._lock:  # one image at a time: its bits depend on no other
-            found = self._kept.pop(key, None)
-            if found is None:
-                found = EncodedImage(self.model.encode(torch.from_numpy(made.copy())), key)
-            self._kept[key] = found
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+        if (found := self._find(key)) is not None:  # without waiting for another client's image
+            return found
+        with self._encoding:  # one image at a time: its bits depend on no other
+            found = self._find(key) or EncodedImage(self.model.encode(torch.from_numpy(made.copy())), key)
+            with self._lock:
+                self._kept[key] = found
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
         return found
+
+    def _find(self, key: bytes) -> EncodedImage | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
     def _pixels(self, image: object) -> np.ndarray:
         tokens, side = (0, self.config.square) if self.config.square else (self.tokens, self.config.side)

@@ -5,7 +5,8 @@ soft token's side that stays within the budget; small images are enlarged. Gemma
 orientation is applied and alpha is flattened onto white. Every problem with a file is a `ValueError` of one line.
 
 Run as a script, this file is the sandbox process that decodes untrusted files (engine/images.py): it imports
-nothing of this package, and limits its own memory and CPU time.
+nothing of this package, and limits its own memory and CPU time. An image that takes long gets idle processor time only:
+the system runs the engine's threads at once when they wake up, and decoding tokens does not wait for its time slice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 import struct
 import sys
+import threading
 import warnings
 from typing import IO
 
@@ -28,6 +30,7 @@ LENGTH = struct.Struct("<I")  # bytes that follow
 HEAD = struct.Struct("<IIQ")  # soft tokens and side, see `pixels`; maximum pixels; then the file
 REPLY = struct.Struct("<?II")  # is it an image? its height and width; then pixels, or an error
 MEMORY, CPU_SECONDS = 3 << 30, 60  # of the decoding process
+QUICK, LOOK = 0.25, 0.05  # seconds of processor time after which an image gets idle time only; between two looks
 MAX_SIDE = 65500
 MAX_SCANS = 64  # of a JPEG; progressive ones have about ten
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # of those with a segment, or the end
@@ -94,8 +97,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     except Exception:  # a broken EXIF block: the pixels are there
         image = image.copy()
     if image.mode in ("I;16", "I;16B", "I;16L", "I"):  # 16 bits: Pillow's own conversion would cut at 255
-        wide = np.asarray(image).astype(np.int64)
-        image = Image.fromarray((wide.clip(0, 65535) >> 8).astype(np.uint8))
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
     elif image.mode == "F":
         image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -124,6 +126,28 @@ def read(pipe: IO[bytes], size: int) -> bytes:
     return data
 
 
+def stand_back(worker: threading.Thread) -> None:
+    """Wait for a thread to end, which gets idle processor time only once it has had `QUICK` seconds."""
+    while worker.is_alive():
+        worker.join(LOOK)
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or this is no Linux
+            with open(f"/proc/self/task/{worker.native_id}/schedstat", encoding="ascii") as file:
+                used = int(file.read().split()[0]) / 1e9
+            if used > QUICK and worker.native_id is not None:
+                os.sched_setscheduler(worker.native_id, os.SCHED_IDLE, os.sched_param(0))
+                worker.join()
+
+
+def answer(asked: bytes) -> bytes:
+    """The reply to one frame: pixels, or a one-line error."""
+    tokens, side, most = HEAD.unpack_from(asked)
+    try:
+        made = pixels(decode(asked[HEAD.size :], most), tokens, side)
+        return REPLY.pack(True, *made.shape[:2]) + made.tobytes()
+    except Exception as error:
+        return REPLY.pack(False, 0, 0) + (" ".join(str(error).split())[:200] or type(error).__name__).encode()
+
+
 def main() -> None:
     """Reads files from stdin, writes pixels or a one-line error to stdout. Ends when stdin closes."""
     import resource
@@ -132,18 +156,15 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     Image.MAX_IMAGE_PIXELS = None  # `check_size` has its own bound
     Image.init()
-    source, out = sys.stdin.buffer, sys.stdout.buffer
+    source, out, replies = sys.stdin.buffer, sys.stdout.buffer, list[bytes]()
     while True:
         asked = read(source, *LENGTH.unpack(read(source, LENGTH.size)))
-        tokens, side, most = HEAD.unpack_from(asked)
         spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
         resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        try:
-            made = pixels(decode(asked[HEAD.size :], most), tokens, side)
-            body = REPLY.pack(True, *made.shape[:2]) + made.tobytes()
-        except Exception as error:
-            line = (" ".join(str(error).split())[:200] or type(error).__name__).encode()
-            body = REPLY.pack(False, 0, 0) + line
+        worker = threading.Thread(target=lambda: replies.append(answer(asked)))  # noqa: B023  # ends in this turn
+        worker.start()
+        stand_back(worker)
+        body = replies.pop()
         out.write(LENGTH.pack(len(body)) + body)
         out.flush()
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import os
 import struct
+import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from outrider.engine.images import ImageDecoder
-from outrider.models.image_processing import pixels
+from outrider.engine.images import ImageDecoder, ImageEncoder
+from outrider.models.image_processing import QUICK, pixels, stand_back
 from outrider.types import OutriderError
 
 TOKENS, SIDE = 70, 12
@@ -173,6 +177,24 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     assert process is not None and process.poll() is not None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no idle priority")
+def test_an_image_that_takes_long_gets_idle_time_only() -> None:
+    """By processor time, whatever else runs; the next image has a priority of its own again."""
+    policies = []
+
+    def decode(seconds: float) -> None:
+        while os.sched_getscheduler(0) == os.SCHED_OTHER and time.thread_time() < seconds:
+            pass
+        policies.append(os.sched_getscheduler(0))
+
+    for seconds in (30.0, QUICK / 4):
+        worker = threading.Thread(target=decode, args=(seconds,))
+        worker.start()
+        stand_back(worker)
+        assert not worker.is_alive()
+    assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
+
+
 def test_small_images_do_not_wait_for_a_large_one() -> None:
     """Whoever decodes the large one holds its lock all the time."""
     decoder = ImageDecoder()
@@ -185,6 +207,31 @@ def test_small_images_do_not_wait_for_a_large_one() -> None:
     thread.join()
     assert decoder.pixels(large, TOKENS, SIDE).size
     decoder.close()
+
+
+def test_a_known_image_does_not_wait_for_the_tower() -> None:
+    begun, done, seen = threading.Event(), threading.Event(), list[int]()
+
+    def encode(image: torch.Tensor) -> torch.Tensor:
+        seen.append(int(image[0, 0, 0]))
+        if seen[-1] == 9:
+            begun.set()
+            assert done.wait(60)
+        return image[0].float()
+
+    model: Any = SimpleNamespace(config=SimpleNamespace(square=0, side=SIDE), encode=encode)
+    encoder = ImageEncoder(model, TOKENS, 4, 1 << 20)
+    known, large = (np.full((24, 24, 3), value, np.uint8) for value in (7, 9))
+    first = encoder.encode(known)
+    threads = [threading.Thread(target=encoder.encode, args=(large,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60) and encoder.encode(known) is first and seen == [7, 9]
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert encoder.encode(large) is encoder.encode(large) and seen == [7, 9], "once an image"
+    encoder.close()
 
 
 def test_many_at_once_take_turns(decoder: ImageDecoder) -> None:
