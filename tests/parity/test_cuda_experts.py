@@ -76,7 +76,7 @@ def test_tokens_are_their_definition(
     monkeypatch.setattr(
         nvrtc_kernels, "Kernel", lambda source, name, flags, *_: memory.kernel(source, name, flags, seed=3)
     )
-    few = MoeGemvInt8(torch.device("cpu"))
+    few = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32))
     few.sms = 13
 
     def kept(w: QuantWeight) -> QuantWeight:
@@ -179,7 +179,7 @@ def test_what_the_kernels_take() -> None:
     )
     assert not taken(*shells(128, 5376, 704))  # 42 chunks: no warp for each
     assert not taken(*shells(128, 2816, 768))  # groups of down have factors
-    few = MoeGemvInt8(torch.device("cpu"))
+    few = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32))
     x = torch.zeros((2, 2816), dtype=torch.bfloat16)
     held = weights(gate_up, down)
     assert few.plan(x, held, None) is not None and few.plan(x.float(), held, None) is None
@@ -221,7 +221,7 @@ def test_a_compiler_that_fails_leaves_it_to_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nvrtc_kernels, "Kernel", no_kernel)
-    few, (gate_up, down) = MoeGemvInt8(torch.device("cpu")), shells(128, 2816, 704)
+    few, (gate_up, down) = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32)), shells(128, 2816, 704)
     x = torch.zeros((1, 2816), dtype=torch.bfloat16)
     held = weights(gate_up, down)
     plan = few.plan(x, held, None)
@@ -229,4 +229,4 @@ def test_a_compiler_that_fails_leaves_it_to_triton(
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert few.kernels(plan, "gelu_tanh") is None
     assert few.plan(x, held, None) is None and len(caplog.records) == 1 and "no machine code" in caplog.text
-    assert MoeGemvInt8.of(torch.device("cpu")) is None
+    assert MoeGemvInt8.of(torch.device("cpu"), few.semaphores) is None

@@ -70,7 +70,7 @@ def product(x: Tensor, w: Tensor, end: Epilogue, tile: WgmmaTile, splits: int = 
         held = end if end.bias is None else replace(end, bias=memory.hold(end.bias))
         kernels = Emulator(memory, **rig)  # type: ignore[arg-type]
         out = kernels.product(memory.hold(x), memory.hold(w), held, False, cut, tile)
-        assert out is not None and not kernels.counters[0].any()  # the next launch finds no sums
+        assert out is not None and not kernels.semaphores.any()  # the next launch finds no sums
         return out.clone()
 
 

@@ -185,7 +185,7 @@ def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.M
         torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,))
     )
     monkeypatch.setattr(gemm, "tma_aligned", lambda t: True)
-    monkeypatch.setattr(gemm, "tile_descriptor", lambda t, rows, columns: t)
+    monkeypatch.setattr(gemm, "matrix_descriptor", lambda t, rows, columns: t)
     launch = gemm.launch_of(x, w, gemm.GemmDevice(seen), Epilogue())
     assert launch.kernel is gemm.streamk_kernel and launch.grid == (128,) and launch.options["CUT"] is False
 
@@ -387,16 +387,18 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("pairs,wide", [(16, 16), (32, 64), (128, 32)])
-def test_moe_tiles(ops: TritonOps, pairs: int, wide: int) -> None:
+def test_moe_tiles(ops: TritonOps, pairs: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts with no pair, with one tile and with several; a tile that reads another expert's pairs; more tiles than
     expected."""
     x, router = rand(90, 48), rand(6, 48, seed=2)
     router[2] = -router.abs().sum(0)  # seldom chosen
     z = ops.logits(rand(90, 48, seed=1).abs(), router, None)
     scale, gate_up, down = rand(6, seed=3).abs() + 0.5, rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
-    cut = moe.ExpertTiling(pairs, wide, 2, 4)
-    got = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False, cut=(cut, cut))
-    same(got, moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False))
+    want = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(moe, "expert_tiling", lambda *_: moe.ExpertTiling(pairs, wide, 2, 4))
+        got = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False)
+    same(got, want)
     for r in range(0, 90, 9):
         alone = moe.experts(list_pairs(z[r : r + 1], scale, 2, False), x[r : r + 1], gate_up, down, "gelu_tanh", False)
         same(alone, got[r : r + 1])

@@ -93,14 +93,13 @@ def _argmax(
     best = torch.empty((rows, chunks), dtype=torch.float32, device=z.device)
     where = torch.empty((rows, chunks), dtype=torch.int32, device=z.device)
     out = torch.empty((rows,), dtype=torch.int64, device=z.device)
-    launch = {"launch_pdl": True} if pdl else {}
     ids = seed if tokens is None else tokens.expand(rows, n).contiguous()
     argmax_kernel[(rows, chunks)](
         z, ids, seed, position, sampled, best, where, n, chunks,
-        NOISE=noise, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, **launch,
+        NOISE=noise, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     argmax_last_kernel[(rows,)](
-        best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, **launch
+        best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, launch_pdl=pdl
     )
     return out
 
@@ -134,8 +133,7 @@ def cluster_bonus(
     some = max(1, 2048 // space)
     cluster_bonus_kernel[(rows, triton.cdiv(clusters, some))](
         tokens, seed, position, temperature, sampled.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space,
-        PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return out
 
@@ -204,24 +202,13 @@ def cluster_scores(
     size, hidden = rows.shape[1], rows.shape[2]
     best = torch.empty((count, top), dtype=torch.int64, device=z.device)
     out = torch.empty((count, top, size), dtype=torch.float32, device=z.device)
-    launch = {"launch_pdl": True} if pdl else {}
     top_clusters_kernel[(count,)](
         z, z if cluster_bonus is None else cluster_bonus, best, clusters, LEAN=cluster_bonus is not None, TOP=top,
         SPACE=triton.next_power_of_2(clusters),
-        PLACES=triton.next_power_of_2(top), PDL=pdl, num_warps=4, **launch,
+        PLACES=triton.next_power_of_2(top), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     cluster_scores_kernel[(count, top, triton.cdiv(size, 32))](
-        g.contiguous(),
-        rows,
-        best,
-        out,
-        size,
-        hidden,
-        TOP=top,
-        BS=32,
-        BH=triton.next_power_of_2(hidden),
-        PDL=pdl,
-        num_warps=4,
-        **launch,
+        g.contiguous(), rows, best, out, size, hidden,
+        TOP=top, BS=32, BH=triton.next_power_of_2(hidden), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return best, out

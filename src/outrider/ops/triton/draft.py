@@ -406,7 +406,7 @@ class FusedDrafter:
                 *pages,
                 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
-                **({"launch_pdl": True} if self.pdl else {}),
+                launch_pdl=self.pdl,
             )
 
         if self.sync:

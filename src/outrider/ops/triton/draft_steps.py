@@ -18,9 +18,7 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, DraftEnd, DraftNoise, KVView
 from . import draft_steps_kernel as kernels
-from .draft import power
-
-LOG2E = 1.4426950408889634
+from .draft import LOG2E, power
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class SteppedDrafter:
         self.cuts = cuts
         tiles = self.config.vocab_size // cuts.head[0]
         self.programs = triton.cdiv(tiles, triton.cdiv(tiles, self.sms * cuts.head[2]))  # as many tiles for each
-        self.launch: dict[str, int] = dict(PDL=pdl, num_stages=1, **({"launch_pdl": True} if pdl else {}))
+        self.launch: dict[str, int] = dict(PDL=pdl, num_stages=1, launch_pdl=pdl)
         self._allocate()
 
     def _pack(self, chunk: int) -> None:

@@ -33,7 +33,7 @@ from .gemm_config import (
     config_for_rows,
     fit_smem,
 )
-from .gemm_streamk import splitk_kernel, streamk_kernel, tile_descriptor
+from .gemm_streamk import splitk_kernel, streamk_kernel
 from .gemm_tma import matrix_descriptor, tma_aligned, tma_kernel
 from .gemm_wgmma import GemmWgmma, WgmmaTile, flags_of
 from .lowrank import Shrunk, lowrank_delta, side_by_side
@@ -358,7 +358,7 @@ def launch_of(
         GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None,
         SPLITS=splits,
         PDL=pdl,
-        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
+        num_warps=shape.warps, num_stages=shape.stages, launch_pdl=pdl,
     )
     assert lora is None or not (shape.tma or shape.bm2), "changes are added to products of few rows"
     use_tma = shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w)
@@ -373,8 +373,8 @@ def launch_of(
             * (2 if gated else 1)
         )
         given = (
-            tile_descriptor(x, shape.bm, shape.bk), tile_descriptor(x, shape.bm2, shape.bk),
-            tile_descriptor(w, shape.bn, shape.bk),
+            matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(x, shape.bm2, shape.bk),
+            matrix_descriptor(w, shape.bn, shape.bk),
             bias if bias is not None else out, mul if mul is not None else out, out,
             torch.empty((sums,), dtype=torch.float32, device=x.device) if sums else out, semaphores,
             rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),

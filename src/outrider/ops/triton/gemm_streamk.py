@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import epilogue, pdl_start
 
@@ -176,8 +174,3 @@ def _finish(
 @triton.jit
 def _places(HIGH: tl.constexpr, WIDTH: tl.constexpr):
     return tl.arange(0, HIGH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-
-
-def tile_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of a matrix with tiles of this size."""
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns])

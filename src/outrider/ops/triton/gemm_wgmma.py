@@ -74,7 +74,7 @@ class GemmWgmma(NvrtcKernels):
             end.softcap or 0.0,
         )
         maps = [map_of(a, BM, end.gated and a is w), map_of(b, tile.bn // 2, end.gated and b is w)]
-        addresses = [0 if t is None else t.data_ptr() for t in (end.bias, out, room, self.counters[0])]
+        addresses = [0 if t is None else t.data_ptr() for t in (end.bias, out, room, self.semaphores)]
         kernel(2 * min(pairs * tiles_b, clusters), THREADS, tile.shared(), [*maps, *addresses, problem], pdl)
         return out
 

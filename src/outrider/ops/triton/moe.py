@@ -22,7 +22,7 @@ from .common import activate, gate_and_up, pdl_start, weight_rows
 from .gemm import chain
 from .norm import PROMPT, residual_norm, width_warps
 from .quant_config import max_smem
-from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product
+from .quant_moe import QuantExperts, choose_tile, quant_product
 from .routing import Pairs, pairs_of, tile_of
 
 
@@ -140,23 +140,15 @@ def expert_tiling(pairs: int, experts: int) -> ExpertTiling:
     return ExpertTiling(64, 128, 4, 4) if mean <= 90 else ExpertTiling(128, 128, 3, 4)
 
 
-Cut = ExpertTiling | ExpertTile
-
-
 def grouped_gemm(
-    source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool,
-    cut: Cut | None
+    source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool
 ) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     if isinstance(w, QuantExperts):
-        tile = (
-            cut
-            if isinstance(cut, ExpertTile)
-            else choose_tile(pairs, w.matrix, act is not None, max_smem(source.device))
-        )
+        tile = choose_tile(pairs, w.matrix, act is not None, max_smem(source.device))
         quant_product(source, w, to, pairs, share, act, pdl, tile)
         return
-    g = cut if isinstance(cut, ExpertTiling) else expert_tiling(pairs.count, pairs.experts)
+    g = expert_tiling(pairs.count, pairs.experts)
     n, k = to.shape[1], source.shape[1]
     float32, gated = source.dtype == torch.float32, act is not None
     bk, bn = 32 if float32 else 64, g.wide // 2 if gated else g.wide
@@ -165,43 +157,25 @@ def grouped_gemm(
         EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
         BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32",
         PDL=pdl,
-        num_warps=g.warps, num_stages=2 if float32 else g.stages, **({"launch_pdl": True} if pdl else {}),
+        num_warps=g.warps, num_stages=2 if float32 else g.stages, launch_pdl=pdl,
     )
 
 
-def products(
-    pairs: Pairs,
-    x: Tensor,
-    gate_up: DeviceWeight,
-    down: DeviceWeight,
-    act: str,
-    pdl: bool,
-    cut: tuple[Cut, Cut] | None = None,
-) -> Tensor:
-    """x [R, H] -> [pairs, H]. cut: other tiles than the rule's, for measuring."""
+def products(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool) -> Tensor:
+    """x [R, H] -> [pairs, H]."""
     inner_out = torch.empty((pairs.count, down.shape[2]), dtype=x.dtype, device=x.device)
     pair_out = torch.empty((pairs.count, x.shape[1]), dtype=x.dtype, device=x.device)
-    first, second = cut or (None, None)
-    grouped_gemm(x, gate_up, inner_out, pairs, pairs.top, act, pdl, first)
-    grouped_gemm(inner_out, down, pair_out, pairs, 1, None, pdl, second)
+    grouped_gemm(x, gate_up, inner_out, pairs, pairs.top, act, pdl)
+    grouped_gemm(inner_out, down, pair_out, pairs, 1, None, pdl)
     return pair_out
 
 
-def experts(
-    pairs: Pairs,
-    x: Tensor,
-    gate_up: DeviceWeight,
-    down: DeviceWeight,
-    act: str,
-    pdl: bool,
-    cut: tuple[Cut, Cut] | None = None,
-) -> Tensor:
+def experts(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool) -> Tensor:
     """x [R, H] -> [R, H]; pairs: of these rows."""
-    pair_out, out = products(pairs, x, gate_up, down, act, pdl, cut), torch.empty_like(x)
+    pair_out, out = products(pairs, x, gate_up, down, act, pdl), torch.empty_like(x)
     rows, hidden = x.shape
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](
-        pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return out
 
@@ -222,7 +196,6 @@ def mix(
         pair_out, weight, dense.contiguous(), end.dense_norm, end.routed_norm, x,
         *(x if w is None else w for w in given),
         x_out, h_out, hidden, end.eps, TOP=len(weight) // rows, PARTS=len(dense) if dense.dim() == 3 else 0, ADD=whole,
-        OUT=post, SCALE=scaled, NEXT=normed, BLOCK=block, PDL=pdl, num_warps=warps,
-        **({"launch_pdl": True} if pdl else {}),
+        OUT=post, SCALE=scaled, NEXT=normed, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )
     return (x_out, h_out) if whole else residual_norm(x, x_out, *given, end.eps, pdl)[:2]

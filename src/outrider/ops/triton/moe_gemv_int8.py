@@ -84,7 +84,7 @@ def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
         return None
     n, k = router.shape
     tile = choose_reduction(n, k, False, router.element_size())
-    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
+    span = tile.span(k)
     splits = triton.cdiv(k, span)
     return (span, splits) if k % 16 == 0 and 1 < splits <= MOST_SPANS and span <= MOST_COLUMNS else None
 

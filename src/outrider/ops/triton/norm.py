@@ -40,7 +40,7 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
     block, warps = width_warps(width)
     rms_norm_kernel[(flat.shape[0],)](
         flat, flat if w is None else w, out, flat.stride(0), width, eps,
-        WEIGHT=w is not None, BLOCK=block, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        WEIGHT=w is not None, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )
     return out.view(x.shape)
 
@@ -77,7 +77,7 @@ def per_layer_inputs(
     block, warps = width_warps(width)
     per_layer_kernel[(rows, layers)](
         ids, table, projected, w, out, layers, scale, factor, eps, width, BLOCK=block, PDL=pdl, num_warps=warps,
-        **({"launch_pdl": True} if pdl else {}),
+        launch_pdl=pdl,
     )
     return out
 
@@ -145,7 +145,7 @@ def residual_norm(
         x_out, h_out, second, third, width, eps,
         POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block,
         EARLY=early,
-        PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}), **({} if early else {"maxnreg": 64}),
+        PDL=pdl, num_warps=warps, launch_pdl=pdl, **({} if early else {"maxnreg": 64}),
     )
     return x_out, h_out, second, third
 
@@ -167,8 +167,7 @@ def embed(ids: Tensor, table: Tensor, scale: float, pdl: bool) -> Tensor:
     out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
     factor = float(torch.tensor(scale, dtype=table.dtype))  # on the host: rounded as the twin rounds it
     embed_kernel[(ids.shape[0], triton.cdiv(width, 2048))](
-        ids, table, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        ids, table, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return out
 
@@ -189,8 +188,7 @@ def act_mul(x: Tensor, y: Tensor, act: str, pdl: bool) -> Tensor:
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     act_mul_kernel[(rows, triton.cdiv(width, 1024))](
-        x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return out
 
@@ -210,6 +208,6 @@ def clamp_columns(x: Tensor, low: Tensor, high: Tensor, pdl: bool) -> Tensor:
     """In place; torch's own does one element at a time where the bounds are broadcast."""
     rows, width = x.shape
     clamp_kernel[(rows, triton.cdiv(width, 1024))](
-        x, low, high, width, BLOCK=1024, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
+        x, low, high, width, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return x

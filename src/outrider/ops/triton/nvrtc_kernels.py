@@ -25,21 +25,22 @@ class NvrtcKernels:
     what: str  # runs in Triton if there are none
     own = False  # they use instructions of this architecture alone
 
-    def __init__(self, device: torch.device, *counters: Tensor):
-        self.device, self.counters = device, counters
+    def __init__(self, device: torch.device, semaphores: Tensor):
+        """semaphores: counters that every launch leaves at 0."""
+        self.device, self.semaphores = device, semaphores
         self.sms, self.room = sm_count(device), max_smem(device)
         self.made: dict[tuple[str, Flags], Kernel] = {}
         self.usable = True
 
     @classmethod
-    def of(cls, device: torch.device, *counters: Tensor) -> Self | None:
+    def of(cls, device: torch.device, semaphores: Tensor) -> Self | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
             return None
         reason = missing()
         if reason is not None:
             cls.say(reason)
             return None
-        return cls(device, *counters)
+        return cls(device, semaphores)
 
     @classmethod
     def say(cls, reason: object) -> None:

@@ -342,7 +342,7 @@ def quant_linear(
         TRIGGER_LATE=pdl and w.words.nbytes >= LATE_TRIGGER_BYTES, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers,
         enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `wna16_gemv`
-        **({"launch_pdl": True} if pdl else {}),
+        launch_pdl=pdl,
     )
     return out
 
@@ -353,16 +353,7 @@ def group_sums(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
     groups = w.chunks * (w.planes // w.per)
     out = torch.empty((groups, triton.cdiv(x.shape[0], tokens) * tokens), dtype=torch.float32, device=x.device)
     sums_kernel[(x.shape[0], triton.cdiv(groups, 32))](
-        x,
-        out,
-        x.shape[1],
-        x.stride(0),
-        groups,
-        out.stride(0),
-        GROUP=group,
-        BLOCK=32,
-        PDL=pdl,
-        num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
+        x, out, x.shape[1], x.stride(0), groups, out.stride(0),
+        GROUP=group, BLOCK=32, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )
     return out

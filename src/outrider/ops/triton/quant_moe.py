@@ -204,6 +204,5 @@ def quant_product(
         FACTOR=m.factor is not None,
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        **({"launch_pdl": True} if pdl else {}),
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=pdl,
     )

@@ -112,7 +112,7 @@ class QuantTritonOps(TritonOps):
     @cached_property
     def moe_gemv_int8(self) -> MoeGemvInt8 | None:
         """Kernels for the experts of few tokens, created at first use."""
-        return MoeGemvInt8.of(self.semaphores.device)
+        return MoeGemvInt8.of(self.semaphores.device, self.semaphores)
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer

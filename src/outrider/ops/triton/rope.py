@@ -34,8 +34,7 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor,
     cos = torch.empty((rows, half), dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
     angles_kernel[(rows,)](
-        positions, inv_freq, cos, sin, half, BLOCK=triton.next_power_of_2(half), PDL=pdl, num_warps=2,
-        **({"launch_pdl": True} if pdl else {}),
+        positions, inv_freq, cos, sin, half, BLOCK=triton.next_power_of_2(half), PDL=pdl, num_warps=2, launch_pdl=pdl,
     )
     return cos, sin
 
@@ -127,16 +126,14 @@ def _slot(table, places, row_seq, row, head, table_stride, page_stride, HALF: tl
 def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView,
     pdl: bool,
-    some: int | None = None,
 ) -> Tensor:
-    """some: overrides the number of heads per program, for measuring."""
     rows, half = qkv.shape[0], spec.head_dim // 2
     q = torch.empty((rows, spec.heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     table = kv.tables[spec.group]
     several = rows >= PROMPT or (rows in FEW_ROWS and spec.heads <= FEW_HEADS)
-    some = some or (math.gcd(4 if half <= 128 else 2, spec.heads) if several else 1)
+    some = math.gcd(4 if half <= 128 else 2, spec.heads) if several else 1
     rope_write_kernel[(rows, spec.heads // some + (2 * triton.cdiv(spec.kv_heads, some) if spec.writes else 0))](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
         kv.positions if kv.kv_slots is None else kv.kv_slots, kv.row_seq, qkv.stride(0), table.stride(0),
@@ -144,7 +141,7 @@ def rope_write(
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some,
         PDL=pdl,
-        num_warps=some, **({"launch_pdl": True} if pdl else {}),
+        num_warps=some, launch_pdl=pdl,
     )
     return q
 
@@ -186,8 +183,7 @@ def rotate_heads(
     out, dim = torch.empty_like(qkv), q_norm.shape[0]
     rotate_heads_kernel[(qkv.shape[0], 3)](
         qkv, cos, sin, q_norm, k_norm, out, eps, HEADS=heads[0], KV_HEADS=heads[1], D=dim,
-        BH=triton.next_power_of_2(heads[0]), BD=triton.next_power_of_2(dim // 2), PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        BH=triton.next_power_of_2(heads[0]), BD=triton.next_power_of_2(dim // 2), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     q, k, v = out.unflatten(-1, (-1, dim)).split((heads[0], heads[1], heads[1]), 1)
     return q, k, v

@@ -119,34 +119,18 @@ def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
     """z [R, E] float32 router logits."""
     rows, count = z.shape
     pairs = rows * top_k
-    launch = {"launch_pdl": True} if pdl else {}
     chosen, counts = (torch.empty((n,), dtype=torch.int32, device=z.device) for n in (pairs, count))
     weight = torch.empty((pairs,), dtype=torch.float32, device=z.device)
     block, slots = triton.next_power_of_2(count), triton.next_power_of_2(top_k)
     route_kernel[(rows,)](
-        z,
-        expert_scale,
-        chosen,
-        weight,
-        EXPERTS=count,
-        TOP=top_k,
-        BLOCK=block,
-        SLOTS=slots,
-        PDL=pdl,
-        num_warps=4,
-        **launch,
+        z, expert_scale, chosen, weight,
+        EXPERTS=count, TOP=top_k, BLOCK=block, SLOTS=slots, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     if rows == 1:
         return Pairs(count, top_k, True, weight, chosen, counts)
     members = torch.empty((pairs,), dtype=torch.int32, device=z.device)
     group_kernel[(count,)](
-        chosen,
-        members,
-        counts,
-        pairs,
-        BLOCK=256 if pairs <= 1024 else 2048,
-        PDL=pdl,
-        num_warps=1 if pairs <= 1024 else 8,
-        **launch,
+        chosen, members, counts, pairs,
+        BLOCK=256 if pairs <= 1024 else 2048, PDL=pdl, num_warps=1 if pairs <= 1024 else 8, launch_pdl=pdl,
     )
     return Pairs(count, top_k, False, weight, members, counts)

@@ -124,8 +124,7 @@ def branch(
         if noise is None
         else (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
     )
-    launch = {"launch_pdl": True} if pdl else {}
-    same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=pdl, **launch)
+    same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=pdl, launch_pdl=pdl)
     best_kernel[(rows, chunks)](
         logits, named, *drawn, best, where, mass, n, chunks, NOISE=noise is not None, CHUNK=CHUNK, num_warps=4, **same
     )
@@ -177,8 +176,7 @@ def chain_with_runner_ups(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
     nodes = Nodes.of(batch, depth, scores.device, 1)
     comb_kernel[(batch,)](
         scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.chain, parts, scores.stride(0), scores.stride(1),
-        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return nodes
 
@@ -234,8 +232,7 @@ def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> TreeRow
         nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors,
         made.parent_rows,
         FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=pdl,
-        num_warps=8,
-        **({"launch_pdl": True} if pdl else {}),
+        num_warps=8, launch_pdl=pdl,
     )
     return made
 
@@ -287,7 +284,7 @@ def accept_path(
     walk_kernel[(batch,)](
         chosen, ids, above, start_of, start_of if limit is None else limit, accepted, tokens, path,
         SPACE=triton.next_power_of_2(rows), DEPTH=deepest, LIMIT=limit is not None, PDL=pdl, num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
+        launch_pdl=pdl,
     )
     return accepted, tokens, path
 
@@ -352,5 +349,5 @@ def compact_kv(
         keep_path_kernel[(len(caches), kv_heads, rows.shape[0])](
             pointers.of(caches), table, rows, accepted, length, table.stride(0), caches[0].stride(0), caches[0],
             D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, TREE_DEPTH=rows.shape[1],
-            SPACE=triton.next_power_of_2(rows.shape[1]), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+            SPACE=triton.next_power_of_2(rows.shape[1]), PDL=pdl, num_warps=4, launch_pdl=pdl,
         )

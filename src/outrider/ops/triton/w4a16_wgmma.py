@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..backend import Epilogue
 from ..cuda.runtime import FOLDER
-from .nvrtc_kernels import Flags
+from .nvrtc_kernels import Flags, NvrtcKernels
 from .quant import group_sums
 from .repack import Codes, QuantWeight
-from .wna16_gemv import ACTS, MAX_GEMV_TOKENS, QuantGemmKernels, WorkUnits, aligned, compared, units_of, weights_of
+from .wna16_gemv import ACTS, MAX_GEMV_TOKENS, WorkUnits, aligned, compared, units_of, weights_of
 
 SOURCE = FOLDER / "w4a16_wgmma.cu"
 MAX_WGMMA_TOKENS = 40  # tokens; at 48 registers leave two groups of warps instead of three, and Triton is as fast
@@ -66,7 +66,7 @@ def blocks_of_a_span(units: WorkUnits, blocks: int) -> int:
     return min(blocks * units.span // units.chunks, (blocks - 1) // (units.splits - 1))
 
 
-class W4A16Wgmma(QuantGemmKernels):
+class W4A16Wgmma(NvrtcKernels):
     """The kernels of one device."""
 
     source, what, own = SOURCE, "4-bit weights at 9 to 40 tokens go", True

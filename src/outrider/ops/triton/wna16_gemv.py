@@ -128,15 +128,7 @@ def choose_block(units: WorkUnits, chunk: WeightChunk, tokens: int, sms: int, ro
     return None
 
 
-class QuantGemmKernels(NvrtcKernels):
-    """Kernels of products. Their one counter, `semaphores`: how many spans of a tile are done, 0 again when all are."""
-
-    @property
-    def semaphores(self) -> Tensor:
-        return self.counters[0]
-
-
-class WNA16Gemv(QuantGemmKernels):
+class WNA16Gemv(NvrtcKernels):
     """The kernels of one device."""
 
     source, what = SOURCE, "quantised weights at 1 to 8 tokens go"
