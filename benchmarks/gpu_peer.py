@@ -18,9 +18,8 @@ from gpu_rig import collect
 from outrider.models.config import Foreign
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from outrider.bench.peers import Causal
 
 K, STEPS = 4, 10  # drafted tokens per cycle; steps or cycles that are timed
 
@@ -40,7 +39,7 @@ class Peer(Timed):
     ar_ms: dict[int, float]  # a plain step, by batch
 
 
-def build(raw: Foreign, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Causal:
+def build(raw: Foreign, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """The text model of a config.json, or an assistant, with random weights made on the device."""
     import transformers as t
 
@@ -64,7 +63,9 @@ def build(raw: Foreign, device: str = "cuda", dtype: torch.dtype = torch.bfloat1
 
 
 @torch.inference_mode()
-def step_ms(model: Causal, context: int, batch: int, vocab: int, assistant: Causal | None = None) -> float:
+def step_ms(
+    model: PreTrainedModel, context: int, batch: int, vocab: int, assistant: PreTrainedModel | None = None
+) -> float:
     """Median time from one call of the target to the next, after the prompt and the first step."""
     ids = torch.randint(3, vocab, (batch, context), device=model.device)
     at: list[float] = []

@@ -230,6 +230,7 @@ def main() -> None:
     if args.cores:
         os.sched_setaffinity(0, {args.cores[0]})
     import torch
+    from tests.running import running
 
     from gpu_rig import SIZES
     from outrider import LLM
@@ -273,7 +274,7 @@ def main() -> None:
     server = HttpServer(
         backend, ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning")
     )
-    with server.running() as url:
+    with running(server) as url:
         port = int(url.rpartition(":")[2])
         runs = (
             ("http", busy, 2),

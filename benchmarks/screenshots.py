@@ -19,6 +19,8 @@ from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+from tests.running import running  # noqa: E402
+
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.engine.step import Request  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
@@ -111,7 +113,7 @@ def main() -> None:
     args = parser.parse_args()
     server = Model(args.model, args.drafter) if args.model else Scripted()
     args.out.mkdir(parents=True, exist_ok=True)
-    with server.running() as url, sync_playwright() as p:
+    with running(server) as url, sync_playwright() as p:
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         take(browser, url, server, args.out)
         browser.close()

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from tests.running import running
 from tests.waiting import PATIENCE, until
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as ServedModel
@@ -281,7 +282,7 @@ class Served:
 
     def __enter__(self) -> Served:
         self._until.enter_context(patch("outrider.server.grammars.PATIENCE", PATIENCE))
-        self.url = self._until.enter_context(self.server.running())
+        self.url = self._until.enter_context(running(self.server))
         self.port = int(self.url.rpartition(":")[2])
         return self
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import transformers
 from tests import tiny
+from tests.running import running
 
 from outrider.cli.main import main
 from outrider.engine import calibrate
@@ -143,7 +144,7 @@ def serve(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypat
             "max_tokens": 6,
             "temperature": 0,
         }
-        with HttpServer(backend, settings).running([listener]) as url:
+        with running(HttpServer(backend, settings), [listener]) as url:
             ask = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
             with urlopen(ask, timeout=120) as reply:
                 answers.append(json.load(reply))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.running import running
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
 from outrider.server.main import HttpServer
@@ -27,7 +28,7 @@ def server(**settings: object) -> HttpServer:
 
 def test_https() -> None:
     trust = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
-    with server(ssl_certfile=TLS / "cert.pem", ssl_keyfile=TLS / "key.pem").running() as url:
+    with running(server(ssl_certfile=TLS / "cert.pem", ssl_keyfile=TLS / "key.pem")) as url:
         with httpx.Client(base_url=url.replace("http:", "https:"), verify=trust, timeout=120) as http:
             body = {"prompt": "hello", "max_tokens": 4, "stream": True}
             assert "[DONE]" in http.post("/v1/completions", json=body).text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.pages import STORY, TOK, ask, expect, kinds, needs_chromium, open_page, say, shoot
+from tests.running import running
 from tests.server_fakes import VOCAB, FakeEngine, Served
 
 from outrider.server.main import HttpServer
@@ -26,7 +27,7 @@ def test_one_of_several_models_is_chosen(browser: Any) -> None:
         return PoolSlot(name, lambda: backend, note=backend.note)
 
     settings = ServerSettings("fox", port=0)
-    with HttpServer(ModelPool([slot("fox"), slot("owl")], None, settings), settings).running() as url:
+    with running(HttpServer(ModelPool([slot("fox"), slot("owl")], None, settings), settings)) as url:
         for page in open_page(browser, url):
             ask(page, "who?")
             expect(page.locator(".message.assistant").last).to_contain_text("I am fox.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests import tiny
+from tests.running import running
 
 from outrider.cli.serve import several
 from outrider.config import EngineConfig, LoadSettings
@@ -44,7 +45,7 @@ def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
     listed = catalogue.read([str(folder / "one"), f"other={folder / 'two'}"])
     settings = ServerSettings("one", port=0, max_concurrent=4, max_queued=64)
     shelf = catalogue.model_pool(listed, load, ENGINE, 1, settings, cuda=False)  # a byte: each of them only alone
-    with HttpServer(shelf, settings).running() as url, httpx.Client(base_url=url, timeout=120) as http:
+    with running(HttpServer(shelf, settings)) as url, httpx.Client(base_url=url, timeout=120) as http:
         cards = http.get("/v1/models").json()["data"]
         assert [(c["id"], c["outrider"]["state"]) for c in cards] == [("one", "unloaded"), ("other", "unloaded")]
         assert all(c["outrider"]["max_context"] == 128 and c["outrider"]["bytes"] > 0 for c in cards)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from tests import tiny
 from tests.lora import write_adapter
+from tests.running import running
 from tests.stress.adapter_churn import churn
 
 from outrider import LLM
@@ -44,7 +45,7 @@ def llm(files: Path) -> LLM:
 @pytest.fixture(scope="module")
 def http(llm: LLM) -> Iterator[httpx.Client]:
     settings = ServerSettings("tiny", port=0, runtime_adapters=True)
-    with HttpServer(ServedModel.of(llm), settings).running() as url, httpx.Client(base_url=url, timeout=120) as client:
+    with running(HttpServer(ServedModel.of(llm), settings)) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 
@@ -119,6 +120,6 @@ def test_many_loads_under_traffic_leave_memory_where_it_was(tmp_path: Path) -> N
 
 
 def test_run_time_loading_is_off_by_default(llm: LLM) -> None:
-    with HttpServer(ServedModel.of(llm), ServerSettings("tiny", port=0)).running() as url:
+    with running(HttpServer(ServedModel.of(llm), ServerSettings("tiny", port=0))) as url:
         refused = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/x"}, timeout=60)
     assert refused.status_code == 403 and "--runtime-adapters" in refused.text

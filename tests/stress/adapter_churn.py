@@ -24,6 +24,7 @@ import httpx
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("src", ".")]
 from tests import tiny  # noqa: E402
 from tests.lora import write_adapter  # noqa: E402
+from tests.running import running  # noqa: E402
 
 from outrider import LLM  # noqa: E402
 from outrider.config import EngineConfig  # noqa: E402
@@ -54,7 +55,7 @@ def churn(calls: int, clients: int, folder: Path) -> dict[str, Any]:
     assert llm.adapters is not None
     before, done, bad, answered = llm.adapters.nbytes, threading.Event(), list[str](), [0]
     settings = ServerSettings("tiny", port=0, runtime_adapters=True)
-    with HttpServer(ServedModel.of(llm), settings).running() as url, httpx.Client(base_url=url, timeout=120) as http:
+    with running(HttpServer(ServedModel.of(llm), settings)) as url, httpx.Client(base_url=url, timeout=120) as http:
 
         def complete(client: httpx.Client, model: str) -> str:
             body = {"model": model, "prompt": "abcabcab", "max_tokens": 12, "temperature": 0, "ignore_eos": True}

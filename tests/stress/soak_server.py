@@ -25,7 +25,9 @@ from typing import Any
 import httpx
 import jsonschema
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("src", ".")]
+from tests.running import running  # noqa: E402
+
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
@@ -201,7 +203,7 @@ def main() -> None:
     llm = LLM.load(args.model, drafter=args.drafter, draft_tokens=args.draft_tokens, engine=config)
     settings = ServerSettings("soaked", port=0, max_concurrent=args.batch, max_queued=args.streams)
     server = HttpServer(ServedModel.of(llm), settings)
-    with server.running() as url:
+    with running(server) as url:
         began = time.monotonic()
         soak, memory = asyncio.run(run(url, "soaked", args.streams, 60 * args.minutes, args.max_tokens, args.verify))
         state = server.app.state.server

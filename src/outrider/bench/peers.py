@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..prompts import Prompt
 from ..types import OutriderError
@@ -20,23 +20,9 @@ from .harness import Contestant, TimedAnswer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig
 
 Encode = Callable[[Prompt], list[int]]
 PACKAGES = {"transformers": ("transformers", "transformers"), "llama-cpp": ("llama_cpp", "llama-cpp-python")}
-
-
-class Causal(Protocol):
-    """The part of a transformers model that is used here."""
-
-    device: torch.device
-    generation_config: GenerationConfig
-
-    def to(self, device: str) -> Causal: ...
-
-    def generate(self, inputs: torch.Tensor, **options: object) -> torch.Tensor: ...
-
-    def register_forward_pre_hook(self, hook: Callable[..., None]) -> torch.utils.hooks.RemovableHandle: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +74,7 @@ class Transformers:
 
             where = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
         folder = path.parent if path.suffix == ".gguf" else path
-        self.model: Causal = AutoModelForCausalLM.from_pretrained(folder, dtype=setup.dtype, **where).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=setup.dtype, **where).eval()
         self.model.to(setup.device)
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..cache.store import KVStore, SeqCache
+from ..cache.store import SeqCache
+from ..engine.engine import Engine
 from ..llm import LLM, Completion
-from ..spec.protocols import Target
 from ..types import MAX_DRAFT, SamplingParams
 
 BATCH = 8
@@ -82,21 +82,19 @@ def _gap(a: Tensor, b: Tensor) -> float:
 def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int], width: int) -> list[Tensor]:
     """Logits [17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh
     cache."""
-    engine = llm.engine
-    model, store, device = engine.model, engine.store, engine.device
-    begins = [start - 1 for start in starts]
-    caches = []
+    engine, store = llm.engine, llm.engine.store
+    begins, caches = [start - 1 for start in starts], []
     for tokens, begin in zip(sequences, begins):
         cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
         caches.append(cache)
         if not store.reserve(cache, begin + MAX_DRAFT + 1):
             raise RuntimeError("no room in the cache for the row-invariance check")
         for at in range(0, begin, engine.chunk):
-            _rows(model, store, [cache], [tokens], [at], min(engine.chunk, begin - at), device)
+            _rows(engine, [cache], [tokens], [at], min(engine.chunk, begin - at))
     out: list[list[Tensor]] = [[] for _ in sequences]
     for at in range(0, MAX_DRAFT + 1, width):
         count = min(width, MAX_DRAFT + 1 - at)
-        logits = model.logits(_rows(model, store, caches, sequences, [b + at for b in begins], count, device))
+        logits = engine.model.logits(_rows(engine, caches, sequences, [b + at for b in begins], count))
         for b in range(len(sequences)):
             out[b].append(logits[b * count : (b + 1) * count].clone())
     for cache in caches:
@@ -105,20 +103,12 @@ def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int]
 
 
 def _rows(
-    model: Target,
-    store: KVStore,
-    caches: Sequence[SeqCache],
-    sequences: Sequence[list[int]],
-    begins: Sequence[int],
-    count: int,
-    device: torch.device,
+    engine: Engine, caches: Sequence[SeqCache], sequences: Sequence[list[int]], begins: Sequence[int], count: int
 ) -> Tensor:
-    ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=device)
-    positions = torch.tensor([b + j for b in begins for j in range(count)], device=device)
-    row_seq = torch.arange(len(caches), device=device).repeat_interleave(count)
-    start = torch.arange(0, len(caches) * count + 1, count, dtype=torch.int32, device=device)
-    slots = torch.tensor([c.slot for c in caches], device=device)
-    return model.forward(ids, store.view(slots, positions, row_seq, start, count, max(begins) + count)).hidden
+    """Hidden states of `count` tokens of each sequence from these positions on."""
+    ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=engine.device)
+    kv = engine.runner.view([cache.slot for cache in caches], [(begin, count) for begin in begins])
+    return engine.model.forward(ids, kv).hidden
 
 
 # ---- 2

@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator
-from typing import TypedDict
 
 import ray
 from ray import serve
@@ -136,12 +135,7 @@ FRONT_FIELDS = (
 )
 
 
-class PlacementGroup(TypedDict, total=False):
-    placement_group_bundles: list[dict[str, float]]
-    placement_group_strategy: str
-
-
-def grouped(config: ClusterConfig) -> PlacementGroup:
+def grouped(config: ClusterConfig) -> dict[str, object]:
     """A tensor-parallel replica is a placement group with the resources of all its processes in one bundle, and so on
     one machine. The replica is rank 0 and starts the other ranks itself, like `outrider serve`, so it must see all
     their GPUs."""

@@ -13,8 +13,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import uvicorn
 
@@ -88,23 +86,6 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.02)
         await state.pool.stop()
         await super().shutdown(sockets)
-
-    @contextmanager
-    def running(self, sockets: list[socket.socket] | None = None) -> Iterator[str]:
-        """In a thread of its own, for as long as the block lasts: its address."""
-        thread = threading.Thread(target=self.run, kwargs={"sockets": sockets}, daemon=True)
-        thread.start()
-        while not self.started:
-            if not thread.is_alive():
-                raise OutriderError("the server did not start")
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{(sockets or self.servers[0].sockets)[0].getsockname()[1]}"
-        finally:
-            self.should_exit = True
-            thread.join(60)
-        if thread.is_alive():
-            raise OutriderError("the server did not stop")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..engine.adapters import AdapterPool
+from ..engine.engine import Engine
 from ..engine.images import ImageEncoder
 from ..engine.text import Tokenizer
 from ..models.config import ModelConfig, text_part
@@ -18,7 +19,6 @@ from ..types import OutriderError
 from ..weights import hub
 from ..weights.files import Files, fingerprint, model_config
 from ..weights.sizes import StoredSize, stored_size
-from .runner import EngineLike
 from .settings import without_paths
 from .spellings import OLLAMA, OPENAI
 from .wire import Json
@@ -103,7 +103,7 @@ UNKNOWN = ModelInfo()
 class ServedModel:
     """What the server needs of a loaded model."""
 
-    engine: EngineLike
+    engine: Engine
     tokenizer: Tokenizer
     vocab_size: int
     max_context: int

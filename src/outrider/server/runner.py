@@ -16,10 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from ..engine.engine import Event
-from ..engine.metrics import Metrics
+from ..engine.engine import Engine, Event
 from ..engine.step import Progress, Request
 from ..types import OutriderError
 from .errors import where
@@ -36,22 +35,6 @@ PROGRESS_S, LOG_S = 0.25, 10.0  # how often progress is published, and logged
 GIVE_WAY_S = 0.001  # of writing in one turn of the event loop
 UNREAD = 32  # unread events per call at which its sequences pause
 T = TypeVar("T")
-
-
-class EngineLike(Protocol):
-    meanwhile: Callable[[], None]  # called after a launch, while the host would wait for its device
-
-    @property
-    def metrics(self) -> Metrics: ...
-    @property
-    def busy(self) -> bool: ...
-    def submit(self, request: Request) -> None: ...
-    def abort(self, id: str) -> None: ...
-    def pause(self, id: str, on: bool) -> None: ...
-    def step(self) -> Sequence[Event]: ...
-    def progress(self) -> dict[str, Progress]: ...
-    def check(self) -> None: ...
-    def tidy(self, unused_s: float) -> int: ...
 
 
 class EngineError(Exception):
@@ -145,7 +128,7 @@ class RequestStream:
 
 
 class Runner:
-    def __init__(self, engine: EngineLike, unused_s: float = 300.0, detached_s: float = 600.0) -> None:
+    def __init__(self, engine: Engine, unused_s: float = 300.0, detached_s: float = 600.0) -> None:
         """`unused_s`: prefixes that no request has used for this long are dropped, and their memory is released.
         `detached_s`: how long a prompt's prefill continues after its client left."""
         self._engine, self._unused_s, self._detached_s = engine, unused_s, detached_s
@@ -199,11 +182,11 @@ class Runner:
     def pause(self, id: str, on: bool) -> None:
         self._commands.put(lambda: self._engine.pause(id, on))
 
-    def later(self, function: Callable[[EngineLike], None]) -> None:
+    def later(self, function: Callable[[Engine], None]) -> None:
         """Like `call`, for callers that can't wait."""
         self._commands.put(lambda: function(self._engine))
 
-    async def call(self, function: Callable[[EngineLike], T]) -> T:
+    async def call(self, function: Callable[[Engine], T]) -> T:
         """Run something on the engine between two steps (an audit, a count)."""
         if self._stopping:
             raise EngineError("the server is shutting down")  # the queue has no reader any more

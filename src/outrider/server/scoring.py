@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import cast
 
-from ..engine.engine import Engine
 from ..engine.scoring import Scorer, ScoringJob
 from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .answer import Answer
 from .errors import ApiError, where
 from .model_pool import LoadedModel
-from .runner import EngineError, EngineLike
+from .runner import EngineError
 from .settings import without_paths
 
 log = logging.getLogger("outrider.server")
@@ -25,13 +23,9 @@ log = logging.getLogger("outrider.server")
 
 async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priority: int = 0) -> None:
     """To the end of it. One place is held meanwhile."""
-
-    def step(engine: EngineLike) -> bool:
-        return work.step(cast(Engine, engine))
-
     await model.turns.acquire(client, priority)
     try:
-        while await model.runner.call(step):
+        while await model.runner.call(work.step):
             await asyncio.sleep(0)
     except OutriderError as e:
         raise ApiError(429, f"{e}.", retry_after=1) from e
@@ -42,7 +36,7 @@ async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priorit
         raise ApiError(500, "The engine failed on this request.", code="engine_error") from e
     finally:
         model.turns.release(client)
-        model.runner.later(lambda engine: work.close(cast(Engine, engine)))
+        model.runner.later(work.close)
 
 
 def adapter_of(model: LoadedModel, name: str | None) -> Adapter | None:

@@ -220,15 +220,8 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, up: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         back, own = ctx.saved_tensors
-        return (
-            back * up.to(back.dtype),
-            None if own is None else (own * up).to(ctx.head_dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        head = None if own is None else (own * up).to(ctx.head_dtype)
+        return back * up.to(back.dtype), head, None, None, None, None, None
 
 
 def head_loss(

@@ -23,11 +23,13 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.types import Message
+from tests.running import running
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
 from outrider.cluster.replica import receiving
 from outrider.engine import child_process
+from outrider.engine.scoring import Scorer
 from outrider.server import grammar_sandbox, grammars, tokenizer_process
 from outrider.server.app import create_app
 from outrider.server.errors import ApiError
@@ -107,7 +109,7 @@ def test_a_text_that_is_read_fails_with_a_status(
         turns=turns, runner=SimpleNamespace(call=call, later=lambda function: released.append("work"))
     )
     with pytest.raises(ApiError) as told:
-        asyncio.run(run_scoring(model, SimpleNamespace(), "me"))  # type: ignore[arg-type]
+        asyncio.run(run_scoring(model, Scorer([1, 2], 0), "me"))
     assert told.value.status == status and released == ["me", "work"]
     assert "a prompt" not in told.value.message + caplog.text
 
@@ -211,7 +213,7 @@ def test_answers_do_not_wait_for_their_readers_acknowledgement() -> None:
     tok = tokenizer()
     server = HttpServer(ServedModel(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings(model_name="fake"))
     with (
-        server.running([listen("127.0.0.1", 0)]) as url,
+        running(server, [listen("127.0.0.1", 0)]) as url,
         socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as made,
     ):
         made.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
