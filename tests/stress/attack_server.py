@@ -29,7 +29,7 @@ from pathlib import Path
 import httpx
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from server_process import Busy, Json, Target  # noqa: E402
+from server_process import Busy, Json, Target, during, percentile  # noqa: E402
 
 HEALTH_LIMIT, P99_FACTOR, MEMORY_FACTOR = 0.100, 3.0, 1.10
 
@@ -137,10 +137,13 @@ class Attack:
         self._address += 1
         return f"127.0.0.{self._address}"
 
+    def names(self) -> dict[str, str]:
+        """Which attack an address belongs to: each client takes its own in this order."""
+        each = (kind for kind in self.kinds for _ in range(self.CLIENTS.get(kind, 1)))
+        return {"127.0.0.1": "the client"} | {f"127.0.0.{i}": kind for i, kind in enumerate(each, 2)}
+
     def tasks(self) -> list[asyncio.Task[None]]:
-        return [
-            asyncio.create_task(getattr(self, kind)()) for kind in self.kinds for _ in range(self.CLIENTS.get(kind, 1))
-        ]
+        return [asyncio.create_task(getattr(self, kind)()) for kind in list(self.names().values())[1:]]
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(local_address=self.address())
@@ -358,15 +361,6 @@ def typical(times: list[float], parts: list[dict[str, float]]) -> Json:
     return {"outside_ms": round(percentile([1e3 * t - p["ttft_ms"] - p["decode_ms"] for t, p in rows], 0.5), 1), **out}
 
 
-def during(events: list[Json], began: float, ended: float) -> list[Json]:
-    """Those that overlap a time."""
-    return [e for e in events if e["at"] >= began and e["at"] - e["ms"] / 1e3 <= ended][:3]
-
-
-def percentile(times: list[float], share: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
-
-
 async def measure(target: Target, minutes: float, tokens: int, many: int, kinds: str, keep: float) -> Json:
     good = Good(target.port, tokens)
     say(f"serving on port {target.port}; warming up")
@@ -406,12 +400,15 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     say(f"memory after {waited:.0f} s: {after >> 20} MB")
     afterwards = await good.run(0)
     factor = percentile(attacked, 0.99) / percentile(alone, 0.99)
+    answers = sorted((t, p["at"]) for t, p in zip(attacked, attacked_parts) if p)[-max(6, len(attacked) // 50) :]
+    names = Attack(0, stop, 0, kinds.split(",")).names()
     return {
         "minutes": minutes, "requests_alone": len(alone), "requests_attacked": len(attacked),
         "p50_alone_s": round(percentile(alone, 0.5), 3), "p99_alone_s": round(percentile(alone, 0.99), 3),
         "p50_attacked_s": round(percentile(attacked, 0.5), 3), "p99_attacked_s": round(percentile(attacked, 0.99), 3),
         "p99_factor": round(factor, 2), "p99_afterwards_s": round(percentile(afterwards, 0.99), 3),
         "slowest_alone": slowest(alone, alone_parts), "slowest_attacked": slowest(attacked, attacked_parts),
+        "slowest_shares": target.shares([(at, at + t) for t, at in answers], names),
         "typical_alone": typical(alone, alone_parts), "typical_attacked": typical(attacked, attacked_parts),
         "health_p50_ms": round(1e3 * percentile(health, 0.5), 1),
         "health_p99_ms": round(1e3 * percentile(health, 0.99), 1),
@@ -419,7 +416,6 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
         "slowest_health": [{"ms": round(1e3 * took, 1), "because": during(stalls, at - took, at)}
                            for took, at in sorted(probes, reverse=True)[:3]],
         "loop_max_net_ms": max((e["net_ms"] for e in stalls), default=0.0), "stalls": stalls[:8],
-        "longest_turns": sorted(stalls, key=lambda e: -e["computed_ms"])[:4],
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
         "memory_of_mb": {n: [before_of.get(n, 0) >> 20, b >> 20] for n, b in target.memory_of().items()},
         "memory_back_s": round(waited), "kv_filled_mb": filled >> 20, "kv_left_mb": left >> 20,
@@ -437,7 +433,8 @@ def verdict(result: Json) -> str:
     r, passed = result, result["passed"]
     lines = {
         "p99": f"{r['p99_attacked_s']} s beside the attack, {r['p99_alone_s']} s alone: {r['p99_factor']} times (at most {P99_FACTOR:g}); "
-        f"others kept {r['others_alone_cores']} and {r['others_attacked_cores']} cores busy meanwhile",
+        f"others kept {r['others_alone_cores']} and {r['others_attacked_cores']} cores busy meanwhile; "
+        f"the time of the slowest: " + ", ".join(f"{share:.0%} {name}" for name, share in r["slowest_shares"].items()),
         "answers": f"{r['requests_attacked']} requests, {r['wrong'] or 'none'} wrong or refused",
         "health": f"/health {r['health_max_ms']} ms at the longest, p99 {r['health_p99_ms']} ms (under {1e3 * HEALTH_LIMIT:g}); "
         f"the event loop stood still for {r['loop_max_net_ms']} ms at the longest, without waits for a processor",

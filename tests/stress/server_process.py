@@ -45,6 +45,15 @@ def spent(pid: int) -> float:
         return 0.0
 
 
+def during(events: list[Json], began: float, ended: float) -> list[Json]:
+    """Those that overlap a time."""
+    return [e for e in events if e["at"] >= began and e["at"] - e["ms"] / 1e3 <= ended][:3]
+
+
+def percentile(times: list[float], share: float) -> float:
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
+
+
 class Busy:
     """Processors that were kept busy by others than the server, its client and its attackers: a factor measured beside
     them says little."""
@@ -134,6 +143,21 @@ class Target:
         """What has held up the event loop since then (watched_server.py), the worst first."""
         events = [json.loads(line) for line in self.events.read_text().splitlines()]
         return sorted((e for e in events if e["at"] > since), key=lambda e: -e["net_ms"])
+
+    def shares(self, times: list[tuple[float, float]], names: dict[str, str]) -> dict[str, float]:
+        """Of the time between some beginnings and ends: the shares of prompts and masks in the engine's steps, and of
+        the rest of them by the rows of each client; `waiting`: outside of steps."""
+        total, found = sum(end - began for began, end in times), Counter[str]()
+        for line in Path(f"{self.events}.steps").read_text().splitlines()[:-1]:  # the last may be half written
+            at, seconds, prompts, masks, _, rows = json.loads(line)
+            if any(began <= at <= end + 0.01 for began, end in times):
+                found["prompts"] += prompts
+                found["masks"] += masks
+                for client, count in rows.items():
+                    part = (seconds - prompts - masks) * count / sum(rows.values())
+                    found[f"rows of {names.get(client, client)}"] += part
+        found["waiting"] = total - sum(found.values())
+        return {name: round(seconds / total, 2) for name, seconds in found.most_common() if seconds > 0.005 * total}
 
     def stop(self) -> None:
         self.process.terminate()

@@ -7,7 +7,8 @@ longer than 30 ms, or a turn computed for more than 12 ms. `net_ms` leaves out t
 were ready to run and had no processor (Linux counts it), so that it means the same on a busy machine; `what` names the
 slowest callback of the turn, or where the other threads stood after the wait. `faults` counts page faults that waited
 for a disk: while one does, threads that take or give back memory wait for it. `stolen_ms` is the time that the
-host of a virtual machine gave to others meanwhile, added up over its processors.
+host of a virtual machine gave to others meanwhile, added up over its processors. EVENTS.steps gets a line for every
+step of the engine: when it ended; seconds of it, of its prompts and of its masks; its executor; the rows of each client.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -138,8 +139,46 @@ def innermost(frame: FrameType) -> str:
     return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in stack)
 
 
+def watch_steps(out: IO[str]) -> None:
+    from outrider.engine import engine as module
+    from outrider.engine.grammar import GrammarMatcher
+    from outrider.server.call import Call
+
+    step, begin, bits, pick = module.Engine.step, Call.begin, GrammarMatcher.bits, module.pick
+    clients, masks, picked = dict[str, str](), Counter[int](), list[Any]()
+
+    async def begun(call: Call) -> None:
+        clients.update((r.id, call._client) for r in call.answer.job.requests)
+        await begin(call)
+
+    def masked(matcher: GrammarMatcher, drafts: Any) -> Any:
+        began = time.monotonic_ns()
+        made = bits(matcher, drafts)
+        masks[threading.get_ident()] += time.monotonic_ns() - began
+        return made
+
+    def noted(executors: Any, batch: Any) -> Any:
+        chosen = pick(executors, batch)
+        picked[:] = [batch, chosen[0].name]
+        return chosen
+
+    def timed(engine: module.Engine) -> list[module.Event]:
+        began, before, masks[threading.get_ident()] = time.monotonic(), engine.runner.prompt_seconds, 0
+        events = step(engine)
+        rows, now = Counter[str](), time.monotonic()
+        for item in (*picked[0].prompts, *picked[0].decode):
+            rows[clients.get(item.seq.id, "?")] += item.count + item.plan.max_drafted
+        took = (now - began, engine.runner.prompt_seconds - before, masks[threading.get_ident()] / 1e9)
+        out.write(json.dumps([round(now, 4), *(round(t, 5) for t in took), picked[1], rows]) + "\n")
+        return events
+
+    module.Engine.step, Call.begin, GrammarMatcher.bits = timed, begun, masked  # type: ignore[method-assign]
+    module.pick = noted
+
+
 def main() -> None:
     Watch(open(sys.argv[1], "a")).start()  # noqa: SIM115  # until the process ends
+    watch_steps(open(sys.argv[1] + ".steps", "a"))  # noqa: SIM115
     from outrider.cli.main import main as outrider
 
     sys.argv = ["outrider", *sys.argv[2:]]
