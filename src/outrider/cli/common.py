@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import shlex
 import sys
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 Command = Callable[..., None]
+if not os.environ.get("COLUMNS", "").strip("0"):
+    os.environ.pop("COLUMNS", None)  # a terminal that tells no width has 0 of them: rich would print nothing at all
 # Paths, prompts and answers are printed as they are: brackets and colons in them are no markup. Colours are styles.
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)

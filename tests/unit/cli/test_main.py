@@ -26,6 +26,12 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return code, capsys.readouterr().err
 
 
+def test_a_terminal_without_a_width_gets_the_answer() -> None:
+    words = [sys.executable, "-m", "outrider", "inspect", MODEL]
+    got = subprocess.run(words, env={**os.environ, "COLUMNS": "0"}, capture_output=True, text=True, timeout=120)
+    assert got.returncode == 0 and "parameters" in got.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
