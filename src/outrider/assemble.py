@@ -154,6 +154,7 @@ def _assemble(
             )
         cut = "" if ops.capabilities.prompts_independent else f"chunk {engine.chunk}"
         identity = f"{content} {dtype} {kernels} {quantize} kv {engine.store.dtype} {engine_config.page_size} {cut}"
+        identity += f" {drafter.content}" if drafter is not None and drafter.content else ""
         folder = Path(os.path.expanduser(engine_config.prefix_store))
         limit = int(engine_config.prefix_store_size * 2**30)
         engine.store.disk = PrefixStore(engine.store, folder, limit, identity)
@@ -299,6 +300,7 @@ def _load_drafter(
         made_block = BlockDrafter(load_block(files, target, dtype, load_format, seed, mode))
         if load_format == "auto":
             made_block.profile = cards.read(Path(files.path), fingerprint(files)) or made_block.profile
+            made_block.content = f"{fingerprint(files)} {mode}"
         return made_block, f"drafter: {made_block.name} {where} ({note})"
     tp, rounded = target.together.tp, ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)

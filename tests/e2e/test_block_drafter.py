@@ -3,6 +3,7 @@ reference ones; the text is that of plain decoding."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,21 @@ def test_kv_that_no_kernel_reads_is_refused_at_the_start(model: Path, tmp_path: 
     where = str(folder(tmp_path, "z-lab"))
     with pytest.raises(OutriderError, match="K/V in int8 needs pages and heads of multiples of 16"):
         LLM.load(str(model), drafter=where, draft_tokens=4, ops="cpu", kv_dtype="int8", dtype="bfloat16")
+
+
+def test_kv_on_disk_belongs_to_the_drafter(model: Path, assistant: Path, tmp_path: Path) -> None:
+    """A drafter trained again in the same folder must not draft after the context of the one before."""
+    block, text, disk = folder(tmp_path / "block", "z-lab"), "a b c " * 20, str(tmp_path / "disk")
+    found = []
+    for seed, drafter in ((0, block), (0, block), (1, block), (1, [assistant, block]), (1, [assistant, block])):
+        raw = json.loads((block / "config.json").read_text())
+        write(block, raw, tensors(raw, seed))
+        llm = LLM.load(str(model), drafter=drafter, draft_tokens=2, ops="cpu", max_context=256, prefix_store=disk)
+        llm.generate(text, SamplingParams(max_tokens=2))
+        assert llm.engine.store.disk is not None
+        llm.engine.store.disk.flush()
+        found.append(llm.engine.metrics.prefix_pages_read > 0)
+    assert found == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("layout", ["dspark", "speculators-dflash", "dflash2"])

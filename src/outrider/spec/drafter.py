@@ -99,6 +99,7 @@ class Drafter:
     alarm: Tensor | None = None  # int32 [1] on the device, not 0 once a round in one launch has failed there
     profile: AcceptanceProfile | None = None  # how often it is right, before anything was observed
     trained_for: str | None = None  # fingerprint of the target that it was trained for
+    content: str = ""  # of one with its own K/V: what that depends on besides the target, for K/V kept on disk
 
     @property
     def members(self) -> tuple[Drafter, ...]:

@@ -29,7 +29,8 @@ class DrafterPair(Drafter):
         # the MTP drafter's first: a C step reads them from the front
         self.taps = (*mtp.taps, *(tap for tap in block.taps if tap not in mtp.taps))
         self.max_tokens = max(mtp.max_tokens, block.max_tokens)
-        self.kv_specs, self.net, self.alarm, self.trained_for = block.kv_specs, mtp.net, mtp.alarm, mtp.trained_for
+        self.kv_specs, self.content = block.kv_specs, block.content
+        self.net, self.alarm, self.trained_for = mtp.net, mtp.alarm, mtp.trained_for
 
     @property
     def members(self) -> tuple[Drafter, ...]:
