@@ -29,6 +29,7 @@ FEWEST = 2048  # minimum rows of such a pass: with fewer the tensor cores would 
 # rows of captured prefill passes: from 256 on at most a fifth is padding
 ROWS = (16, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 LAUNCHING = 1.6e13  # operations in 30 ms on an H200, the host's minimum time to launch a pass kernel by kernel
+CLIENTS = 3  # clients with streams among which a step's time is divided on a CPU; more count as this many
 LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # those that a server captures before its first request
 
 
@@ -73,6 +74,11 @@ class PrefillBudget:
         if 4 * waiting >= decoding and waiting:
             return self.idle
         return min(self.batched, self.batched * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
+
+    def charge(self, rows: int, others: int) -> int:
+        """Prompt rows that count against a client when this many of its own ran in a step with streams of `others`:
+        on a CPU it has the time of one of them, not of all."""
+        return rows * min(others, CLIENTS) if self._few else 0
 
     def observe(self, rows: int, seconds: float) -> None:
         """Report the time of a step with this many prompt rows (including padding of a captured pass). An outlier

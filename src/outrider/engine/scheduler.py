@@ -4,8 +4,9 @@ counts.
 A step holds the decode rows of every running sequence (the newest token and its drafts) and prompt chunks up to a
 budget, so a long prompt delays running streams by at most one chunk (on a CPU: a few tokens); if many prompts wait and
 few streams run, a step takes several chunks. An image that may not be split exceeds the budget; the next one waits
-until the steps after it have made up for that. A prompt is prefilled up to its last token, which then runs in the first
-decode cycle.
+until the steps after it have made up for that. So do prompts of a client next to streams of several others
+(`PrefillBudget.charge`): one that sends prompts without end has its share of the time. A prompt is prefilled up to its
+last token, which then runs in the first decode cycle.
 
 When pages run out the youngest sequence is preempted: it frees its pages and waits at the head of the queue. Its K/V is
 recomputed. Noise depends on (seed, position) only, so the sequence continues with the same text.
@@ -45,7 +46,8 @@ class Scheduler:
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
-        self._overdrawn = 0  # rows of an unsplit image beyond the budgets of the steps since then
+        # prompt rows beyond the budgets of the steps since then: of unsplit images, and by client
+        self._overdrawn, self._charged = 0, dict[str, int]()
 
     def add(self, seq: Seq) -> None:
         self.waiting.append(seq)
@@ -72,9 +74,11 @@ class Scheduler:
         for seq, plan in zip(ready, choose(ready) if ready else []):
             if seq.cache is not None:  # else an older one has preempted it in this step
                 self._decode(batch, seq, plan)
-        self._overdrawn = max(0, self._overdrawn - self.prefill.with_decodes) if ready else 0
+        made_up = self.prefill.with_decodes if ready else 1 << 30
+        self._overdrawn = max(0, self._overdrawn - made_up)
+        self._charged = {client: rows - made_up for client, rows in self._charged.items() if rows > made_up}
         if len(ready) < len(self.running):
-            self._prompts(batch, len(ready))
+            self._prompts(batch, ready)
         if self.preemptions != before:
             live = {id(s) for s in self.running}
             batch.prompts = [item for item in batch.prompts if id(item.seq) in live]
@@ -93,9 +97,10 @@ class Scheduler:
             plan = plan._replace(nodes=0) if guess else NO_DRAFT  # else the match has ended since
         batch.decode.append(ScheduledSeq(seq, seq.held.slot, len(seq.tokens) - 1, plan=plan, guess=guess))
 
-    def _prompts(self, batch: StepBatch, decoding: int) -> None:
-        """Prompt chunks, up to the step's budget with `decoding` decoding sequences."""
-        budget, beside = self.prefill.tokens(decoding, sum(s.computed < len(s.tokens) - 1 for s in self.running))
+    def _prompts(self, batch: StepBatch, decoding: list[Seq]) -> None:
+        """Prompt chunks, up to the step's budget with these decoding sequences."""
+        budget, beside = self.prefill.tokens(len(decoding), sum(s.computed < len(s.tokens) - 1 for s in self.running))
+        streaming = {seq.request.client for seq in decoding}
         half, waiting = budget // 2, self._by_turn() if beside else list(self.running)
         for seq in waiting:
             if seq.cache is None:
@@ -113,14 +118,18 @@ class Scheduler:
                     ScheduledSeq(seq, seq.held.slot, start, count, wanted=ends and seq.drafts_from_hidden)
                 )
                 budget -= count
-                self._overdrawn += max(0, -budget) if beside else 0
+                if beside:
+                    client, self._overdrawn = seq.request.client, self._overdrawn + max(0, -budget)
+                    charged = self.prefill.charge(count, len(streaming - {client}))
+                    self._charged[client] = self._charged.get(client, 0) + charged
             if budget <= 0:
                 break
 
     def _by_turn(self) -> list[Seq]:
         """Order of prompts in a step with decoding sequences: first the one with the fewest tokens left, so that a
-        short prompt never waits for a long one; then the others, oldest first, so that none starves."""
-        waiting = [s for s in self.running if s.computed < len(s.tokens) - 1]
+        short prompt never waits for a long one; then the others, oldest first, so that none starves. Without those of
+        clients that have had their share."""
+        waiting = [s for s in self.running if s.computed < len(s.tokens) - 1 and s.request.client not in self._charged]
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 

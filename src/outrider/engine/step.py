@@ -33,6 +33,7 @@ class Request:
     hint: tuple[int, ...] = ()  # predicted output: a source of draft tokens only
     tree: int | None = None  # maximum tokens per draft tree; 0: chains; None: the engine's setting
     namespace: bytes = b""  # prefixes are shared within a namespace only
+    client: str = ""  # whose request it is: clients share a step's time
     adapter: str | None = None  # the name of a loaded adapter; None: the base model
     images: tuple[ImageSpan, ...] = ()  # in the order of their positions in the prompt
 

@@ -211,7 +211,7 @@ class Server:
         if body.cache_salt is not None:
             namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()
         for r in job.requests:
-            r.adapter, r.namespace = adapter, namespace
+            r.adapter, r.namespace, r.client = adapter, namespace, client
         if job.grammar is not None:
             job = job.under(await model.grammars.get(job.grammar, client))
         if self.settings.log_prompts:

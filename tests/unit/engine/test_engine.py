@@ -366,6 +366,40 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     assert steps == -(-6 * 39 // 16)
 
 
+@pytest.mark.parametrize(("streams", "each"), [(0, 1), (1, 1), (2, 2), (3, 3), (6, 3)])
+def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int) -> None:
+    """Of one client, next to streams of others: a piece in each step, in every second, or in every third. A short prompt
+    of another client does not wait for that."""
+    scheduler = Scheduler(CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
+
+    def seq(client: str, length: int) -> Seq:
+        return Seq(Request(client, [1] * length, SamplingParams(max_tokens=99), client=client), 0.0, [1] * length)
+
+    choose = lambda ready: [NO_DRAFT] * len(ready)
+    decoding = [seq("many", 2), *(seq(f"stream {i}", 2) for i in range(streams))]
+    long, short = seq("many", 161), seq("other", 5)
+    for one in decoding:
+        scheduler.add(one)
+    scheduler.plan(choose)
+    for one in decoding:
+        one.computed = 1
+    scheduler.add(long)
+    steps = 0
+    while long.computed < 160:
+        if steps == 4:
+            scheduler.add(short)
+        batch, steps = scheduler.plan(choose), steps + 1
+        assert len(batch.decode) == len(decoding) and sum(item.count for item in batch.prompts) <= 16
+        if steps == 5:
+            assert short in [item.seq for item in batch.prompts]
+        for item in batch.prompts:
+            item.seq.computed += item.count
+        if short.computed:
+            scheduler.remove(short)
+            short.computed = 0
+    assert 9 * each < steps <= 11 * each
+
+
 def test_images_of_others_leave_a_stream_its_share() -> None:
     """Three of 160 rows that may not be split, each with a line of text: one in a step, and the next when the steps
     between them have had fewer rows by as many. Texts do not wait for that."""
