@@ -51,27 +51,22 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
     b->found = vf_hmax(vf_load(b->value));
 }
 
-/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all */
-INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, float *tile) {
-    float up[TILE_ROWS * LANES], delta[2][TILE_ROWS * LANES];
-    unsigned changed[2] = {0, 0}; /* rows of the tile to which an adapter adds something */
+/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add to each (GATED: and to up), [mc, 16] */
+INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, const float *const *change, float *tile) {
+    float up[TILE_ROWS * LANES];
     const int at = g * LANES, left = n - at;
     for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_tile(w, g, a, m0, mc, tile);
     if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
-    if (to->low) {
-        changed[0] = expand_tile(to->low, g, m0, mc, delta[0]);
-        if (to->how == TO_GATED) changed[1] = expand_tile(to->low, g + n / LANES, m0, mc, delta[1]);
-    }
     vi hash = vi_set(0);
     if (to->draw) hash = token_hashes(at);
     for (int m = 0; m < mc; m++) {
         const long row = m0 + m;
         vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
-        if (changed[0] >> m & 1) y = vf_add(y, vf_load(delta[0] + LANES * m));
+        if (to->low) y = vf_add(y, vf_load(change[0] + LANES * m));
         if (to->how == TO_GATED) {
             vf v = add_bias(vf_load(up + LANES * m), to->bias, n + at, left);
-            if (changed[1] >> m & 1) v = vf_add(v, vf_load(delta[1] + LANES * m));
+            if (to->low) v = vf_add(v, vf_load(change[1] + LANES * m));
             y = vf_mul(vf_act(y, to->act), v);
         } else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
         else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
@@ -85,12 +80,20 @@ INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, i
 /* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
 static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last) {
     float tile[2][TILE_ROWS * LANES], x[2 * LANES];
+    _Alignas(64) float changes[CHANGES * LANES];
     for (int base = first; base < last; base += BLOCK_ROWS) {
-        const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last;
-        for (int u = lo; u < hi; u++)
+        const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last, rows = end - base;
+        const int ahead = CHANGES / (2 * wide * rows); /* units whose changes are computed at once */
+        for (int u = lo; u < hi; u++) {
+            const int now = to->low ? (u - lo) % ahead : 0;
+            for (int up = 0; to->low && !now && up <= (to->how == TO_GATED); up++)
+                expand_groups(to->low, u * wide + up * (n / LANES), (hi - u < ahead ? hi - u : ahead) * wide, base, rows, changes + up * (CHANGES / 2) * LANES);
             for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
                 const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
-                for (int half = 0; half < wide; half++) product_group(w, a, to, n, u * wide + half, m0, mc, tile[half]);
+                for (int half = 0; half < wide; half++) {
+                    const float *const change = changes + ((long)(now * wide + half) * rows + m0 - base) * LANES;
+                    product_group(w, a, to, n, u * wide + half, m0, mc, (const float *[]){change, change + (CHANGES / 2) * LANES}, tile[half]);
+                }
                 for (int m = 0; to->quantised && m < mc; m++) {
                     const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
                     vf_store(x, vf_load(tile[0] + LANES * m));
@@ -98,6 +101,7 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
                     quantize_block(x, to->quantised, at);
                 }
             }
+        }
     }
 }
 
@@ -125,4 +129,5 @@ static void product_phase(ThreadPool *team, int me, const Weight *w, const QActs
                 product_units(w, a, to, n, wide, cut + lo2 + (from > front ? from : front) - front, cut + lo2 + past - front, 0, rows);
         }
     }
+    if (to->low) lowrank_ahead(to->low, me, rows);
 }

@@ -114,17 +114,17 @@ void or_logits(ThreadPool *team, const Weight *w, const float *x, int rows, floa
 typedef struct { LowRankRows low; QActs x; int rows, groups; float *y; } LowRankJob;
 static void lowrank_region(ThreadPool *team, int me, void *job) {
     const LowRankJob *j = job;
-    float delta[TILE_ROWS * LANES];
+    float change[BLOCK_ROWS * LANES];
     int lo, hi;
     shrink_phase(&j->low, me, &j->x, j->rows);
     team_share(team, me, j->groups, &lo, &hi);
     for (int g = lo; g < hi; g++)
-        for (int m0 = 0; m0 < j->rows; m0 += TILE_ROWS) {
-            const int mc = j->rows - m0 < TILE_ROWS ? j->rows - m0 : TILE_ROWS;
-            const unsigned changed = expand_tile(&j->low, g, m0, mc, delta);
-            for (int m = 0; m < mc; m++) {
+        for (int m0 = 0; m0 < j->rows; m0 += BLOCK_ROWS) {
+            const int rows = j->rows - m0 < BLOCK_ROWS ? j->rows - m0 : BLOCK_ROWS;
+            expand_groups(&j->low, g, 1, m0, rows, change);
+            for (int m = 0; m < rows; m++) {
                 float *y = j->y + ((long)(m0 + m) * j->groups + g) * LANES;
-                if (changed >> m & 1) vf_store(y, vf_add(vf_load(y), vf_load(delta + LANES * m)));
+                vf_store(y, vf_add(vf_load(y), vf_load(change + LANES * m)));
             }
         }
 }

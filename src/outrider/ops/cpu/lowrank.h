@@ -1,9 +1,9 @@
 /* Low-rank adapters next to a weight: y += scale · B (A x), for the rows of a pass that use one.
  *
- * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other; B adds its part to
- * the answers (`expand_tile`). No barrier lies between the two: a member starts its tiles and waits for A x before the first addition. The
+ * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other; then come what B adds
+ * to many outputs at once (`expand_groups`) and the tiles to which it is added. Between the two a member waits only for A x, at no barrier. The
  * order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A row, or a part of a fused weight, without a
- * change takes no addition.
+ * change keeps its bits.
  */
 #pragma once
 #include "attend.h"
@@ -18,7 +18,7 @@ typedef struct { /* the outputs of one matrix of a fused weight */
 typedef struct {   /* the change of one weight */
     Weight a;              /* [rank, k], W_Q8 where the activations are quantised, else dense; n = 0: none */
     const uint8_t *b;      /* of every piece [groups] of 16 float32 scales and [rank][16 outputs] in the type of A; W_Q8: [rank / 2][16][2] int8 */
-    const char *next;      /* the A that the pass reads next: every group of B fetches `lines` lines of 64 bytes of it */
+    const char *next;      /* the A that the pass reads next: `lines` lines of 64 bytes, with its scales and the first of its B */
     int64_t lines;
     LowRankPiece piece[3]; /* q, k, v; gate, up */
 } LowRank;
@@ -78,6 +78,10 @@ static void shrink_phase(const LowRankRows *l, int me, const QActs *x, int rows)
 
 #define EXPAND_ROWS 5 /* at once: their sums stay in registers */
 
+INLINE long group_bytes(int dtype, long rank) { /* of a group of B */
+    return 4 * LANES + LANES * (dtype == DT_I8 ? (rank + 1) & ~1L : rank * (dtype == DT_F32 ? 4 : 2));
+}
+
 /* scale · B low of one group of outputs for MT rows of one adapter: even ranks, then odd ones. */
 INLINE void expand_floats(int dtype, int MT, int rank, const uint8_t *b, const float *low, long ld, float *delta) {
     vf sum[2][EXPAND_ROWS];
@@ -118,41 +122,55 @@ INLINE void expand_rows(int dtype, int MT, int rank, const uint8_t *b, const Low
     else if (rank) dot_low(MT, (rank + 1) / 2, at, low, ld, sum);
     UNROLL for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(sum[m], vf_load((const float *)b)));
 }
-INLINE void expand_typed(int dtype, int rows, int rank, const uint8_t *b, const Low *low, long ld, float *delta) {
-    switch (rows) {
-    case 1: expand_rows(dtype, 1, rank, b, low, ld, delta); break;
-    case 2: expand_rows(dtype, 2, rank, b, low, ld, delta); break;
-    case 3: expand_rows(dtype, 3, rank, b, low, ld, delta); break;
-    case 4: expand_rows(dtype, 4, rank, b, low, ld, delta); break;
-    default: expand_rows(dtype, EXPAND_ROWS, rank, b, low, ld, delta);
+/* The same for `groups` groups in a row: out[groups][ld][16], where ld is the rows of a whole block. */
+INLINE void expand_run(int dtype, int MT, const LowRankPiece *c, const uint8_t *b, const Low *low, long low_ld, int groups, long ld, float *out) {
+    const long size = group_bytes(dtype, c->rank);
+    for (int g = 0; g < groups; g++, b += size, out += ld * LANES) {
+        for (long i = 0; i < size; i += 64) __builtin_prefetch(b + i + AHEAD, 0, 2);
+        expand_rows(dtype, MT, c->rank, b, low, low_ld, out);
     }
 }
-/* delta[mc][16]: what group g of rows m0.. gets added; returns the rows that get something, as bits. */
-static unsigned expand_tile(const LowRankRows *l, int g, int m0, int mc, float *delta) {
-    unsigned changed = 0;
-    team_await(l->team);
-    for (int m = 0, run; m < mc; m += run) {
-        const LowRank *p = lowrank_run(l, m0 + m, mc - m < EXPAND_ROWS ? mc - m : EXPAND_ROWS, &run);
-        if (!p) continue;
-        const LowRankPiece *c = p->piece;
-        int before = 0;
-        for (; g >= c->end; c++) before = c->end;
-        if (!c->rank) continue;
-        const int dtype = p->a.kind == W_Q8 ? DT_I8 : p->a.dtype;
-        const long size = 64 + LANES * (dtype == DT_I8 ? (c->rank + 1) & ~1L : (long)c->rank * (dtype == DT_F32 ? 4 : 2));
-        const uint8_t *b = p->b + c->at + (g - before) * size;
-        const Low *low = (const Low *)((const float *)(l->low + (m0 + m) * l->ld) + c->first);
-        if (!(m0 + m) || (l->of && l->of[m0 + m] != l->of[m0 + m - 1])) { /* else the row before has asked */
-            for (long i = 0; i < size; i += 64) __builtin_prefetch(b + i + AHEAD, 0, 2);
-            for (long i = g * p->lines; i < (g + 1) * p->lines; i++) __builtin_prefetch(p->next + 64 * i, 0, 2);
-        }
-        changed |= ((1u << run) - 1) << m;
-#define EXPAND(type) expand_typed(type, run, c->rank, b, low, l->ld, delta + m * LANES)
-        if (dtype == DT_I8) EXPAND(DT_I8);
-        else if (dtype == DT_F32) EXPAND(DT_F32);
-        else if (dtype == DT_F16) EXPAND(DT_F16);
-        else EXPAND(DT_BF16);
+#define EXPAND(MT) case MT: expand_run(dtype, MT, c, b, low, low_ld, groups, ld, out); break;
+INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8_t *b, const Low *low, long low_ld, int groups, long ld, float *out) {
+    switch (rows) { EXPAND(1) EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) }
+}
 #undef EXPAND
+
+#define CHANGES (4 * BLOCK_ROWS) /* groups of a row: gate and up of 32 outputs fit for all rows of a block */
+
+/* change[groups][rows][16]: what groups g.. of rows m0.. get added; minus zero, which changes no bit, where there is no adapter. Several groups
+ * at once: B is one stream, and which rows and matrices are changed is looked up once. */
+static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int rows, float *change) {
+    team_await(l->team);
+    for (int m = 0, run; m < rows; m += run) {
+        const LowRank *p = lowrank_run(l, m0 + m, rows - m < EXPAND_ROWS ? rows - m : EXPAND_ROWS, &run);
+        const LowRankPiece *c = p ? p->piece : NULL;
+        for (int at = 0, count, before = 0; at < groups; at += count) {
+            float *out = change + ((long)at * rows + m) * LANES;
+            for (; p && g + at >= c->end; c++) before = c->end;
+            count = p && c->end < g + groups ? c->end - g - at : groups - at;
+            if (!p || !c->rank) {
+                for (int i = 0; i < count * run; i++) vf_store(out + ((long)(i / run) * rows + i % run) * LANES, vf_set(-0.0f));
+                continue;
+            }
+            const int dtype = p->a.kind == W_Q8 ? DT_I8 : p->a.dtype;
+            const uint8_t *b = p->b + c->at + (g + at - before) * group_bytes(dtype, c->rank);
+            const Low *low = (const Low *)((const float *)(l->low + (m0 + m) * l->ld) + c->first);
+#define EXPAND(type) expand_typed(type, run, c, b, low, l->ld, count, rows, out)
+            if (dtype == DT_I8) EXPAND(DT_I8);
+            else if (dtype == DT_F32) EXPAND(DT_F32);
+            else if (dtype == DT_F16) EXPAND(DT_F16);
+            else EXPAND(DT_BF16);
+#undef EXPAND
+        }
     }
-    return changed;
+}
+
+/* A member's share of the A that the pass reads next, asked for when its products are done: the row work that comes first leaves memory idle. */
+static void lowrank_ahead(const LowRankRows *l, int me, int rows) {
+    for (int m = 0, run, lo, hi; m < rows; m += run) {
+        const LowRank *p = lowrank_run(l, m, rows - m, &run);
+        if (p) team_share(l->team, me, p->lines, &lo, &hi);
+        for (; p && lo < hi; lo++) __builtin_prefetch(p->next + 64L * lo, 0, 2);
+    }
 }

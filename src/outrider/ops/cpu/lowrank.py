@@ -97,8 +97,7 @@ def table(adapter: Adapter, layers: int) -> ctypes.Array[CLowRank] | None:
     made = (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in found])
     changed = [(c, part.a) for c, part in zip(made, found) if part is not None]
     for (c, _), (after, a) in pairwise(changed):
-        lines = (a.nbytes + AHEAD) // 64  # of A's rows, its scales and the first of B
-        c.next, c.lines = after.a.data, -(-lines // max(piece.end for piece in c.piece))
+        c.next, c.lines = after.a.data, (a.nbytes + AHEAD) // 64  # of A's rows, its scales and the first of B
     return made
 
 

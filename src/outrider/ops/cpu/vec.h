@@ -215,7 +215,7 @@ INLINE vf vf_sum16(const vf *v) { vf r = {m256_sum8(v), m256_sum8(v + 8)}; retur
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
-INLINE vf vf_set(float x) { return (vf){0} + x; }
+INLINE vf vf_set(float x) { return x - (vf){0}; } /* keeps the sign of a zero */
 INLINE vf vf_load(const float *p) { vf r; memcpy(&r, p, 64); return r; }
 INLINE void vf_store(float *p, vf a) { memcpy(p, &a, 64); }
 INLINE vf vf_add(vf a, vf b) { return a + b; }
