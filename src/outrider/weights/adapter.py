@@ -140,7 +140,7 @@ def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
         path = hub.snapshot(named[0], ["adapter_*.json", "adapter_*.safetensors"])
     try:
         file = _read_gguf(path, config) if path.is_file() else _read_peft(path, config)
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # foreign settings
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise OutriderError(f"{path}: its settings make no sense ({str(error)[:80]})") from None
     if not file.updates:
         raise OutriderError(f"{path} changes nothing: it holds no LoRA matrices of the text model")
@@ -200,7 +200,7 @@ def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default
     try:
         value = next((v for pattern, v in table.items() if re.fullmatch(rf"(.*\.)?({pattern})", module)), default)
     except re.error as error:
-        raise OutriderError(f"{where}: {key} {str(error.pattern)[8:68]!r} is not a regular expression") from None
+        raise OutriderError(f"{where}: {key} {str(error.pattern)[8:-1][:60]!r} is not a regular expression") from None
     what = "r" if key == "rank_pattern" else "lora_alpha"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < abs(value) < 1e6:
         raise OutriderError(f"{where}: {what} should be a positive number, got {str(value)[:40]}")
