@@ -351,12 +351,11 @@ def drafter_configs() -> dict[str, tuple[str, DrafterConfig]]:
         "own": ("llama", design.plain(llama, reads=(0, 2), intermediate=64)),
         "own_taps_clusters": (
             "llama",
-            design.plain(llama, reads=(1,), hidden=32, intermediate=64, taps=(0, 1), clusters=8, cluster_top=3),
+            replace(
+                design.plain(llama, reads=(1,), hidden=32, intermediate=64, taps=(0, 1)), clusters=8, cluster_top=3
+            ),
         ),
-        "gemma": (
-            "gemma4_edge",
-            design.gemma(gemma4, hidden=64, intermediate=96, sliding=2, clusters=8, cluster_top=2),
-        ),
+        "gemma": ("gemma4_edge", replace(design.gemma(gemma4, hidden=64, intermediate=96), clusters=8, cluster_top=2)),
     }
 
 

@@ -61,7 +61,6 @@ class TrainConfig:
     taps: tuple[int, ...] = ()  # target layers whose hidden state is fed in; empty: none; dflash, eagle3: 5, 3 of them
     hidden_size: Annotated[int | None, COUNT] = None  # None: the target's (plain), 256 (gemma)
     intermediate_size: Annotated[int | None, COUNT] = None
-    position_offset: Annotated[int, SIZE] = 2  # plain style: the constant position is L - offset
     clusters: Annotated[int | None, SIZE] = None  # of the head; None: by the vocabulary; 0: none
     recluster: bool = False  # with init: cluster the vocabulary again, by which tokens are likely together
     cluster_recall: Annotated[float, SHARE] = 0.99  # cluster_top is the cheapest that finds the full head's token
@@ -92,8 +91,6 @@ class TrainConfig:
     warmup_steps: Annotated[int, SIZE] = 0  # 0: 50, on a CPU 10
     lr_hold: Annotated[float, SHARE] = 0.3  # share of the run at the full rate; then it falls linearly
     lr_final: Annotated[float, SHARE] = 0.02  # to this share of it
-    weight_decay: float = 0.01
-    grad_clip: Annotated[float, POSITIVE] = 1.0
     batch_anchors: Annotated[int | None, COUNT] = None  # drafted from per batch; None: what memory and speed allow
     seed: int = 0
     log_every: Annotated[int, COUNT] = 20
@@ -161,7 +158,7 @@ COMMAND_ONLY = set("target adapter data out eval_data carry command device".spli
 # Settings that may change freely in a resumed run. A change of CHANGEABLE is reported; all others are refused.
 FREE = COMMAND_ONLY | set("minutes answer_minutes slots dtype save_minutes log_every".split())
 CHANGEABLE = set(
-    "steps lr warmup_steps lr_hold lr_final weight_decay grad_clip unroll step_decay "
+    "steps lr warmup_steps lr_hold lr_final unroll step_decay "
     "survival_weight loss_row_share anchor_share "
     "loss greedy_loss cluster_grad_share eval_every cluster_recall cluster_top".split()
 )

@@ -56,13 +56,10 @@ def default_clusters(vocab: int) -> int:
 
 def plain(
     target: ModelConfig,
-    *,
     reads: tuple[int, ...],
     hidden: int | None = None,
     intermediate: int | None = None,
     taps: tuple[int, ...] = (),
-    clusters: int = 0,
-    cluster_top: int = 0,
 ) -> DrafterConfig:
     width = hidden or target.hidden
     bad = [r for r in reads if r not in target.kv_layers]
@@ -77,34 +74,24 @@ def plain(
         a = target.layers[r].attn
         spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
         layers.append(LayerSpec(spec, target.layers[r].rope, inter))
-    made = bare(target, "outrider_drafter", width, layers, clusters, cluster_top)
-    return replace(made, reads=reads, position_offset=2, tied_to_target=True, taps=taps, style="plain")
+    made = bare(target, "outrider_drafter", width, layers)
+    return replace(made, reads=reads, tied_to_target=True, taps=taps, style="plain")
 
 
-def gemma(
-    target: ModelConfig,
-    *,
-    hidden: int,
-    intermediate: int | None = None,
-    sliding: int = 3,
-    clusters: int = 0,
-    cluster_top: int = 0,
-) -> DrafterConfig:
+def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> DrafterConfig:
     """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own
     model_type."""
     layers = []
-    for kind in ["sliding"] * sliding + ["full"]:
+    for kind in ("sliding", "sliding", "sliding", "full"):
         donor = target.layers[target.donor(kind)]
         spec = replace(donor.attn, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
         layers.append(LayerSpec(spec, donor.rope, intermediate or 4 * hidden))
     kind = "gemma4_unified_assistant" if "unified" in target.model_type else "gemma4_assistant"
     kind = kind if target.family == "gemma4" else "outrider_drafter"
-    return bare(target, kind, hidden, layers, clusters, cluster_top)
+    return bare(target, kind, hidden, layers)
 
 
-def bare(
-    target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec], clusters: int, cluster_top: int
-) -> DrafterConfig:
+def bare(target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec]) -> DrafterConfig:
     """The parts common to both styles."""
     return DrafterConfig(
         model_type=kind,
@@ -115,8 +102,6 @@ def bare(
         reads=None,
         norm_eps=target.norm_eps,
         activation=target.activation,
-        clusters=clusters,
-        cluster_top=cluster_top,
     )
 
 
@@ -130,11 +115,10 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
             raise OutriderError(
                 f"hidden_size {job.hidden_size} is wider than the target ({target.hidden}): give less, or style plain"
             )
-        made = gemma(target, hidden=job.hidden_size or min(256, target.hidden), intermediate=job.intermediate_size)
+        made = gemma(target, job.hidden_size or min(256, target.hidden), job.intermediate_size)
     else:
         reads = job.kv_layers or spread_reads(target, min(job.layers, len(target.kv_layers)))
-        made = plain(target, reads=reads, hidden=job.hidden_size, intermediate=job.intermediate_size, taps=job.taps)
-        made = replace(made, position_offset=job.position_offset)
+        made = plain(target, reads, job.hidden_size, job.intermediate_size, job.taps)
     return replace(made, clusters=clusters, cluster_top=max(1, clusters // 16), target_hash=target_hash)
 
 

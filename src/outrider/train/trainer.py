@@ -37,6 +37,7 @@ from .memory import GPU_ANCHORS, Sizes
 from .net import TrainNet
 
 Row = Json  # of the log
+GRAD_CLIP, WEIGHT_DECAY = 1.0, 0.01
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Trainer:
         self.target = Recorder(model, data, net.reads, net.taps, sizes.keep, rank=bool(sizes.scored))
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
-        self.optimizers = make_optimizers(self.params, config.lr, config.weight_decay, config.optimizer == "muon")
+        self.optimizers = make_optimizers(self.params, config.lr, WEIGHT_DECAY, config.optimizer == "muon")
         self.progress = TrainProgress()
         mixes = [LossMix.parse(text) for text in (config.loss, config.greedy_loss or config.loss)]
         self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 3] by TrainBatch.greedy
@@ -203,7 +204,7 @@ class Trainer:
         self.save(out)
 
     def update(self, lr: float) -> None:
-        torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.config.grad_clip)
+        torch.nn.utils.clip_grad_norm_(list(self.params.values()), GRAD_CLIP)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 def engine_of(shape: str, kind: str) -> Engine:
     ops, config = CpuOps(threads=1), ModelConfig.from_hf(SHAPES[shape])
     model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
-    own = design.plain(config, reads=(0, 2), intermediate=64, clusters=8, cluster_top=3)
+    own = replace(design.plain(config, reads=(0, 2), intermediate=64), clusters=8, cluster_top=3)
     net = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     settings = EngineConfig(max_batch=6, max_context=256, page_size=16, prefill_chunk=32, graphs=kind == "graphs")
     controller = Controller(CostTable(), ("mtp", "ngram"))

@@ -31,10 +31,10 @@ LENGTH = 20  # beyond the tiny sliding window
 
 def designs(config):
     if config.family == "llama":
-        yield design.plain(config, reads=(0, 2, 2), taps=(0, 1), intermediate=20, clusters=16, cluster_top=4)
+        yield replace(design.plain(config, reads=(0, 2, 2), taps=(0, 1), intermediate=20), clusters=16, cluster_top=4)
         yield replace(design.plain(config, reads=(1,), hidden=24, intermediate=20), position_offset=1)
     else:
-        yield design.gemma(config, hidden=24, intermediate=20, clusters=16, cluster_top=4)
+        yield replace(design.gemma(config, hidden=24, intermediate=20), clusters=16, cluster_top=4)
         yield design.plain(config, reads=config.kv_layers[-2:], intermediate=20)
 
 
@@ -123,7 +123,7 @@ def test_config_survives_the_file(name: str, tmp_path: Path) -> None:
 def test_a_draft_step_is_counted(tmp_path: Path) -> None:
     config, weights, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
     assert model_size(config).active == sum(w.numel() for w in weights.values())
-    drafter = design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4)
+    drafter = replace(design.plain(config, reads=(0, 2), intermediate=20), clusters=16, cluster_top=4)
     own = dummy_weights(drafter, "cpu", torch.float32)
     cost = drafter_size(drafter)
     assert cost.body == sum(w.numel() for n, w in own.items() if n not in ("centroids", "token_ordering"))

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,9 @@ def made(folder: Path, **settings: float) -> Trainer:
     rng = np.random.default_rng(0)
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (30, 26, 31, 9)]
     data = Sequences.of(rows, (5, 4, 6, 5), range(4), [True, False] * 2, tiny.VOCAB)
-    net = DrafterModule(design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4), config)
+    net = DrafterModule(
+        replace(design.plain(config, reads=(0, 2), intermediate=20), clusters=16, cluster_top=4), config
+    )
     job = TrainConfig("", folder, folder, unroll=3, cluster_grad_share=0.5, **settings)  # type: ignore[arg-type]
     return Trainer(TextModel(config, weights, DenseOps()), net, data, job)  # type: ignore[arg-type]
 
