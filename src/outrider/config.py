@@ -133,7 +133,7 @@ class LoadSettings:
     ] = 280
     max_images: Annotated[int, "Most images of one prompt."] = 16
     max_image_pixels: Annotated[int, "Most pixels of one image file, by its header."] = 64_000_000
-    load_format: Annotated[LoadFormat, "auto | dummy (seeded random weights from the config alone)."] = "auto"
+    load_format: LoadFormat = "auto"  # dummy: seeded random weights from the config alone, without a tokenizer
     seed: int = 0  # of dummy weights
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: {name: a folder, .gguf file or id}
     max_adapters: Annotated[int, "LoRA adapters in memory at once; the least recently used leaves."] = 8

@@ -415,5 +415,5 @@ def test_eval_drafter_prints_what_it_promises(
 def test_one_prompt_can_be_answered(world: tuple[Path, Path, Path]) -> None:
     """A cache for one sequence alone: prompt, answer, and the page that the engine keeps aside."""
     target, data, _ = world
-    made = answers(describe(str(target)), read_prompts(data, 1), EvalRequest(data, max_new=24, slots=8))
+    made = answers(describe(str(target)), read_prompts(data, 1), EvalRequest(data, max_new=24))
     assert len(made) == 1 and made.answer_tokens == 24

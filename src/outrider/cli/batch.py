@@ -35,7 +35,7 @@ class BatchOptions:
     replicas: Annotated[int | None, "With --ray: engines. Default: one a GPU; without GPUs one a machine."] = None
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES, "load_format")
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
 @common.taking(BatchOptions)
 def batch(asked: BatchOptions, load: LoadSettings) -> None:
     """Answer a file of requests for /v1/chat/completions and /v1/completions.

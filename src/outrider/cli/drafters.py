@@ -26,7 +26,6 @@ class EvalOptions:
     temperature: Annotated[float, "0: greedy; else with the engine's coupled noise."] = 0.0
     raw: Annotated[bool, "No chat template."] = False
     full_head: Annotated[bool, "Score the whole vocabulary even if the drafter has a clustered head."] = False
-    slots: Annotated[int | None, "Prompts answered at a time. Default: 8, on a GPU 256."] = None
     card: Annotated[bool, typer.Option("--card", help="Write acceptance.json into the drafter's folder.")] = False
     as_json: common.AsJson = False
 
@@ -41,16 +40,12 @@ def eval_drafter(asked: EvalOptions, load: LoadSettings) -> None:
     from ..train.tools import EvalRequest, evaluate_drafter
 
     common.sampling(max_tokens=asked.max_tokens, temperature=asked.temperature)  # refused before anything is loaded
-    if asked.slots is not None and asked.slots < 1:
-        raise OutriderError(f"--slots must be at least 1, got {asked.slots}")
     where = str(place(load.device))
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
-    many, chat, dtype = asked.slots, not asked.raw, getattr(torch, kind)
-    wanted = EvalRequest(
-        asked.prompts, asked.limit, asked.max_tokens, asked.temperature, chat, many, device=where, dtype=dtype
-    )
+    chat, dtype = not asked.raw, getattr(torch, kind)
+    wanted = EvalRequest(asked.prompts, asked.limit, asked.max_tokens, asked.temperature, chat, where, dtype)
     say = common.teller(asked.as_json)
     result = evaluate_drafter(asked.model, asked.drafter, wanted, asked.full_head, asked.card, say)
     if asked.as_json:

@@ -57,14 +57,7 @@ class ServeOptions:
 
 @common.serving(ServerSettings)
 @common.loading(
-    *common.DRAFTING,
-    *common.MACHINE,
-    *common.ROOM,
-    *common.IMAGES,
-    "prefix_store",
-    "prefix_store_size",
-    "load_format",
-    "max_adapters",
+    *common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES, "prefix_store", "prefix_store_size", "max_adapters"
 )
 @common.taking(ServeOptions)
 def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: LoadSettings) -> None:

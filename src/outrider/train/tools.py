@@ -39,7 +39,6 @@ class EvalRequest:
     max_new: int = 128
     temperature: float = 0.0
     chat: bool = True
-    slots: int | None = None  # prompts at a time
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
@@ -55,7 +54,7 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalRequest, drafter
     encoded = encode(prompts, known.text, config.vocab_size, max_tokens=most, chat=asked.chat)
     tasks = [Task(i, 0, asked.temperature, int(encoded.index[i])) for i in range(len(encoded))]
     many, helper = (GPU_SLOTS, "none") if asked.device.startswith("cuda") else (CPU_SLOTS, drafter)
-    slots, longest = min(asked.slots or many, len(encoded)), int(encoded.lengths.max()) + max_new
+    slots, longest = min(many, len(encoded)), int(encoded.lengths.max()) + max_new
     with answering_engine(known, asked.device, asked.dtype, slots, longest, helper) as engine:
         made = list(answer_tasks(engine, encoded, tasks, max_new))
     return as_sequences(encoded, made, config.vocab_size)

@@ -64,7 +64,6 @@ def test_a_terminal_without_a_width_gets_the_answer() -> None:
         (["inspect", "FLAT"], "'hidden_size' should be at least 1, got 0"),
         (["predict", "EMPTY"], "'num_hidden_layers' should be at least 1, got 0"),
         (["eval-drafter", "m", "d", "--prompts", "FILE", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["eval-drafter", "m", "d", "--prompts", "FILE", "--slots", "0"], "--slots must be at least 1, got 0"),
         (["eval-drafter", "m", "d", "--prompts", "FILE", "--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
         (["prove", "m", "--temperatures", "0,-1"], "--temperature must be in [0, 100], got -1"),
         (["demo", "m", "--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
