@@ -11,12 +11,14 @@ starts from neutral figures and learns the same within some hundred tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..types import MAX_DRAFT, OutriderError
-from .acceptance import BINS
+from .acceptance import BINS, DrafterStats
+from .plan import Source
+from .tuning import Tuning
 
 FILE = "acceptance.json"
 # acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
@@ -94,3 +96,30 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
     sizes = len(card.trust) == BINS and card.accepted and len(card.seen) in (0, len(card.accepted))
     shares = all(0.0 <= p <= 1.0 for p in (*card.accepted, *card.trust)) and min(card.seen, default=0.0) >= 0.0
     return card if card.weights == weights and sizes and shares else None
+
+
+class AcceptanceTable(dict[Source, DrafterStats]):
+    """Acceptance over all requests, by source of drafts; it starts from the drafters' profiles."""
+
+    def __init__(self, tuning: Tuning, profiles: Mapping[str, AcceptanceProfile]) -> None:
+        super().__init__()
+        self.tuning, self.profiles = tuning, profiles
+
+    def add(self, source: Source, free: bool) -> DrafterStats:
+        """The statistics of a new source; free: drafting takes no time (an n-gram match)."""
+        tuning, profile = self.tuning, self.profiles.get(source.drafter)
+        if source.adapter:  # it starts from the base model's statistics, which are soon outweighed
+            plain = source._replace(adapter="")
+            base = self.get(plain) or self.add(plain, free)
+            others = [other for other in self if other.adapter and other[:2] == source[:2]]
+            if len(others) >= tuning.adapters:
+                del self[others[0]]
+            made = DrafterStats(tuning, base.a, None if free else base.trust, None if free else ())
+        elif profile is not None:
+            counts = profile.counts if profile.weights else None  # a family's figures are taken as they are
+            made = DrafterStats(tuning, profile.accepted, profile.trust or None, counts)
+        else:
+            prior = tuning.ngram_prior[source.match] if source.drafter == "ngram" else tuning.default_prior
+            made = DrafterStats(tuning, prior, None, None if free else ())
+        self[source] = made
+        return made

@@ -24,8 +24,7 @@ import numpy as np
 
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import BINS, CycleStats, DrafterStats, PositionStats
-from .acceptance_profile import AcceptanceProfile
-from .acceptance_table import AcceptanceTable
+from .acceptance_profile import AcceptanceProfile, AcceptanceTable
 from .batch_k import choose_k
 from .cost import CostTable
 from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, Source, VerifiedTree
