@@ -220,11 +220,9 @@ def html(settings: Mapping[str, object], rows: Sequence[Row], command: str) -> s
 
 
 def _bar(row: Row | None) -> tuple[float, float, float] | None:
-    return (
-        None
-        if row is None or row.speedup is None or row.low is None or row.high is None
-        else (row.speedup, row.low, row.high)
-    )
+    if row is None or row.speedup is None or row.low is None or row.high is None:
+        return None
+    return row.speedup, row.low, row.high
 
 
 def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

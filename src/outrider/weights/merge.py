@@ -6,7 +6,6 @@ files are copied. A quantised checkpoint is refused: rounding the sum to few bit
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +68,5 @@ def _merge_shard(source: Path, to: Path, file: LoraFile) -> set[str]:
                 value = (value.float() + update.delta()).to(value.dtype)
                 changed.add(normalise(name))
             tensors[name] = value.contiguous()
-    save_file(
-        tensors, to, metadata={str(k): json.dumps(v) if not isinstance(v, str) else v for k, v in metadata.items()}
-    )
+    save_file(tensors, to, metadata=metadata)
     return changed
