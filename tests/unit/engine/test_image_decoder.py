@@ -18,8 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
-from outrider.engine.images import ImageDecoder, ImageEncoder
-from outrider.models.image_processing import QUICK, pixels, stand_back
+from outrider.engine.images import DECODE_SECONDS, ImageDecoder, ImageEncoder
+from outrider.models.image_processing import CPU_SECONDS, QUICK, pixels, stand_back
 from outrider.types import OutriderError
 
 TOKENS, SIDE = 70, 12
@@ -278,3 +278,8 @@ def test_mutated_files_give_a_picture_or_a_line(decoder: ImageDecoder, first: in
             assert str(error) and "\n" not in str(error) and len(str(error)) < 300, seed
     assert np.array_equal(decoder.pixels(good, 16, 12), want)
     assert not before or len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_busy_machine_refuses_no_photo() -> None:
+    """A long decode gets idle time only: a file is refused for its processor time, long before the clock runs out."""
+    assert DECODE_SECONDS >= 3 * CPU_SECONDS
