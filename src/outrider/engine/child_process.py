@@ -80,7 +80,11 @@ class ChildProcess:
                     stdout=its.fileno(),
                     stderr=subprocess.DEVNULL,
                     process_group=0,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    # one arena: what a thread has freed goes back to the system
+                    env={
+                        **os.environ,
+                        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"),
+                    },
                 )
             if self._setup is not None:
                 self._send(self._setup())

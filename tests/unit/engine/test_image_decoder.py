@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import struct
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,6 +195,18 @@ def test_an_image_that_takes_long_gets_idle_time_only() -> None:
         stand_back(worker)
         assert not worker.is_alive()
     assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_an_image_took_goes_back_to_the_system() -> None:
+    decoder, sizes = ImageDecoder(), list[int]()
+    for side in (1500, 6000, 5000, 4000, 5000):
+        decoder.pixels(saved(Image.new("LA", (side, side)), "PNG"), TOKENS, SIDE)
+        process = decoder._large._process
+        assert process is not None
+        sizes.append(int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * resource.getpagesize() >> 20)
+    decoder.close()
+    assert max(sizes) < sizes[0] + 64, sizes
 
 
 def test_small_images_do_not_wait_for_a_large_one() -> None:
