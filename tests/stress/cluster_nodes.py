@@ -299,6 +299,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if model is None:
+            sys.path.append(str(Path(__file__).resolve().parents[2]))
             from tests.dummy_checkpoint import write_folder
 
             from outrider.models.config import ModelConfig
