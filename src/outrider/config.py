@@ -43,6 +43,12 @@ def whole(what: str, value: object) -> int:
     return int(value)
 
 
+def switch(what: str, value: object) -> None:
+    """Checks that a setting is True, False or None: a text such as "no" would count as True."""
+    if value is not None and not isinstance(value, bool):
+        raise OutriderError(f"{what} must be True or False, got {value!r}")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     max_batch: int | None = None  # sequences per batch; None: 256 on a GPU, else 8
@@ -62,10 +68,16 @@ class EngineConfig:
     graphs: bool | None = None  # run each decode cycle as one CUDA graph, results one cycle late; None: on a GPU
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
+        for name in ("max_batch", "max_context", "page_size", "prefill_chunk", "kv_tokens"):
             if getattr(self, name) is not None and whole(name, getattr(self, name)) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
         known("kv_dtype", self.kv_dtype, KvDtype)
+        switch("prefix_cache", self.prefix_cache)
+        switch("graphs", self.graphs)
+        if self.kv_tokens is not None and self.kv_tokens <= self.page_size:
+            raise OutriderError(f"kv_tokens must be more than page_size ({self.page_size}), got {self.kv_tokens}")
+        if self.prefix_store is not None and not (isinstance(self.prefix_store, (str, PathLike)) and self.prefix_store):
+            raise OutriderError(f"prefix_store must name a folder, got {self.prefix_store!r}")
         for name in ("gpu_memory", "prefix_store_size"):
             if not isinstance(getattr(self, name), Real) or isinstance(getattr(self, name), bool):
                 raise OutriderError(f"{name} must be a number, got {getattr(self, name)!r}")
@@ -158,6 +170,10 @@ class LoadSettings:
             )
         if self.threads is not None:
             whole("threads", self.threads)
+        whole("seed", self.seed)
+        switch("vision", self.vision)
+        if not isinstance(self.ops, str):
+            raise OutriderError(f"ops must be a text such as 'auto' or 'cpu', got {self.ops!r}")
         spec = self.spec  # constructing it checks its fields
         if self.drafter == "none" and (spec.draft_tokens or spec.tree):
             field = "draft_tokens" if spec.draft_tokens else "tree"
@@ -217,8 +233,8 @@ class LoadSettings:
             if name != "engine" or value is not None:
                 given[name] = value
         engine = given.pop("engine", self.engine)
+        own = {name: given.pop(name) for name in inner if name in given}
         if isinstance(engine, EngineConfig):  # anything else is refused below
-            own = {name: given.pop(name) for name in inner if name in given}
             engine = replace(engine, **own)  # type: ignore[arg-type]
         return replace(self, **given, engine=engine)  # type: ignore[arg-type]  # they are checked as they are set
 

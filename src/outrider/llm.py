@@ -153,7 +153,7 @@ class LLM:
         asked = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
         asked.images = ids.images if isinstance(ids, ImagePrompt) else ()
         return [
-            replace(asked, id=f"{group}.{i}", params=replace(params, seed=params.seed + i, n=1))
+            replace(asked, id=f"{group}.{i}", params=replace(params, seed=int(params.seed) + i, n=1))
             for i in range(params.n)
         ]
 
@@ -239,11 +239,12 @@ class LLM:
         """{"text": ..., "images": [...]}: images go where the text has `<|image|>` (Gemma 3: `<start_of_image>`), or
         before it."""
         unknown = set(prompt) - {"text", "images"}
-        if unknown or not isinstance(prompt.get("text"), str | list):
+        given = prompt.get("images", ())
+        if unknown or not isinstance(prompt.get("text"), str | list) or not isinstance(given, list | tuple | None):
             raise OutriderError(
                 "a prompt with images is {'text': ..., 'images': [...]}, and nothing else (conversations: LLM.chat)"
             )
-        text, images = prompt["text"], list(prompt.get("images") or ())
+        text, images = prompt["text"], list(given or ())
         if not images:
             return self._encode(text)
         vision = self.images()

@@ -358,7 +358,8 @@ class SamplingParams:
             ("logprobs", top is None or 0 <= top <= 20, "in [0, 20]"),
         ):
             require(ok, f"{name} must be {range_}, got {getattr(self, name)}")
-        require(all(isinstance(s, str) for s in self.stop), "stop must be a string or a list of strings")
+        texts = isinstance(self.stop, Collection) and all(isinstance(s, str) for s in self.stop)
+        require(texts, "stop must be a string or a list of strings")
         require(all(self.stop), "stop strings must not be empty")
         biases = self.logit_bias.values() if isinstance(self.logit_bias, Mapping) else (None,)
         require(all(_is(b, Real) and b == b for b in biases), "logit_bias must map token ids to numbers")

@@ -217,6 +217,16 @@ def test_a_command_names_its_options_as_they_are_typed(words: str, told: str) ->
         ({"tree": [4]}, "tree must be 'auto', 'off' or a number"),
         ({"drafter": False}, "drafter must be 'auto', 'none', 'ngram' or where one is, got False"),
         ({"gpu_memory": "0.5"}, "gpu_memory must be a number, got '0.5'"),
+        ({"engine": 5, "max_context": 10}, "engine must be an EngineConfig, got 5"),
+        ({"ops": 5}, "ops must be a text"),
+        ({"seed": "x"}, "seed must be a whole number, got 'x'"),
+        ({"vision": "no"}, "vision must be True or False, got 'no'"),
+        ({"prefix_cache": "no"}, "prefix_cache must be True or False, got 'no'"),
+        ({"graphs": "off"}, "graphs must be True or False, got 'off'"),
+        ({"prefix_store": ""}, "prefix_store must name a folder, got ''"),  # else the working folder, made private
+        ({"prefix_store": 5}, "prefix_store must name a folder, got 5"),
+        ({"kv_tokens": 1.5}, "kv_tokens must be a whole number, got 1.5"),
+        ({"kv_tokens": 20}, "kv_tokens must be more than page_size (32), got 20"),
         ({"engine": {"max_context": 10}}, "engine must be an EngineConfig, got {'max_context': 10}"),
     ],
 )

@@ -119,6 +119,13 @@ def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
         each_prompt(wrong)
 
 
+@pytest.mark.parametrize("images", ["photo.png", b"x", 5, np.zeros((4, 4, 3), np.uint8)])
+def test_images_are_a_list(images: Any) -> None:
+    """A single path would be read letter by letter."""
+    with pytest.raises(OutriderError, match="a prompt with images is"):
+        LLM._with_images(object.__new__(LLM), {"text": "x", "images": images})
+
+
 def test_a_with_block_closes_the_model() -> None:
     closed: list[bool] = []
     llm = object.__new__(LLM)
@@ -131,6 +138,7 @@ def test_a_with_block_closes_the_model() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({"stop": 5}, "stop must be a string or a list of strings"),
         ({"stop": [5]}, "stop must be a string or a list of strings"),
         ({"stop": b"a"}, "stop must be a string or a list of strings"),
         ({"stop": [""]}, "stop strings must not be empty"),

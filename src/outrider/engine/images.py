@@ -162,9 +162,11 @@ def read_file(path: Path) -> bytes:
     if str(path).startswith(("http:/", "https:/")):
         raise OutriderError("images are not fetched from the network: pass a file, or a data URL")
     try:
-        if path.stat().st_size > MAX_BYTES:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)  # a device may have no end
+        if len(data) > MAX_BYTES:
             raise OutriderError(f"{path} has more than {MAX_BYTES:,} bytes")
-        return path.read_bytes()
+        return data
     except (OSError, ValueError) as error:
         raise OutriderError(f"cannot read the image {path}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -218,7 +218,7 @@ def _top_k(p: SamplingParams, vocab: int) -> int:
 
 
 def _int64(seed: int) -> int:
-    seed &= 0xFFFFFFFFFFFFFFFF
+    seed = int(seed) & 0xFFFFFFFFFFFFFFFF  # numpy's integers have no room for the mask
     return seed - (1 << 64) if seed >> 63 else seed
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
@@ -476,4 +477,12 @@ def test_who_waits_behind_paused_ones_keeps_nobody_busy() -> None:
     while engine.busy:
         step()
     engine.check()
+    assert got == want
+
+
+def test_a_seed_of_numpy_is_its_number() -> None:
+    """It passes validation; inside a step its mask would overflow, and every request of the batch would fail."""
+    want, got = (
+        run(tiny_engine(), [request("a", [3, 4, 5], temperature=1.0, seed=seed)])["a"] for seed in (-7, np.int64(-7))
+    )
     assert got == want

@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from outrider.engine.images import DECODE_SECONDS, ImageDecoder, ImageEncoder
+from outrider.engine.images import DECODE_SECONDS, ImageDecoder, ImageEncoder, read_file
 from outrider.models.image_processing import CPU_SECONDS, QUICK, pixels, stand_back
 from outrider.types import OutriderError
 
@@ -297,3 +297,9 @@ def test_mutated_files_give_a_picture_or_a_line(decoder: ImageDecoder, first: in
 def test_a_busy_machine_refuses_no_photo() -> None:
     """A long decode gets idle time only: a file is refused for its processor time, long before the clock runs out."""
     assert DECODE_SECONDS >= 3 * CPU_SECONDS
+
+
+def test_a_device_without_an_end_is_refused() -> None:
+    """Its size is told as 0."""
+    with pytest.raises(OutriderError, match="has more than 67,108,864 bytes"):
+        read_file(Path("/dev/zero"))
