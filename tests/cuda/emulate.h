@@ -227,6 +227,8 @@ inline float float_of_half(u16 h) {
     return h & 0x8000 ? -v : v;
 }
 
+inline u32 bfloats_of(float low, float high) { return (u32)bfloat_of(low) | (u32)bfloat_of(high) << 16; }
+
 inline float power_of_2(float v) { return exp2f(v); }
 
 inline float power_of_2_flushed(float v) { return v < -126 ? 0.f : exp2f(v); }
@@ -271,8 +273,9 @@ inline void commit_copies() { machine::end_group(); }
 template <int GROUPS> inline void wait_copies_but() { machine::end_copies(GROUPS); }
 inline void wait_copies() { machine::end_group(), machine::end_copies(0); }
 
-// device.cuh: between blocks and between kernels.
+// device.cuh: between warps, between blocks and between kernels.
 
+inline void meet(int barrier, int threads) { machine::meet_block(barrier, threads, "bar.sync"); }
 inline int count_one(int* at) { return atomicAdd(at, 1); }
 inline u32 add_and_see(u32* at, u32 more) { return atomicAdd(at, more); }
 inline u32 look(const u32* at) {
@@ -287,11 +290,12 @@ inline void pdl_wait() { machine::pdl_wait(); }
 // warpgroup.cuh.
 
 #define OUTRIDER_WARPGROUP
-template <bool Add, int N> inline void multiply_all(float (&d)[N], const u32* a, u64 b) { machine::add_product(d, N, a, 0, b, Add); }
+template <bool Add, int N> inline void multiply_all(float (&d)[N], const u32* a, u64 b) { machine::add_product(d, N, a, 0, b, Add, false); }
 inline void begin_multiplying() { machine::begin_products(); }
 inline void end_batch() { machine::end_products(); }
 template <int LEFT> inline void wait_batches() { machine::wait_products(LEFT); }
 template <int LEFT, int N> inline void wait_batches(float (&)[N]) { machine::wait_products(LEFT); }
+template <int COUNT> inline void pin(float*) {}
 inline void show_to_matrix_units() { machine::show_to_products(); }
 #ifdef NT
 inline u64 matrix_at(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(NT * 8) << 16 | (u64)8 << 32; }
@@ -316,8 +320,10 @@ template <bool Paired, bool All> inline void fetch_tile(u32 to, const TensorMap&
 }
 template <int COUNT> inline void take_registers() {}
 template <int COUNT> inline void give_registers() {}
-inline u64 swizzled_matrix(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
-template <int N> inline void multiply_shared(float (&d)[N], u64 a, u64 b, int add) { machine::add_product(d, N, nullptr, a, b, add); }
+inline u64 swizzled_matrix(u32 at, u32 next = 16) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(next >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62; }
+template <bool Across = false, int N> inline void multiply_shared(float (&d)[N], u64 a, u64 b, int add) {
+    machine::add_product(d, N, nullptr, a, b, add, Across);
+}
 
 // The launch of KERNEL, which is given when compiled: values are addresses of its parameters, as the driver takes them.
 

@@ -57,7 +57,7 @@ void end_copies(int open);  // all but those of the newest `open` groups
 void multiply(float* d, const u32* a, const u32* b);  // mma.m16n8k16
 void take_matrices(u32* b, u32 at);                   // ldmatrix.x4
 void begin_products();                                // products of four warps: wgmma
-void add_product(float* d, int sums, const u32* a, u64 left, u64 matrix, bool add);  // a null: `left` is in shared memory too
+void add_product(float* d, int sums, const u32* a, u64 left, u64 matrix, bool add, bool across);  // a null: `left` is in shared memory too
 void end_products();
 void wait_products(int open);
 void show_to_products();

@@ -59,7 +59,7 @@ void take_matrices(u32* b, u32 at) {  // four of 8 x 8: lane 8 i + r says where 
 
 constexpr int MOST_PRODUCTS = 64, MOST_SUMS = 128;
 
-struct Product { float* d; int sums, group; u32 a[4]; u64 left, b; bool add; };  // left: 0, or where a lies in shared memory
+struct Product { float* d; int sums, group; u32 a[4]; u64 left, b; bool add, across; };  // left: 0, or where a lies in shared memory; across: b is [16, tokens]
 
 struct Sums { float *d, value[MOST_SUMS]; int waiting; };  // of products under way
 
@@ -99,8 +99,19 @@ template <class F> inline void each_piece(u64 matrix, int first, int end, F f) {
         }
 }
 
-inline void hold(u64 matrix, int first, int end) {  // until the product is made nobody may write there
-    each_piece(matrix, first, end, [](u32 at, int, int) {
+// f(where 8 columns of a row lie, row, first column) of 16 rows and so many columns: 64 of them are 128 bytes, swizzled.
+template <class F> inline void each_piece_across(u64 matrix, int columns, F f) {
+    const u32 at = (matrix & 0x3FFF) << 4, next_columns = (matrix >> 16 & 0x3FFF) << 4, next_rows = (matrix >> 32 & 0x3FFF) << 4;
+    if (matrix >> 62 != 1) fail("a matrix with a swizzle that is not emulated");
+    for (int column = 0; column < columns; column += 8)
+        for (int row = 0; row < 16; row++) {
+            const u32 linear = at + column / 64 * next_columns + column % 64 * 2 + row / 8 * next_rows + row % 8 * 128;
+            f(linear ^ (linear >> 7 & 7) << 4, row, column);
+        }
+}
+
+inline void hold(u64 matrix, int first, int end, bool across) {  // until the product is made nobody may write there
+    auto one = [](u32 at, int, int) {
         touch_shared(at, 16, "multiplies", READS);
         for (u32 word = (at - ROOM_AT) / 4, end = word + 4; word < end; word++) {
             const Word& w = the.here->shadow.words[word];
@@ -108,7 +119,9 @@ inline void hold(u64 matrix, int first, int end) {  // until the product is made
                 fail("multiplies byte %u of shared memory, which was not shown to the matrix units", word * 4);
             the.here->held[word]++;
         }
-    });
+    };
+    if (across) each_piece_across(matrix, end, one);
+    else each_piece(matrix, first, end, one);
 }
 
 inline int rows_of(const Warp& w) { return w.lanes[0]->thread / 32 % 4 * 16; }  // the first one of the warp in its warpgroup
@@ -117,20 +130,30 @@ inline void make_product(Warp& w, int index) {
     const int sums = w.lanes[0]->products->queue[index].sums, tokens = sums * 2;
     const u64 matrix = w.lanes[0]->products->queue[index].b;
     const u64 left = w.lanes[0]->products->queue[index].left;
+    const bool across = w.lanes[0]->products->queue[index].across;
     float a[16][16], b[MOST_SUMS * 2][16];
-    auto take = [](float(*rows)[16], u64 from, int first, int end) {
+    auto piece = [](u16 (&v)[8], u32 at) {
+        memcpy(v, touch_shared(at, 16, "multiplies", READS), 16);
+        for (int i = 0; i < 4; i++) the.here->held[(at - ROOM_AT) / 4 + i]--;
+    };
+    auto take = [&](float(*rows)[16], u64 from, int first, int end) {
         each_piece(from, first, end, [&](u32 at, int column, int row) {
             u16 v[8];
-            memcpy(v, touch_shared(at, 16, "multiplies", READS), 16);
+            piece(v, at);
             for (int i = 0; i < 8; i++) rows[row - first][column + i] = float_of_bfloat(v[i]);
-            for (int i = 0; i < 4; i++) the.here->held[(at - ROOM_AT) / 4 + i]--;
         });
     };
-    take(b, matrix, 0, tokens);
+    if (across)
+        each_piece_across(matrix, tokens, [&](u32 at, int row, int column) {
+            u16 v[8];
+            piece(v, at);
+            for (int i = 0; i < 8; i++) b[column + i][row] = float_of_bfloat(v[i]);
+        });
+    else take(b, matrix, 0, tokens);
     if (left) take(a, left, rows_of(w), rows_of(w) + 16);
     for (int lane = 0; lane < 32; lane++) {
         const Product& p = w.lanes[lane]->products->queue[index];
-        if (p.b != matrix || p.left != left || p.sums != sums) fail("lanes multiply different matrices");
+        if (p.b != matrix || p.left != left || p.sums != sums || p.across != across) fail("lanes multiply different matrices");
         if (!left) put_rows(a, lane, p.a);
     }
     for (int lane = 0; lane < 32; lane++) {
@@ -147,7 +170,7 @@ inline void make_product(Warp& w, int index) {
 
 void begin_products() { products().fenced = true; }
 
-void add_product(float* d, int sums, const u32* a, u64 left, u64 matrix, bool add) {
+void add_product(float* d, int sums, const u32* a, u64 left, u64 matrix, bool add, bool across) {
     const u32 none[4] = {};
     if (!a) a = none;
     Products& p = products();
@@ -156,11 +179,11 @@ void add_product(float* d, int sums, const u32* a, u64 left, u64 matrix, bool ad
     Sums& s = sums_of(p, d);
     if (!s.waiting++) memcpy(s.value, d, sums * 4);
     memset(d, 0xFF, sums * 4);
-    p.queue[p.count++] = {d, sums, p.group, {a[0], a[1], a[2], a[3]}, left, matrix, add};
+    p.queue[p.count++] = {d, sums, p.group, {a[0], a[1], a[2], a[3]}, left, matrix, add, across};
     meet_warp("wgmma", nullptr, true, [](Warp& w) {
         const Product& last = products().queue[products().count - 1];
-        hold(last.b, 0, last.sums * 2);
-        if (last.left) hold(last.left, rows_of(w), rows_of(w) + 16);
+        hold(last.b, 0, last.sums * 2, last.across);
+        if (last.left) hold(last.left, rows_of(w), rows_of(w) + 16, false);
     });
 }
 

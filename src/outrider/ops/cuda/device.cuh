@@ -47,6 +47,12 @@ __device__ __forceinline__ u16 bfloat_of(float v) {  // rounded to nearest even
     return h;
 }
 
+__device__ __forceinline__ u32 bfloats_of(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
 __device__ __forceinline__ float power_of_2(float v) {
     float e;
     asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v));
@@ -163,7 +169,9 @@ template <int GROUPS> __device__ __forceinline__ void wait_copies_but() {  // bu
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// Between blocks and between kernels.
+// Between warps, between blocks and between kernels.
+
+__device__ __forceinline__ void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 __device__ __forceinline__ int count_one(int* at) {  // the old value; earlier writes are visible to every block that counts later
     int before;

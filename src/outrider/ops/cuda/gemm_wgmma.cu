@@ -124,8 +124,6 @@ struct Handover {
     }
 };
 
-__device__ __forceinline__ u32 packed(float2 v) { return (u32)bfloat_of(v.x) | (u32)bfloat_of(v.y) << 16; }
-
 // Of four lanes the first gets all four words v[0], the second all v[1], and so on.
 __device__ __forceinline__ uint4 gathered(u32 (&v)[4], int c) {
     auto exchange = [&](u32& a, u32& b, int upper, int lanes) {
@@ -177,7 +175,7 @@ struct Epilogue {
                     const int row = first_b + 8 * j + 2 * c, at = column + 8 * h + g;
                     const float2 two = make_float2(finish(acc[i], acc[up], at), finish(acc[i + 1], acc[up + 1], at));
                     if constexpr (FLOAT_OUT) put(row, at, two.x), put(row + 1, at, two.y);
-                    else v[t] = transposed(packed(two));
+                    else v[t] = transposed(bfloats_of(two.x, two.y));
                 }
                 if constexpr (!FLOAT_OUT) put8(first_b + 8 * (q + (GATED ? c : c / 2)) + g, column + (GATED ? 0 : c % 2 * 8), gathered(v, c));
             }
@@ -193,7 +191,7 @@ struct Epilogue {
                         const int i = 4 * SIDES * (4 * q + t) + 2 * h, up = GATED ? i + 4 : i, at = column + 8 * t + 2 * c;
                         const float2 two = make_float2(finish(acc[i], acc[up], at), finish(acc[i + 1], acc[up + 1], at + 1));
                         if constexpr (FLOAT_OUT) put(row, at, two.x), put(row, at + 1, two.y);
-                        else v[t] = packed(two);
+                        else v[t] = bfloats_of(two.x, two.y);
                     }
                     if constexpr (!FLOAT_OUT) put8(row, column + 8 * c, gathered(v, c));
                 }

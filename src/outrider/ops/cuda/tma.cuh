@@ -57,27 +57,33 @@ template <int COUNT> __device__ __forceinline__ void take_registers() { asm vola
 template <int COUNT> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
 // wgmma. A matrix in shared memory: rows of 64 bfloat16 (128 bytes) as TMA leaves them with its 128-byte swizzle, at a multiple of 1,024
-// bytes; 16 columns further are 2 more.
-__device__ __forceinline__ u64 swizzled_matrix(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+// bytes; 16 columns further are 2 more. next: bytes to the 64 columns after these, where a product takes columns (Across).
+__device__ __forceinline__ u64 swizzled_matrix(u32 at, u32 next = 16) {
+    return (u64)((at & 0x3FFFF) >> 4) | (u64)(next >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
 
 #define TEN(p) "%" p "0,%" p "1,%" p "2,%" p "3,%" p "4,%" p "5,%" p "6,%" p "7,%" p "8,%" p "9"
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
-#define T80 TEN("") "," TEN("1") "," TEN("2") "," TEN("3") "," TEN("4") "," TEN("5") "," TEN("6") "," TEN("7")
-#define MULTIPLY(SHAPE, D, A, B, ADD) \
-    "{.reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned." SHAPE ".f32.bf16.bf16 {" D "}, " A ", " B ", p, 1, 1, 0, 0;}"
+#define T60 TEN("") "," TEN("1") "," TEN("2") "," TEN("3") "," TEN("4") "," TEN("5")
+#define T80 T60 "," TEN("6") "," TEN("7")
+#define MULTIPLY(SHAPE, D, A, B, ADD, ACROSS) \
+    "{.reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned." SHAPE ".f32.bf16.bf16 {" D "}, " A ", " B ", p, 1, 1, 0, " ACROSS ";}"
 
 // d [64, 2 SUMS] = a [64, 16] · b [2 SUMS, 16]ᵀ, added to d where `add`. Warp w of the group has rows 16 w to 16 w + 15, by lanes as in `multiply`.
-// d is not to be touched until it was waited for.
-template <int SUMS> __device__ __forceinline__ void multiply_shared(float (&d)[SUMS], u64 a, u64 b, int add) {
-    static_assert(SUMS == 128 || SUMS == 96 || SUMS == 80);
+// d is not to be touched until it was waited for. Across: b is [16, 2 SUMS], its next 16 rows are 128 more.
+template <bool Across = false, int SUMS> __device__ __forceinline__ void multiply_shared(float (&d)[SUMS], u64 a, u64 b, int add) {
+    static_assert(SUMS == 64 || !Across && (SUMS == 128 || SUMS == 96 || SUMS == 80));
     if constexpr (SUMS == 128)
         asm volatile(MULTIPLY("m64n256k16", T80 "," TEN("8") "," TEN("9") "," TEN("10") "," TEN("11") ",%120,%121,%122,%123,%124,%125,%126,%127",
-                              "%128", "%129", "%130") : D32(0), D32(32), D32(64), D32(96) : "l"(a), "l"(b), "r"(add));
+                              "%128", "%129", "%130", "0") : D32(0), D32(32), D32(64), D32(96) : "l"(a), "l"(b), "r"(add));
     else if constexpr (SUMS == 96)
-        asm volatile(MULTIPLY("m64n192k16", T80 "," TEN("8") ",%90,%91,%92,%93,%94,%95", "%96", "%97", "%98")
+        asm volatile(MULTIPLY("m64n192k16", T80 "," TEN("8") ",%90,%91,%92,%93,%94,%95", "%96", "%97", "%98", "0")
                      : D32(0), D32(32), D32(64) : "l"(a), "l"(b), "r"(add));
+    else if constexpr (SUMS == 64)
+        asm volatile(MULTIPLY("m64n128k16", T60 ",%60,%61,%62,%63", "%64", "%65", "%66", "%67")
+                     : D32(0), D32(32) : "l"(a), "l"(b), "r"(add), "n"((int)Across));
     else
-        asm volatile(MULTIPLY("m64n160k16", T80, "%80", "%81", "%82") : D32(0), D32(32), D8(64), D8(72) : "l"(a), "l"(b), "r"(add));
+        asm volatile(MULTIPLY("m64n160k16", T80, "%80", "%81", "%82", "0") : D32(0), D32(32), D8(64), D8(72) : "l"(a), "l"(b), "r"(add));
 }
 #endif

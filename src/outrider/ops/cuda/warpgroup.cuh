@@ -53,10 +53,14 @@ __device__ __forceinline__ void end_batch() { asm volatile("wgmma.commit_group.s
 
 template <int LEFT> __device__ __forceinline__ void wait_batches() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }  // all but the last LEFT
 
-template <int LEFT, int COUNT> __device__ __forceinline__ void wait_batches(float (&d)[COUNT]) {  // d was in one of those
-    wait_batches<LEFT>();
+template <int COUNT> __device__ __forceinline__ void pin(float* d) {  // they are computed ahead of here, and used after it
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int LEFT, int COUNT> __device__ __forceinline__ void wait_batches(float (&d)[COUNT]) {  // d was in one of those
+    wait_batches<LEFT>();
+    pin<COUNT>(d);
 }
 
 __device__ __forceinline__ void show_to_matrix_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was written

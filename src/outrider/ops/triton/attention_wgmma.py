@@ -1,0 +1,68 @@
+"""Attention of prompts with heads of 512 on Hopper, in CUDA C++ (`ops/cuda/attention_wgmma.cu`): the sums of `attention`,
+so the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import triton
+from torch import Tensor
+
+from ...types import AttnSpec, KVView
+from ..cuda.runtime import FOLDER, TensorMap, tensor_map
+from .attention_config import ReductionSpec
+from .nvrtc_kernels import NvrtcKernels
+
+SOURCE = FOLDER / "attention_wgmma.cu"
+BQ, KEYS, THREADS = 64, 256, 384
+# bytes: queries, weights, stages, their barriers, maxima and sums of weights, and what it takes to begin at a multiple of 1,024
+SHARED = BQ * 512 * 2 + BQ * KEYS * 2 + 4 * (32768 + 16) + 6 * BQ * 4 + 1024
+NUMBERS = ("heads", "kv_heads", "pairs", "table_stride", "span_end", "near", "far")
+
+
+class Problem(ctypes.Structure):
+    """`Problem` of attention_wgmma.cu."""
+
+    _fields_ = [*((name, ctypes.c_int) for name in NUMBERS), ("scale", ctypes.c_float)]
+
+
+class AttentionWgmma(NvrtcKernels):
+    """The kernels of one device."""
+
+    source, what, own = SOURCE, "attention of prompts with heads of 512 goes", True
+
+    def attend(
+        self, q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec, span_end: int = 0
+    ) -> Tensor | None:
+        """As `attention.attend`; None: it cannot be compiled."""
+        kernel = self.kernel("attention_wgmma", (("PAGE", kv.page_size),)) if self.usable else None
+        if kernel is None:
+            return None
+        out, table = torch.empty_like(q), kv.tables[spec.group]
+        pairs = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), 2 * BQ)
+        problem = Problem(
+            spec.heads, spec.kv_heads, pairs, table.stride(0), span_end, cut.near, cut.far,
+            spec.scale * 1.4426950408889634,
+        )
+        maps = [map_of(side[spec.kv_layer]) for side in (kv.keys, kv.values)]
+        addresses = [t.data_ptr() for t in (q, table, kv.positions, kv.row_start, out)]
+        blocks = 2 * pairs * spec.kv_heads * (kv.row_start.shape[0] - 1)
+        kernel(blocks, THREADS, SHARED, [*maps, *addresses, problem], pdl)
+        return out
+
+
+def map_of(cache: Tensor | None) -> TensorMap:
+    """Of a layer's keys or values [pages, kv_heads, page, D]: by up to 32 positions of a page."""
+    assert cache is not None and cache.is_contiguous()
+    width = cache.shape[-1]
+    return tensor_map(cache.data_ptr(), cache.numel() // width, width, width, min(cache.shape[2], 32), False)
+
+
+def suits(spec: AttnSpec, kv: KVView, dtype: torch.dtype, cut: ReductionSpec) -> bool:
+    """Whether the kernel supports this pass, regardless of the device and of the number of rows."""
+    keys = kv.keys[spec.kv_layer]
+    splits = (cut.bn, cut.fine, cut.mid, cut.coarse) == (64, 64, 128, 256) and (cut.near | cut.far) % KEYS == 0
+    plain = dtype == torch.bfloat16 and keys is not None and keys.dtype == dtype and kv.ancestors is None
+    paged = kv.page_size >= 8 and kv.page_size & (kv.page_size - 1) == 0
+    return plain and splits and paged and spec.head_dim == 512 and spec.window is None
