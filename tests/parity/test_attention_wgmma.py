@@ -16,7 +16,7 @@ from tests.cuda.emulator import Emulated, EmulatorError, Memory, missing
 from tests.parity.test_gemm_wgmma import emulated_map
 
 from outrider.ops.triton import attention_wgmma
-from outrider.ops.triton.attention_config import ReductionSpec
+from outrider.ops.triton.attention_config import ReductionSpec, choose_reduction
 from outrider.ops.triton.attention_wgmma import NUMBERS, SOURCE, AttentionWgmma, suits
 from outrider.ops.triton.nvrtc_kernels import Flags
 from outrider.types import AttnSpec, KVView
@@ -28,7 +28,7 @@ SPEC = AttnSpec(16, 2, 512, 0, True, scale=0.05)
 
 class Emulator(AttentionWgmma):
     def __init__(self, memory: Memory, seed: int = 0, source: Path = SOURCE):
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cpu"), torch.empty(0))
         self.memory, self.seed, self.source = memory, seed, source
 
     def kernel(self, name: str, flags: Flags) -> Emulated:  # type: ignore[override]
@@ -133,3 +133,71 @@ def test_sums_are_in_the_order_of_every_kernel(spans: list, page: int, span_end:
     kv = view(SPEC, spans, page, span_end)
     q = queries(kv)
     assert torch.equal(attend(q, SPEC, kv, span_end, pdl=True, seed=seed), in_order(q, SPEC, kv, CUT, span_end))
+
+
+def test_few_rows_are_not_for_it() -> None:
+    """None, so that another kernel takes them; as of what does not fit, and where the compiler failed once."""
+    kv = replace(view(SPEC, [(3, 26)], 16), row_seq=torch.empty(0))
+    kernels = AttentionWgmma(torch.device("cpu"), torch.empty(0))
+    assert kernels.attend(queries(kv), SPEC, replace(kv, max_rows=25), False) is None
+    assert kernels.attend(queries(kv), replace(SPEC, heads=8, kv_heads=1), kv, False) is None  # splits of 32 keys
+    kernels.usable = False
+    assert kernels.attend(queries(kv), SPEC, kv, False) is None
+
+
+BROKEN = {
+    "reads before the bytes are there": (
+        "            barrier_wait(ring.full(), ring.phase);\n            const u64 a", "            const u64 a", "on its way",
+    ),
+    "fetches over what is being read": ("        barrier_wait(ring.empty(), ring.phase ^ 1);\n", "", "over|many"),
+    "gives a stage back too early": (
+        "wait_batches<0>(acc), release(ring.empty());", "release(ring.empty()), wait_batches<0>(acc);", "still reads|order",
+    ),
+    "the other block's half is missing": (
+        "fetch_tile<false, true>(ring.stage() +", "fetch_tile<false, false>(ring.stage() +", "waits|for ever",
+    ),
+    "weights that the matrix units may not see": (
+        "        show_to_matrix_units();\n        meet(1, 32 * WARPS);\n        if (group", "        meet(1, 32 * WARPS);\n        if (group",
+        "fence|proxy|show",
+    ),
+    "weights of one warpgroup, read by the other too early": (
+        "        show_to_matrix_units();\n        meet(1, 32 * WARPS);\n        if (group", "        show_to_matrix_units();\n        if (group",
+        "order",
+    ),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_is_found(name: str, tmp_path: Path) -> None:
+    text, instead, message = BROKEN[name]
+    whole = SOURCE.read_text()
+    assert whole.count(text) == 1
+    (tmp_path / SOURCE.name).write_text(whole.replace(text, instead))
+    kv = view(SPEC, [(290, 9)], 32)
+    with pytest.raises(EmulatorError, match=message):
+        attend(queries(kv), SPEC, kv, source=tmp_path / SOURCE.name)
+
+
+def test_what_the_kernel_takes() -> None:
+    kv = view(SPEC, [(0, 30)], 32)
+    cut = choose_reduction(SPEC, torch.bfloat16)
+    assert suits(SPEC, kv, torch.bfloat16, cut)
+    others = [
+        (replace(SPEC, window=512), kv, torch.bfloat16, cut),
+        (replace(SPEC, head_dim=256), kv, torch.bfloat16, cut),
+        (SPEC, kv, torch.float16, cut),
+        (SPEC, replace(kv, keys=[t.to(torch.float8_e4m3fn) for t in kv.keys if t is not None]), torch.bfloat16, cut),
+        (SPEC, replace(kv, ancestors=torch.zeros((30, 2))), torch.bfloat16, cut),
+        (SPEC, replace(kv, page_size=4), torch.bfloat16, cut),
+        (SPEC, kv, torch.bfloat16, replace(cut, coarse=512)),
+        (SPEC, kv, torch.bfloat16, ReductionSpec(32, 32, coarse=256)),
+    ]
+    assert not any(suits(*case) for case in others)
+
+
+def test_the_kernel_is_told_what_it_reads() -> None:
+    fields = re.search(r"struct Problem \{(.*?)\};", SOURCE.read_text(), re.S)
+    assert fields is not None
+    names = tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1])))
+    assert names == (*NUMBERS, "scale")

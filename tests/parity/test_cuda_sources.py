@@ -13,7 +13,7 @@ from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 from outrider.ops.backend import Epilogue
 from outrider.ops.cuda import runtime
-from outrider.ops.triton import gemm_wgmma, moe_gemv_int8, w4a16_wgmma, wna16_gemv
+from outrider.ops.triton import attention_wgmma, gemm_wgmma, moe_gemv_int8, w4a16_wgmma, wna16_gemv
 
 pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
 
@@ -70,6 +70,15 @@ def test_many_rows(tile: gemm_wgmma.WgmmaTile, splits: int, end: Epilogue) -> No
     flags = gemm_wgmma.flags_of(end, tile, splits > 1)
     assert compiles(f"{gemm_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
     assert tile.shared() <= ROOM
+
+
+@pytest.mark.parametrize("page", [16, 32])
+def test_attention_of_wide_heads(page: int) -> None:
+    """And a block takes as much of shared memory there as is asked for here."""
+    check = "static_assert(D / 64 * PANEL + BLOCKS * PANEL + STAGES * (STAGE + 16) + (BLOCKS + 2) * BQ * 4 == SHARED);"
+    flags = {"PAGE": page, "SHARED": attention_wgmma.SHARED}
+    assert compiles(f"{attention_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
+    assert attention_wgmma.SHARED <= ROOM
 
 
 def test_what_does_not_compile_is_said() -> None:

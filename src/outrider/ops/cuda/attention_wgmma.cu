@@ -77,6 +77,7 @@ struct Consumer {  // a thread: rows `row` and row + 8 of the tile, columns 2 c 
     Ring ring;
     u32 query, weights, peaks, masses;  // in shared memory: [D / 64], [BLOCKS] panels; [BLOCKS, BQ], [2, BQ] floats
     int group, lane, row, c;
+    int split;                   // blocks of a split: 1, 2 or 4
     int limit[2], lowest, live;  // the last key that a row sees, and that every row sees; keys from `live` on may never have been written
     float scale;
     float total[128], top[2], mass[2];  // the sums of columns by 128, the maximum, the sum of weights (of warpgroup 1)
@@ -101,8 +102,10 @@ struct Consumer {  // a thread: rows `row` and row + 8 of the tile, columns 2 c 
         wait_batches<0>(s), release(read);
     }
 
-    // Scores of the blocks 2 group and 2 group + 1 from key k on become weights. N: blocks of a split. before: what a split makes of the sums.
-    template <int N> __device__ __forceinline__ void weigh(float (&s)[64], float (&before)[2][BLOCKS / N], int k) {
+    __device__ __forceinline__ bool opens(int block) const { return block % 4 == 0 || (block % 2 ? split == 1 : split <= 2); }  // a split, of those of 256 keys
+
+    // Scores of the blocks 2 group and 2 group + 1 from key k on become weights. before: what the split that ends with a block makes of the sums.
+    __device__ __forceinline__ void weigh(float (&s)[64], float (&before)[2][BLOCKS], int k) {
 #pragma unroll
         for (int t = 0; t < 2; t++) {
             const int block = 2 * group + t, key = k + block * BN + 2 * c;
@@ -125,18 +128,24 @@ struct Consumer {  // a thread: rows `row` and row + 8 of the tile, columns 2 c 
         meet(1, 32 * WARPS);
         float ref[2][2], factor[2][2];  // of the own blocks: what is subtracted, and 2 to what the split's maximum is below that of all
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+        for (int h = 0; h < 2; h++) {
+            float run[BLOCKS], tops[BLOCKS];  // the split's maximum up to a block, and that of all keys up to its end
 #pragma unroll
-            for (int first = 0; first < BLOCKS; first += N) {
-                float run[N], most = infinity_below();
-#pragma unroll
-                for (int i = 0; i < N; i++) run[i] = most = max(most, take_float(peaks + ((first + i) * BQ + row + 8 * h) * 4));
-                most = max(top[h], most);
-                before[h][first / N] = power(top[h] - known(most)), top[h] = most;
-#pragma unroll
-                for (int i = 0; i < N; i++)
-                    if ((first + i) / 2 == group) ref[(first + i) % 2][h] = known(run[i]), factor[(first + i) % 2][h] = power(run[i] - known(most));
+            for (int i = 0; i < BLOCKS; i++) {
+                run[i] = take_float(peaks + (i * BQ + row + 8 * h) * 4);
+                if (!opens(i)) run[i] = max(run[i], run[i - 1]);
+                tops[i] = max(top[h], run[i]), before[h][i] = power(top[h] - known(tops[i]));
+                if (opens(i + 1)) top[h] = tops[i];
             }
+#pragma unroll
+            for (int i = BLOCKS - 2; i >= 0; i--)
+                if (!opens(i + 1)) tops[i] = tops[i + 1];
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const float mine = group ? run[2 + t] : run[t], most = group ? tops[2 + t] : tops[t];
+                ref[t][h] = known(mine), factor[t][h] = power(mine - known(most));
+            }
+        }
         u32 words[2][8][2];  // [block, columns by eight, row]
         float sum[4];        // of rows `row` and row + 8, twice each
         auto add_block = [&](int t) {
@@ -154,7 +163,7 @@ struct Consumer {  // a thread: rows `row` and row + 8 of the tile, columns 2 c 
                     put4(weights + (2 * group + t) * PANEL + (row + 8 * h) * 128 + (j ^ row & 7) * 16 + 4 * c, words[t][j][h]);
                 }
             if (group == 0) {
-                if (t % N == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+                if (opens(t)) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
                 add_block(t);
                 if (c < 2) put_float(masses + (t * BQ + row + 8 * c) * 4, c ? sum[2] : sum[0]);
             }
@@ -162,20 +171,18 @@ struct Consumer {  // a thread: rows `row` and row + 8 of the tile, columns 2 c 
         show_to_matrix_units();
         meet(1, 32 * WARPS);
         if (group == 0) return;
-        auto add_split = [&](int split) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) mass[h] = __fmaf_rn(mass[h], before[h][split], sum[2 * h]);
-        };
 #pragma unroll
         for (int t = 0; t < BLOCKS; t++) {
             if (t < 2) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) sum[i] = take_float(masses + (t * BQ + row + i / 2 * 8) * 4);
             } else {
-                if (t % N == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+                if (opens(t)) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
                 add_block(t - 2);
             }
-            if ((t + 1) % N == 0) add_split(t / N);
+            if (opens(t + 1))
+#pragma unroll
+                for (int h = 0; h < 2; h++) mass[h] = __fmaf_rn(mass[h], before[h][t], sum[2 * h]);
         }
     }
 
@@ -187,38 +194,27 @@ struct Consumer {  // a thread: rows `row` and row + 8 of the tile, columns 2 c 
         else meet(3, 128);
     }
 
-    template <int N> __device__ __forceinline__ void add_values(const float (&before)[2][BLOCKS / N], int k) {
+    __device__ __forceinline__ void add_values(const float (&before)[2][BLOCKS], int k) {
 #pragma unroll
-        for (int piece = 0; piece < 2; piece++)
+        for (int piece = 0; piece < 2; piece++) {
+            float acc[64];
 #pragma unroll
-            for (int split = 0; split < BLOCKS / N; split++) {
-                float acc[64];
-                u32 read = 0;
+            for (int block = 0; block < BLOCKS; block++, ring.next()) {  // while this warpgroup waits, the other one's products go on
+                barrier_wait(ring.full(), ring.phase);
+                if (k + block * BN + BN > live) blank(k + block * BN);
+                const u64 a = swizzled_matrix(weights + block * PANEL), b = swizzled_matrix(ring.stage() + group * (STAGE / 2), PANEL);
+                begin_multiplying();
 #pragma unroll
-                for (int i = 0; i < N; i++, ring.next()) {
-                    const int block = split * N + i;
-                    barrier_wait(ring.full(), ring.phase);
-                    if (k + block * BN + BN > live) blank(k + block * BN);
-                    const u64 a = swizzled_matrix(weights + block * PANEL), b = swizzled_matrix(ring.stage() + group * (STAGE / 2), PANEL);
-                    begin_multiplying();
+                for (int j = 0; j < 4; j++) multiply_shared<true>(acc, a + 2 * j, b + 128 * j, j > 0 || !opens(block));
+                end_batch();
+                wait_batches<0>(acc), release(ring.empty());
+                if (opens(block + 1)) {
 #pragma unroll
-                    for (int j = 0; j < 4; j++) multiply_shared<true>(acc, a + 2 * j, b + 128 * j, i + j);
-                    end_batch();
-                    if (i > 0) wait_batches<1>(), release(read);
-                    read = ring.empty();
+                    for (int i = 0; i < 64; i++) total[64 * piece + i] = __fmaf_rn(total[64 * piece + i], before[i / 2 % 2][block], acc[i]);
+                    pin<64>(total + 64 * piece);
                 }
-                wait_batches<0>(acc), release(read);
-#pragma unroll
-                for (int i = 0; i < 64; i++) total[64 * piece + i] = __fmaf_rn(total[64 * piece + i], before[i / 2 % 2][split], acc[i]);
-                pin<64>(total + 64 * piece);
             }
-    }
-
-    template <int N> __device__ __forceinline__ void step(int k) {
-        float s[64], before[2][BLOCKS / N];
-        scores(s);
-        weigh<N>(s, before, k);
-        add_values<N>(before, k);
+        }
     }
 };
 
@@ -229,10 +225,11 @@ attention_wgmma(const __grid_constant__ TensorMap keys, const __grid_constant__ 
     const int heads = p.heads / p.kv_heads, kv_head = unit / p.pairs % p.kv_heads, b = unit / p.pairs / p.kv_heads;
     const int first = __ldg(row_start + b), count = (__ldg(row_start + b + 1) - first) * heads;
     const int pair = (p.pairs - 1 - unit % p.pairs) * 2 * BQ, tile = pair + rank * BQ;  // the last ones first: they see most keys
-    if (pair >= count) return;
+    pdl_trigger();
+    if (pair >= count) return pdl_wait();  // no kernel may seem done before the one ahead of it
     auto position = [&](int m) { return (int)__ldg(positions + first + min(m, count - 1) / heads); };
     const int key_to = p.span_end ? p.span_end : position(pair + 2 * BQ - 1) + 1;
-    const u32 base = (shared_room() + 1023) & ~1023, query = base, weights = query + D / 64 * PANEL;
+    const u32 query = shared_room(), weights = query + D / 64 * PANEL;  // at a multiple of 1,024: nothing else is in shared memory
     Ring ring = {weights + BLOCKS * PANEL};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++, ring.next()) barrier_init(ring.full(), 1), barrier_init(ring.empty(), 2 * WARPS);
@@ -240,7 +237,6 @@ attention_wgmma(const __grid_constant__ TensorMap keys, const __grid_constant__ 
     }
     ring.slot = ring.phase = 0;
     cluster_sync();
-    pdl_trigger();
     pdl_wait();
     if (warp < 4) {
         give_registers<24>();
@@ -266,10 +262,14 @@ attention_wgmma(const __grid_constant__ TensorMap keys, const __grid_constant__ 
         wait_copies();
         show_to_matrix_units();
         meet(1, 32 * WARPS);
-        int k = 0;
-        for (; k < min(key_to, p.near); k += KEYS) me.step<1>(k);
-        for (; k < min(key_to, p.far); k += KEYS) me.step<2>(k);
-        for (; k < key_to; k += KEYS) me.step<4>(k);
+#pragma unroll 1
+        for (int k = 0; k < key_to; k += KEYS) {
+            float s[64], before[2][BLOCKS];
+            me.split = k < p.near ? 1 : k < p.far ? 2 : 4;
+            me.scores(s);
+            me.weigh(s, before, k);
+            me.add_values(before, k);
+        }
         if (me.group == 1 && me.c < 2) put_float(me.peaks + (me.row + 8 * me.c) * 4, me.c ? me.mass[1] : me.mass[0]);
         meet(1, 32 * WARPS);
 #pragma unroll

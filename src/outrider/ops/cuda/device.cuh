@@ -79,8 +79,8 @@ __device__ __forceinline__ float ratio(float a, float b) {
 
 // Shared memory. What is read (read16, read_float) was written once, before `pin`, and may be read whenever; what is taken stays where it is.
 
-__device__ __forceinline__ u32 shared_room() {  // what the launch asked for
-    extern __shared__ uint4 room[];
+__device__ __forceinline__ u32 shared_room() {  // what the launch asked for; swizzled tiles begin at multiples of 1,024
+    extern __shared__ __align__(1024) uint4 room[];
     u32 base;
     asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(base) : "l"(room));
     return base;

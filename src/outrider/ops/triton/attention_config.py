@@ -18,6 +18,7 @@ from .gemm_config import MAX_SMEM
 WIDE_HEAD_SMEM = 200 << 10  # bytes of shared memory for the tiles of heads of 512
 # bytes of partial sums: beyond them one program adds up its own splits, though fewer programs share the work
 MAX_PARTIAL_BYTES = 1 << 30
+MIN_QUERIES = 200  # rows of a sequence times the heads that share a K/V head, from which a pass is one of prompts
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def choose_reduction(spec: AttnSpec, dtype: torch.dtype, shared: int = MAX_SMEM)
         return ReductionSpec(32, 64 if spec.head_dim < 128 else 32)
     wide = (spec.window is not None and spec.kv_heads >= 8) or (spec.window is None and spec.heads >= 16)
     if wide and (spec.head_dim <= 256 or shared > WIDE_HEAD_SMEM):
-        return ReductionSpec(64, 64)
+        return ReductionSpec(64, 64, coarse=256 if spec.head_dim > 256 else 512)  # 256: what attention_wgmma takes
     return ReductionSpec(32, 32, coarse=256)
 
 
@@ -113,7 +114,7 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
     many = many_seqs_config(spec, cut, kv, batch, slots)
     if many is not None:
         return many
-    if packed > 200 and kv.ancestors is None:
+    if packed > MIN_QUERIES and kv.ancestors is None:
         return prefill_config(spec, cut, kv, batch)
     if sliding:
         enough = 128 if cut.bn == 64 or packed <= 16 else 64

@@ -1,5 +1,5 @@
-"""Attention of prompts with heads of 512 on Hopper, in CUDA C++ (`ops/cuda/attention_wgmma.cu`): the sums of `attention`,
-so the same bits."""
+"""Attention of prompts with heads of 512 on Hopper, in CUDA C++ (`ops/cuda/attention_wgmma.cu`): the sums of
+`attention`, so the same bits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from ..cuda.runtime import FOLDER, TensorMap, tensor_map
-from .attention_config import ReductionSpec
+from .attention_config import MIN_QUERIES, ReductionSpec, choose_reduction
 from .nvrtc_kernels import NvrtcKernels
 
 SOURCE = FOLDER / "attention_wgmma.cu"
 BQ, KEYS, THREADS = 64, 256, 384
-# bytes: queries, weights, stages, their barriers, maxima and sums of weights, and what it takes to begin at a multiple of 1,024
-SHARED = BQ * 512 * 2 + BQ * KEYS * 2 + 4 * (32768 + 16) + 6 * BQ * 4 + 1024
+# bytes: queries, weights, stages and their barriers, maxima and sums of weights
+SHARED = BQ * 512 * 2 + BQ * KEYS * 2 + 4 * (32768 + 16) + 6 * BQ * 4
 NUMBERS = ("heads", "kv_heads", "pairs", "table_stride", "span_end", "near", "far")
 
 
@@ -33,14 +33,20 @@ class AttentionWgmma(NvrtcKernels):
     source, what, own = SOURCE, "attention of prompts with heads of 512 goes", True
 
     def attend(
-        self, q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec, span_end: int = 0
+        self, q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None, span_end: int = 0
     ) -> Tensor | None:
-        """As `attention.attend`; None: it cannot be compiled."""
-        kernel = self.kernel("attention_wgmma", (("PAGE", kv.page_size),)) if self.usable else None
+        """As `attention.attend`; None: not one of these, or it cannot be compiled. cut: for measuring."""
+        packed = kv.max_rows * (spec.heads // spec.kv_heads)
+        if cut is None and packed <= MIN_QUERIES:
+            return None
+        cut = cut or choose_reduction(spec, q.dtype, self.room)
+        if not self.usable or not suits(spec, kv, q.dtype, cut):
+            return None
+        kernel = self.kernel("attention_wgmma", (("PAGE", kv.page_size),))
         if kernel is None:
             return None
         out, table = torch.empty_like(q), kv.tables[spec.group]
-        pairs = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), 2 * BQ)
+        pairs = triton.cdiv(packed, 2 * BQ)
         problem = Problem(
             spec.heads, spec.kv_heads, pairs, table.stride(0), span_end, cut.near, cut.far,
             spec.scale * 1.4426950408889634,
@@ -54,7 +60,7 @@ class AttentionWgmma(NvrtcKernels):
 
 def map_of(cache: Tensor | None) -> TensorMap:
     """Of a layer's keys or values [pages, kv_heads, page, D]: by up to 32 positions of a page."""
-    assert cache is not None and cache.is_contiguous()
+    assert cache is not None
     width = cache.shape[-1]
     return tensor_map(cache.data_ptr(), cache.numel() // width, width, width, min(cache.shape[2], 32), False)
 
@@ -63,6 +69,6 @@ def suits(spec: AttnSpec, kv: KVView, dtype: torch.dtype, cut: ReductionSpec) ->
     """Whether the kernel supports this pass, regardless of the device and of the number of rows."""
     keys = kv.keys[spec.kv_layer]
     splits = (cut.bn, cut.fine, cut.mid, cut.coarse) == (64, 64, 128, 256) and (cut.near | cut.far) % KEYS == 0
-    plain = dtype == torch.bfloat16 and keys is not None and keys.dtype == dtype and kv.ancestors is None
+    plain = dtype == torch.bfloat16 and keys is not None and keys.dtype == dtype and keys.is_contiguous()
     paged = kv.page_size >= 8 and kv.page_size & (kv.page_size - 1) == 0
-    return plain and splits and paged and spec.head_dim == 512 and spec.window is None
+    return plain and splits and paged and spec.head_dim == 512 and spec.window is None and kv.ancestors is None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .attention_config import MIN_QUERIES
 from .gemm_config import STREAMK_MAX_ROWS
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS
 from .ops import SIDE_STREAM_ROWS
-from .prefill_attention import MIN_QUERIES
 from .w4a16_wgmma import MAX_WGMMA_TOKENS
 from .wna16_gemv import MAX_GEMV_TOKENS
 
@@ -33,7 +33,8 @@ TABLE = (
     KernelRow("quantised GEMM", f"up to {MAX_GEMV_TOKENS} rows, every format", "wna16_gemv.cu", "sm_90"),
     KernelRow("quantised GEMM", f"up to {MAX_WGMMA_TOKENS} rows, 4 bits", "w4a16_wgmma.cu", "sm_90"),
     KernelRow("quantised GEMM", "any", "quant.quant_kernel", "any"),
-    KernelRow("attention", f"from {MIN_QUERIES} queries × heads, bf16", "prefill_attention.prompt_kernel", "sm_90"),
+    KernelRow("attention", f"over {MIN_QUERIES} queries × heads of 512, bf16", "attention_wgmma.cu", "sm_90"),
+    KernelRow("attention", f"over {MIN_QUERIES} queries × heads, bf16", "prefill_attention.prompt_kernel", "sm_90"),
     KernelRow("attention", "any", "attention.attend_kernel + combine_kernel", "any"),
     KernelRow("attention of block drafters", "any", "block_attention.block_attend_kernel", "any"),
     KernelRow("experts", f"up to {MAX_MOE_GEMV_ROWS} rows, int8", "moe_gemv_int8.cu", "sm_90"),

@@ -28,6 +28,7 @@ from ..formats import DeviceWeight
 from ..reference import ReferenceOps, as_tensor
 from ..trees import Frontier, Nodes, TreeRows
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
+from .attention_wgmma import AttentionWgmma
 from .gemm import FUSED_ROWS, GemmDevice, GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .gemm_wgmma import GemmWgmma
@@ -58,6 +59,7 @@ class TritonOps(ReferenceOps):
         self.shared = max_smem(torch.device(device))
         # the device that prefill tiles were tuned on
         self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
+        self.wide_heads = AttentionWgmma.of(torch.device(device), self.semaphores)
         wgmma = GemmWgmma.of(torch.device(device), self.semaphores)
         alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma)
         ahead = Precompiler[GemmKind](
@@ -143,11 +145,12 @@ class TritonOps(ReferenceOps):
         return rope.rotate_heads(qkv, *angles, *norms, heads, eps, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
-            return prefill_attention.attend(q, spec, kv, self.pdl)
-        return attention.attend(q, spec, kv, self.pdl)
+        return self.attend_span(q, spec, kv, 0)
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
+        out = self.wide_heads.attend(q, spec, kv, self.pdl, span_end=end) if self.wide_heads is not None else None
+        if out is not None:
+            return out
         if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
             return prefill_attention.attend(q, spec, kv, self.pdl, span_end=end)
         return attention.attend(q, spec, kv, self.pdl, span_end=end)

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from .attention import INDEX, _known, power
-from .attention_config import WIDE_HEAD_SMEM, ReductionSpec, choose_reduction
+from .attention_config import MIN_QUERIES, WIDE_HEAD_SMEM, ReductionSpec, choose_reduction
 from .common import gdc_launch_dependents, gdc_wait, prefetch
 from .fp8_kv import is_fp8, join_columns, kv_tensors, scores_of, sorted_columns, widen_columns
 from .quant_config import max_smem
-
-MIN_QUERIES = 200  # queries of a sequence times the heads that share a K/V head, from which a pass is one of prompts
 
 
 @dataclass(frozen=True)
