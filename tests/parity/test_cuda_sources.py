@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests import sass
 from tests.parity import test_cuda_experts as experts
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
@@ -19,7 +20,12 @@ pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc:
 
 
 def compiles(source: str, arch: str, flags: object) -> bool:
-    return runtime.image(source, arch, dict(flags)).startswith(b"\x7fELF")  # type: ignore[call-overload]
+    code = runtime.image(source, arch, dict(flags))  # type: ignore[call-overload]
+    text = sass.text_of(code)
+    for change in ("DEALLOC", "TRY_ALLOC") if "give_registers" in source else ():
+        used, left = sass.registers_after(text, change)
+        assert used <= left, f"{change}: {used} of {left} registers"
+    return code.startswith(b"\x7fELF") and not sass.odd_policies(text)
 
 
 @pytest.mark.parametrize("name", every_code())
@@ -79,6 +85,25 @@ def test_attention_of_wide_heads(page: int) -> None:
     flags = {"PAGE": page, "SHARED": attention_wgmma.SHARED}
     assert compiles(f"{attention_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
     assert attention_wgmma.SHARED <= ROOM
+
+
+def test_code_that_does_not_run_is_found() -> None:
+    lines = """
+        /*0000*/  @!P1 BRA `(.L_x_1) ;
+        /*0010*/  USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
+        /*0020*/  MOV R239, RZ ;
+        /*0030*/  EXIT ;
+.L_x_1:
+        /*0040*/  USETMAXREG.DEALLOC.CTAPOOL 0x18 ;
+        /*0050*/  @P0 BRA `(.L_x_2) ;
+        /*0060*/  EXIT ;
+.L_x_2:
+        /*0070*/  IADD3 R3, R24, 0x1, RZ ;
+        /*0080*/  EXIT ;
+"""
+    assert sass.registers_after(lines, "DEALLOC") == (25, 24) and sass.registers_after(lines, "TRY_ALLOC") == (240, 240)
+    copy = "LDGSTS.E.BYPASS.LTC128B.128 [R23+UR{}+0x21440], desc[UR{}][R16.64] ;"
+    assert sass.odd_policies(copy.format(0, 1)) and not sass.odd_policies(copy.format(4, 18))
 
 
 def test_what_does_not_compile_is_said() -> None:
