@@ -53,7 +53,7 @@ typedef struct {
     int own;                 /* row work is private */
     int last_write;          /* the last layer that writes K/V */
     float *tmp;              /* [members, H] */
-    Low *low;                /* [rows, low_ld] A x of adapters */
+    Low *low;                /* [rows, low_ld] A x of adapters; one copy each member when private */
     long low_ld;
     int32_t *few_of;         /* the adapters of the wanted rows */
 } Run;
@@ -88,6 +88,8 @@ static const LowRankRows *shrink(ThreadPool *team, int me, const Run *run, int w
     }
     if (!changed) return NULL;
     *out = (LowRankRows){team, a->table, of, run->low, which, run->low_ld};
+    out->own = run->own && shrink_tasks(out, rows) < 2 * team->size; /* shared out, so few would make members wait for each other */
+    if (out->own) out->low += (long)me * run->call.batch.rows * run->low_ld;
     shrink_phase(out, me, x, rows);
     return out;
 }
@@ -360,7 +362,7 @@ static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
     run->mixed = (float *)TAKE(R * wide * 4);
     run->mlp = keeps_mlp ? (float *)TAKE(R * inter * 4) : NULL;
     run->low_ld = (rank + LANES - 1) / LANES;
-    run->low = (Low *)TAKE(R * run->low_ld * sizeof(Low));
+    run->low = (Low *)TAKE(copies * R * run->low_ld * sizeof(Low));
     run->few_of = (int32_t *)TAKE(adapters->count ? W * 4 : 0);
     for (size_t i = 0; at && adapters->count && i < W; i++) run->few_of[i] = adapters->of[run->call.wanted[i]];
     run->ple = (float *)TAKE(R * ple * 4);

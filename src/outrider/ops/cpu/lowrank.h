@@ -1,7 +1,7 @@
 /* Low-rank adapters next to a weight: y += scale · B (A x), for the rows of a pass that use one.
  *
  * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other; then come what B adds
- * to many outputs at once (`expand_groups`) and the tiles to which it is added. Between the two a member waits only for A x, at no barrier. The
+ * to many outputs at once (`expand_groups`) and the tiles to which it is added. Between the two a member waits only for A x, at no barrier, or does it all itself. The
  * order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A row, or a part of a fused weight, without a
  * change keeps its bits.
  */
@@ -42,6 +42,7 @@ typedef struct { /* what a product's answers get added */
     const int32_t *of; /* see Adapters.of; NULL: all rows are of adapter 0 */
     Low *low;          /* [rows, ld] A x */
     long which, ld;    /* ld: groups of 16 */
+    int own;           /* `low` is the member's own, and all of it its work */
 } LowRankRows;
 
 #define AHEAD 4096 /* bytes: B is read in one stream, which the weights between its groups interrupt */
@@ -62,18 +63,27 @@ INLINE void low_store(Low *to, const float *x, int coded) {
     to->d = top / 32767.0f;
 }
 
+/* Groups of A x. */
+static int shrink_tasks(const LowRankRows *l, int rows) {
+    int tasks = 0;
+    for (int m = 0, run; m < rows; m += run) {
+        const LowRank *p = lowrank_run(l, m, rows - m < TILE_ROWS ? rows - m : TILE_ROWS, &run);
+        if (p) tasks += w_groups(&p->a);
+    }
+    return tasks;
+}
 /* A member's share of A x. */
 static void shrink_phase(const LowRankRows *l, int me, const QActs *x, int rows) {
     float tile[TILE_ROWS * LANES];
     for (int m = 0, task = 0, run; m < rows; m += run) {
         const LowRank *p = lowrank_run(l, m, rows - m < TILE_ROWS ? rows - m : TILE_ROWS, &run);
         for (int g = 0; p && g < w_groups(&p->a); g++) {
-            if (task++ % l->team->size != me) continue;
+            if (task++ % l->team->size != me && !l->own) continue;
             product_tile(&p->a, g, x, m, run, tile);
             for (int i = 0; i < run; i++) low_store(l->low + (m + i) * l->ld + g, tile + LANES * i, p->a.kind == W_Q8);
         }
     }
-    team_ready(l->team);
+    if (!l->own) team_ready(l->team);
 }
 
 #define EXPAND_ROWS 5 /* at once: their sums stay in registers */
@@ -141,7 +151,7 @@ INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8
 /* change[groups][rows][16]: what groups g.. of rows m0.. get added; minus zero, which changes no bit, where there is no adapter. Several groups
  * at once: B is one stream, and which rows and matrices are changed is looked up once. */
 static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int rows, float *change) {
-    team_await(l->team);
+    if (!l->own) team_await(l->team);
     for (int m = 0, run; m < rows; m += run) {
         const LowRank *p = lowrank_run(l, m0 + m, rows - m < EXPAND_ROWS ? rows - m : EXPAND_ROWS, &run);
         const LowRankPiece *c = p ? p->piece : NULL;
