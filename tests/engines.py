@@ -95,7 +95,9 @@ def tiny_engine(
     model = model or tiny_model(variant)
     settings = EngineConfig(**{"max_batch": 8, "max_context": 512, "page_size": 4, "prefill_chunk": 16, **config})
     names = (drafter.name, *names) if drafter is not None else names
-    return Engine(model, None, settings, SpecConfig(k), drafter, Controller(CostTable(), names), KVOptions(kv))
+    engine = Engine(model, None, settings, SpecConfig(k), drafter, Controller(CostTable(), names), KVOptions(kv))
+    engine.prefill.choices = ()  # else what steps take would decide how many a prompt takes
+    return engine
 
 
 def run_joining(

@@ -41,7 +41,7 @@ class PrefillBudget:
     batched: int = 0  # of all, if many wait for prefill; 0: never more than a chunk and a quarter
     idle: int = 0  # of all, if no sequence decodes, or at least a fifth of all sequences wait for prefill
     with_decodes: int = 0  # of all in a step with decoding sequences, until prompts may be packed; 0: a chunk
-    choices: Sequence[int] = ()  # possible values of `with_decodes`
+    choices: Sequence[int] = ()  # possible values of `with_decodes`; none: it stays
     _least: int = field(init=False)  # `with_decodes` never falls below a quarter of what it was
     _few: int = field(init=False)  # on a CPU: what it was; 0: on a GPU
     _plain: float = 0.0  # seconds of a step without prompts
@@ -83,7 +83,7 @@ class PrefillBudget:
     def observe(self, rows: int, seconds: float) -> None:
         """Report the time of a step with this many prompt rows (including padding of a captured pass). An outlier
         (another process, a first run) counts little."""
-        if not self.with_decodes:
+        if not self.with_decodes or not self.choices:
             return
         if not rows:
             self._plain = _mixed(self._plain, seconds)
