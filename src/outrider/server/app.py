@@ -74,6 +74,18 @@ class ReceivedBody:
         return await self.work(lambda: read(self.raw, parse))
 
 
+def refused(request: Request, e: Exception) -> Response:
+    """Outside of the frames that e's traceback holds: an error in a local of theirs is a cycle, and keeps the request's
+    body until the next full collection."""
+    error = api_error(e, request.state.request_id)
+    request.state.refusal = error.reason
+    return error.response(request.state.path)
+
+
+def done(error: ApiError) -> tuple[int, Json] | None:
+    return (error.status, error.body()) if error.retry_after is None else None
+
+
 class Server:
     """The models of a `ModelPool` behind the routes of one app."""
 
@@ -111,17 +123,14 @@ class Server:
         except ClientDisconnect:
             raise
         except Exception as e:
-            error = api_error(e, request.state.request_id)
-            request.state.refusal = error.reason
-            return error.response(request.state.path)
+            return refused(request, e)
 
     async def completed(self, request: Request, wire: Wire) -> tuple[int, Json] | None:
         """The answer's status and body when it is done, for a caller without a connection. None: it may come again."""
         try:
             return 200, json.loads(await (await self._call(request, wire)).whole())
         except Exception as e:
-            error = api_error(e, request.state.request_id)
-            return (error.status, error.body()) if error.retry_after is None else None
+            return done(api_error(e, request.state.request_id))
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""

@@ -124,6 +124,15 @@ class Keys:
             log.info("read %d API keys again", len(self._keys))
 
 
+def refusal(state: dict[str, object], error: ApiError, path: str) -> Response:
+    """Not in a frame of the error's traceback, which would be a cycle (see app.refused)."""
+    state["refusal"] = error.reason
+    response = error.response(path)
+    if error.code == "two_lengths":
+        response.headers["connection"] = "close"
+    return response
+
+
 class RequestGuard:
     """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind
     it."""
@@ -220,12 +229,7 @@ class RequestGuard:
         except Exception as e:
             if begun:
                 raise  # too late for another answer: the connection is cut
-            error = api_error(e, id)
-            state["refusal"] = error.reason
-            response = error.response(path)
-            if error.code == "two_lengths":
-                response.headers["connection"] = "close"
-            await response(scope, receive, answer)
+            await refusal(state, api_error(e, id), path)(scope, receive, answer)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
