@@ -33,7 +33,7 @@ WORTH = 256  # tokens left to prefill: with fewer, the prefill is not continued
 ALIKE = 256  # tokens at the beginning by which a retry is recognised
 PROGRESS_S, LOG_S = 0.25, 10.0  # how often progress is published, and logged
 GIVE_WAY_S = 0.001  # of writing in one turn of the event loop
-UNREAD = 32  # unread events per call at which its sequences pause
+UNREAD = 128  # unread events per call at which its sequences pause
 T = TypeVar("T")
 
 
