@@ -6,10 +6,12 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tests import tiny, tiny_vision
 from tests.server_fakes import Served
 
@@ -68,6 +70,14 @@ def test_openai(served: Served, expected: tuple[str, int]) -> None:
     answer = chat(served, [image, {"type": "text", "text": "see"}]).json()
     assert answer["choices"][0]["message"]["content"] == expected[0]
     assert answer["usage"]["prompt_tokens"] == expected[1] > 60
+
+
+def test_an_image_longer_than_the_models_positions(served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU an index past the table would end the process."""
+    monkeypatch.setattr(llm.images(), "config", replace(llm.images().config, positions=12))
+    narrow = f"data:image/png;base64,{encoded(Image.new('RGB', (900, 8)))}"
+    answer = chat(served, [{"type": "image_url", "image_url": {"url": narrow}}])
+    assert answer.status_code == 400 and "too narrow" in answer.text
 
 
 def test_responses(served: Served, expected: tuple[str, int]) -> None:

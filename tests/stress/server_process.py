@@ -102,7 +102,7 @@ class Target:
         for line in self.process.stderr:
             self.lines += 1
             self.last.append(line.rstrip())
-            told = 16 if "engine" in line and "failed" in line else told - 1
+            told = 40 if ("engine" in line and "failed" in line) or "unexpected, in" in line else told - 1
             if told > 0:
                 print(line.rstrip(), file=sys.stderr, flush=True)
 

@@ -73,7 +73,10 @@ class ImageEncoder:
 
     def encode(self, image: object) -> EncodedImage:
         """A path, the bytes of a file, a data URL, a PIL image or an array [h, w, 3 or 4 or nothing] of uint8."""
-        made = np.ascontiguousarray(self._pixels(image))
+        made, config = np.ascontiguousarray(self._pixels(image)), self.config
+        long = max(made.shape[:2]) // (config.side if config.kind == "unified" else config.patch)
+        if not config.square and long > config.positions:
+            raise OutriderError(f"the image is too narrow: {long} patches long, and the model knows {config.positions}")
         digest = hashlib.blake2b(made.tobytes(), digest_size=16, salt=VERSION)
         digest.update(str(made.shape).encode())
         key = digest.digest()
