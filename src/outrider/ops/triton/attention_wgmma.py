@@ -21,7 +21,7 @@ SHARED = BQ * 512 * 2 + BQ * KEYS * 2 + 4 * (32768 + 16) + 6 * BQ * 4
 NUMBERS = ("heads", "kv_heads", "pairs", "table_stride", "span_end", "near", "far")
 
 
-class Problem(ctypes.Structure):
+class AttentionProblem(ctypes.Structure):
     """`Problem` of attention_wgmma.cu."""
 
     _fields_ = [*((name, ctypes.c_int) for name in NUMBERS), ("scale", ctypes.c_float)]
@@ -47,7 +47,7 @@ class AttentionWgmma(NvrtcKernels):
             return None
         out, table = torch.empty_like(q), kv.tables[spec.group]
         pairs = triton.cdiv(packed, 2 * BQ)
-        problem = Problem(
+        problem = AttentionProblem(
             spec.heads, spec.kv_heads, pairs, table.stride(0), span_end, cut.near, cut.far,
             spec.scale * 1.4426950408889634,
         )
