@@ -153,6 +153,7 @@ def test_statistics_only_on_request(served: Served) -> None:
 
 
 def test_routes_beside_the_answers(served: Served) -> None:
+    assert served.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 2}).status_code == 200
     assert [m.id for m in served.client().models.list()] == ["fake"]
     assert served.client().models.retrieve("fake").id == "fake"
     with pytest.raises(openai.NotFoundError):
