@@ -1,12 +1,16 @@
 """Without a GPU, Triton kernels run in its interpreter; the switch must be set before anything imports triton. There
 `tl.dot` sums in a fixed order (tests/interpreter.py). No property is lost to a
-slow machine: examples have no deadline, and nobody asks how long it took to make them."""
+slow machine: examples have no deadline, and nobody asks how long it took to make them. Engines of this process read a
+clock of their own: step times decide how many prompt tokens and drafts a step has, so a busy machine would otherwise
+schedule other steps than an idle one."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -22,6 +26,18 @@ if not torch.cuda.is_available():
         from tests import interpreter
 
         interpreter.install()
+from outrider.engine import engine  # noqa: E402  (imports triton, see above)
+
+
+class Clocks:
+    """In the place of `time`: each engine gets a clock that moves by a millisecond whenever it is read."""
+
+    @property
+    def perf_counter(self) -> Callable[[], float]:
+        return itertools.count(step=1e-3).__next__
+
+
+engine.time = Clocks()  # type: ignore[assignment]
 
 
 def pytest_collection_finish() -> None:
