@@ -22,7 +22,7 @@ from .engine.images import ImageEncoder
 from .engine.memory import KVBudget, KVOptions
 from .engine.text import Tokenizer
 from .models.adapted import adaptable_weights
-from .models.block_config import KINDS, is_block
+from .models.block_config import is_block
 from .models.compat import fits, other_weights
 from .models.decoder import TextModel
 from .models.drafter import MTPNet
@@ -50,7 +50,6 @@ from .weights.files import Files, check_draft_model, fingerprint, text_files
 from .weights.vision import has_vision, load_vision, vision_config
 
 log = logging.getLogger("outrider")
-DRAFTERS = ("mtp", "ngram", "draft_model", *KINDS)
 
 
 class Assembled(NamedTuple):
@@ -229,6 +228,8 @@ def pick_drafter(
         drafter = DrafterPair(found[0][0], found[1][0])
         note += f" and {found[1][1].removeprefix('drafter: ')}"
     members = drafter.members if drafter is not None else ()
+    if settings.quantize_drafter is not None and not any(isinstance(member, BlockDrafter) for member in members):
+        raise OutriderError(f"--quantize-drafter rounds a block drafter (DFlash, DSpark, EAGLE-3); {note}")
     names = () if settings.drafter == "none" else (*(member.name for member in members), "ngram")
     return drafter, names, note
 

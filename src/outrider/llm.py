@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, NoReturn, SupportsIndex
 
-from .assemble import DRAFTERS, assemble
+from .assemble import assemble
 from .config import LoadSettings, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
@@ -145,8 +145,9 @@ class LLM:
         """One request for each of `params.n` answers; answer i has seed + i."""
         if not isinstance(params, SamplingParams):
             raise OutriderError(f"params must be SamplingParams, got {params!r}: SamplingParams(max_tokens=...)")
-        if not isinstance(drafter, bool) and drafter not in DRAFTERS:
-            raise OutriderError(f"drafter must be True, False or one of {', '.join(DRAFTERS)}, got {drafter!r}")
+        if not isinstance(drafter, bool) and drafter not in (loaded := self.engine.controller.drafters):
+            listed = ", ".join(map(repr, loaded)) or "there is none"
+            raise OutriderError(f"drafter must be True, False or one that is loaded ({listed}), got {drafter!r}")
         params.validate()
         ids, group = self._encode(prompt), next(self._ids)
         draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)

@@ -38,9 +38,18 @@ def test_loaded_and_run(model: Path, tmp_path: Path, layout: str, ops: str) -> N
         want, got = (llm.generate(["Hello there", "a b a b a b"], params) for llm in (plain, drafted))
         assert [c.token_ids for c in got] == [c.token_ids for c in want]
         assert all(c.stats.drafted and c.stats.drafter_off is None for c in got)
-    with pytest.raises(OutriderError, match="drafter must be"):
-        drafted.generate("x", drafter="oracle")
+    for name in ("oracle", "mtp"):  # there is none, it is not loaded
+        with pytest.raises(OutriderError, match=f"one that is loaded \\('{kind}', 'ngram'\\), got '{name}'"):
+            drafted.generate("x", drafter=name)
+    with pytest.raises(OutriderError, match="there is none"):
+        plain.generate("x", drafter="ngram")
     assert drafted.generate("x", SamplingParams(max_tokens=3), drafter=kind)[0].stats.drafted
+
+
+@pytest.mark.parametrize("drafter", ["auto", "none", "ngram"])
+def test_rounding_a_block_drafter_that_is_not_there_is_refused(model: Path, drafter: str) -> None:
+    with pytest.raises(OutriderError, match=r"--quantize-drafter rounds a block drafter .*; drafter: "):
+        LLM.load(str(model), drafter=drafter, quantize_drafter="int8")
 
 
 def test_the_controller_chooses_k(model: Path, tmp_path: Path) -> None:
