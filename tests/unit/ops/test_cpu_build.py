@@ -117,6 +117,19 @@ def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
+def test_a_build_sweeps_what_killed_ones_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each left its objects and the compiler's own files in the cache for ever; one that runs now is not touched."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    kept = tmp_path / "cache" / "kernels"
+    for name in ("build-old", "build-now"):
+        (kept / name).mkdir(parents=True)
+        (kept / name / "tiles.c.o").write_text("")
+    os.utime(kept / "build-old", (0, time.time() - 2 * build.STALE_SECONDS))
+    fake_compiler(tmp_path, monkeypatch, 'echo x > "$TMPDIR/cc1.s"; ' + BUILDS)
+    built = build.shared_object()
+    assert {path.name for path in kept.iterdir()} == {"build-now", built.name}
+
+
 def fake_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     fake = folder / "cc"
     fake.write_text(f"#!/bin/sh\n{script}\n")
@@ -327,14 +340,14 @@ def test_a_compiler_is_limited_in_processor_time(tmp_path: Path, monkeypatch: py
     """Not in wall time: one that waits is waited for."""
     monkeypatch.setattr(build, "CPU_SECONDS", 1)
     with pytest.raises(build.BuildError, match="took more than 1 s of processor time"):
-        build._run([["/bin/sh", "-c", "while :; do :; done"]], tmp_path)
-    build._run([["/bin/sleep", "1.5"]], tmp_path)
+        build._run([["/bin/sh", "-c", "while :; do :; done"]], str(tmp_path))
+    build._run([["/bin/sleep", "1.5"]], str(tmp_path))
 
 
 def test_what_a_failed_compiler_started_is_ended(tmp_path: Path) -> None:
     left = tmp_path / "left"
     script = f"sleep 600 2>/dev/null & echo $! > {left}; echo error: no such thing >&2; exit 1"
     with pytest.raises(build.CompilerRefused, match="error: no such thing"):
-        build._run([["/bin/sh", "-c", script]], tmp_path)
+        build._run([["/bin/sh", "-c", script]], str(tmp_path))
     state = Path(f"/proc/{int(left.read_text())}/stat")
     until(lambda: not state.exists() or state.read_text().split()[2] == "Z")

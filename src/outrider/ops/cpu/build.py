@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +58,8 @@ WHEEL_LEVELS = {
 # No contraction: a sum must round the same in every tile it is part of.
 COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter -w"
 CPU_SECONDS = 300  # of processor time for each compiler: on a busy machine wall time may be minutes longer
+
+STALE_SECONDS = 24 * 3600  # no build takes a day
 
 
 class BuildError(Exception):
@@ -203,31 +206,29 @@ def build(isa: str) -> Path:
 
 def compile_to(target: Path, isa: str) -> None:
     cc, folder = compiler(), target.parent
-    scratch = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fd, scratch = tempfile.mkstemp(suffix=".so", prefix="build-", dir=folder)
-        os.close(fd)
-        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as objects:
-            made = [f"{objects}/{name}.o" for name in UNITS]
+        for left in folder.glob("build-*"):  # by builds that were killed
+            with suppress(FileNotFoundError):  # another start sweeps too
+                if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
+            made, library = [f"{scratch}/{name}.o" for name in UNITS], f"{scratch}/kernels.so"
             flags = [*COMMON.split(), *FLAGS[isa].split()]
-            _run([[cc, *flags, "-c", str(HERE / name), "-o", out] for name, out in zip(UNITS, made)], folder)
-            _run([[cc, *flags, "-shared", *made, "-o", scratch, "-lm"]], folder)
-        os.chmod(scratch, 0o755)
-        os.replace(scratch, target)
+            _run([[cc, *flags, "-c", str(HERE / name), "-o", out] for name, out in zip(UNITS, made)], scratch)
+            _run([[cc, *flags, "-shared", *made, "-o", library, "-lm"]], scratch)
+            os.chmod(library, 0o755)
+            os.replace(library, target)
     except OSError as error:
         raise BuildError(
             f"cannot keep the kernels in {folder}: {error.strerror or error} (OUTRIDER_CACHE names another place)"
         ) from None
-    finally:
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)
 
 
-def _run(commands: list[list[str]], folder: Path) -> None:
+def _run(commands: list[list[str]], folder: str) -> None:
     """Runs compilers in parallel; the first failure is the error. Each has its own process group, so that what it
     started ends with it."""
-    env, running = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}, list[subprocess.Popen[str]]()
+    env, running = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}, list[subprocess.Popen[str]]()
     limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
     start = functools.partial(
         subprocess.Popen[str], env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
@@ -249,10 +250,10 @@ def _run(commands: list[list[str]], folder: Path) -> None:
         if process.returncode == -signal.SIGXCPU or "CPU time limit exceeded" in text:
             raise BuildError(f"{commands[0][0]} took more than {CPU_SECONDS} s of processor time")
         if process.returncode:
-            raise _refused(commands[0][0], text, folder)
+            raise _refused(commands[0][0], text, os.path.dirname(folder))
 
 
-def _refused(cc: str, said: str, folder: Path) -> BuildError:
+def _refused(cc: str, said: str, folder: str) -> BuildError:
     """The informative line of a compiler's error."""
     if os.strerror(errno.ENOSPC) in said:
         return BuildError(f"the disk of {folder} is full: free some space, or let OUTRIDER_CACHE name another place")
