@@ -7,8 +7,12 @@ list; commands that ask one question use its first entry), and may have `id` (Sp
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
+import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,13 +43,24 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """The first `limit`, or all."""
     path = Path(path)
     try:
-        with gzip.open(path, "rt", encoding=UTF8) if path.suffix == ".gz" else open(path, encoding=UTF8) as file:
-            prompts = list(islice(parse(file, str(path)), limit))
+        with open(path, "rb", opener=_opened) as raw:
+            file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            prompts = list(islice(parse(io.TextIOWrapper(file, UTF8), str(path)), limit))
     except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise OutriderError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
     if not prompts:
         raise OutriderError(f"{path}: holds no prompts")
     return prompts
+
+
+def _opened(path: str, flags: int) -> int:
+    """Opens a file or a pipe; a pipe without a writer is empty. A device such as /dev/zero would have no end."""
+    number = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISCHR(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is a device")
+    os.set_blocking(number, True)
+    return number
 
 
 def parse(lines: Iterable[str], where: str) -> Iterator[Prompt]:

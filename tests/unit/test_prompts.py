@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,25 @@ def test_turns_and_the_first_of_them(tmp_path: Path) -> None:
     read = read_prompts(path)
     assert [p.text for p in read] == ["a", "b", "d", "e"] and [p.row for p in read] == rows
     assert [p.turns for p in read] == [["a"], ["b", "c"], ["d"], ["e"]]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/dev/null"])
+def test_a_device_is_no_file_of_prompts(path: str) -> None:
+    """They were read until memory ended."""
+    with pytest.raises(OutriderError, match=f"cannot read prompts from {path}: it is a device"):
+        read_prompts(path)
+
+
+def test_a_pipe_is_read_and_one_that_nobody_writes_to_is_empty(tmp_path: Path) -> None:
+    """`--prompts <(jq ...)`; a fifo without a writer was waited for without end."""
+    os.mkfifo(tmp_path / "p")
+    with pytest.raises(OutriderError, match="holds no prompts"):
+        read_prompts(tmp_path / "p")
+    ends = os.pipe()
+    writer = threading.Timer(0.2, lambda: (os.write(ends[1], b'{"prompt": "a"}'), os.close(ends[1])))
+    writer.start()
+    assert [p.text for p in read_prompts(f"/dev/fd/{ends[0]}")] == ["a"]
+    os.close(ends[0])
 
 
 def test_a_file_that_there_is_not(tmp_path: Path) -> None:
