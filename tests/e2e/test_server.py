@@ -36,11 +36,6 @@ def test_stream_and_whole_are_the_same_text(served: Served) -> None:
     assert stream[-1].choices == [] and stream[-1].usage == whole.usage
     assert whole.usage.completion_tokens == len(TOK.encode(whole.choices[0].message.content)) + 1  # and the end token
     assert stream[0].choices[0].delta.role == "assistant"
-    smooth = served.client().chat.completions.create(
-        **ask, stream=True, extra_body={"outrider": {"stream_smoothing": True}}
-    )
-    pieces = list(smooth)
-    assert text_of(pieces) == whole.choices[0].message.content and len(pieces) > len(stream)
 
 
 def test_choices_have_their_own_seeds(served: Served) -> None:

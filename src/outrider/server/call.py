@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from ..engine.engine import Event
 from ..engine.step import Request as EngineRequest
 from ..types import OutriderError
-from .answer import Answer, single_tokens
+from .answer import Answer
 from .errors import ApiError, shutting_down
 from .model_pool import LoadedModel
 from .runner import EngineError
@@ -130,7 +130,7 @@ class Call:
             if opening := wire.opening(answer):
                 yield opening
             try:
-                async for event in paced(self._events()) if self._job.options.stream_smoothing else self._events():
+                async for event in self._events():
                     if event is None:
                         told = self._read is not None and wire.media_type == "text/event-stream"
                         yield (
@@ -293,20 +293,3 @@ async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T
             other.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
         del task, gone, other  # an error of the work, its traceback, this frame and the task would be a cycle
-
-
-async def paced(events: AsyncIterator[Event | None]) -> AsyncIterator[Event | None]:
-    """Spread the tokens of a cycle over the time until the next one is due. Same text, same parts; only the pace
-    changes."""
-    last, gap = time.monotonic(), 0.0
-    async for event in events:
-        now = time.monotonic()
-        gap, last = (0.7 * gap + 0.3 * (now - last)) if gap else now - last, now
-        singles = [] if event is None else single_tokens(event)
-        if len(singles) < 2:
-            yield event
-            continue
-        for single in singles:
-            yield single
-            if single is not singles[-1]:
-                await asyncio.sleep(min(gap / len(singles), 0.05))

@@ -246,7 +246,6 @@ class OutriderOptions(Strict):
     stats: bool = False  # add the object `outrider` with the drafting statistics to the answer
     token_kinds: bool = False  # name each token accepted | corrected | bonus | plain
     draft_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT)] = "auto"  # 0: plain decoding
-    stream_smoothing: bool = False  # spread the tokens of one cycle over the time of a cycle
 
 
 # Taken because clients send them, and of no effect on an answer here; counted in the metric `outrider_ignored_fields`.
