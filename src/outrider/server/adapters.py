@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ..engine.adapters import AdapterPool
@@ -48,40 +48,38 @@ def adapter_named(slot: PoolSlot, name: str | None) -> str | None:
     return None
 
 
-def add_routes(app: FastAPI, server: Server) -> None:
-    def pool() -> AdapterPool:
-        if not server.settings.runtime_adapters:
-            message = "Adapters are not loaded at run time here: start the server with --runtime-adapters."
-            raise ApiError(403, message, code="runtime_adapters_off")
-        adapters = server.pool.first.adapters
-        if adapters is None:
-            raise ApiError(503, "The model is not loaded, or takes no adapters.", code="model_not_loaded")
-        return adapters
+def _pool(server: Server) -> AdapterPool:
+    if not server.settings.runtime_adapters:
+        message = "Adapters are not loaded at run time here: start the server with --runtime-adapters."
+        raise ApiError(403, message, code="runtime_adapters_off")
+    adapters = server.pool.first.adapters
+    if adapters is None:
+        raise ApiError(503, "The model is not loaded, or takes no adapters.", code="model_not_loaded")
+    return adapters
 
-    async def work(change: Callable[[], object], done: str) -> Response:
-        """Files are read off the event loop, and not in the engine's thread."""
-        try:
-            await asyncio.to_thread(change)
-        except OutriderError as e:
-            raise bad(f"{without_paths(str(e))}.", "lora_name") from None
-        return JSONResponse({"status": "ok", "message": done})
 
-    @app.post("/v1/load_lora_adapter", response_model=None)
-    async def load(request: Request) -> Response:
-        adapters, body = pool(), read(await request.body(), LoadAdapter.model_validate_json)
+async def _changed(change: Callable[[], object], name: str, how: str) -> Response:
+    """Files are read off the event loop, and not in the engine's thread."""
+    try:
+        await asyncio.to_thread(change)
+    except OutriderError as e:
+        raise bad(f"{without_paths(str(e))}.", "lora_name") from None
+    return JSONResponse({"status": "ok", "message": f"Success: LoRA adapter '{name}' {how} successfully."})
 
-        def change() -> None:
-            if body.load_inplace and body.lora_name in adapters.paths:
-                adapters.remove(body.lora_name)
-            adapters.add(body.lora_name, body.lora_path)
 
-        return await work(change, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+async def load(server: Server, request: Request) -> Response:
+    adapters, body = _pool(server), read(await request.body(), LoadAdapter.model_validate_json)
 
-    @app.post("/v1/unload_lora_adapter", response_model=None)
-    async def unload(request: Request) -> Response:
-        adapters, body = pool(), read(await request.body(), UnloadAdapter.model_validate_json)
-        if body.lora_name not in adapters.paths:
-            raise ApiError(404, f"There is no adapter '{body.lora_name[:100]}'.", "lora_name", "model_not_found")
-        return await work(
-            lambda: adapters.remove(body.lora_name), f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-        )
+    def change() -> None:
+        if body.load_inplace and body.lora_name in adapters.paths:
+            adapters.remove(body.lora_name)
+        adapters.add(body.lora_name, body.lora_path)
+
+    return await _changed(change, body.lora_name, "added")
+
+
+async def unload(server: Server, request: Request) -> Response:
+    adapters, body = _pool(server), read(await request.body(), UnloadAdapter.model_validate_json)
+    if body.lora_name not in adapters.paths:
+        raise ApiError(404, f"There is no adapter '{body.lora_name[:100]}'.", "lora_name", "model_not_found")
+    return await _changed(lambda: adapters.remove(body.lora_name), body.lora_name, "removed")

@@ -138,8 +138,7 @@ class Server:
             several = len(self.pool.slots) > 1 and got.raw
             named = await got.parsed(Named.model_validate_json) if several else Named()
             with ExitStack() as stack:
-                slot = self.resolve(request, named.model)
-                model = await unless_gone(request, self.acquire(slot, got.client, stack))
+                _, model = await unless_gone(request, self.borrow(request, got, named.model, stack))
                 # rendered off the loop, too: a long text has many tokens
                 return await got.work(
                     lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))),
@@ -165,18 +164,19 @@ class Server:
         except TimeoutError:
             raise timed_out(self.settings.timeout) from None
 
-    def resolve(self, request: Request, name: str | None) -> PoolSlot:
-        """The model that a request names. What its sender should know of it becomes a header of the answer
-        (limits.py)."""
+    async def borrow(
+        self, request: Request, got: ReceivedBody, name: str | None, stack: ExitStack
+    ) -> tuple[PoolSlot, LoadedModel]:
+        """The model of this name until `stack` is closed. One that must be loaded first is waited for in a place of
+        its own. What the sender should know of it becomes a header of the answer (limits.py)."""
         slot, request.state.warning = self.pool.resolve(name)
-        return slot
-
-    async def acquire(self, slot: PoolSlot, client: str, stack: ExitStack) -> LoadedModel:
-        """A model until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
-        with nullcontext() if self.pool.ready(slot) else self.admission.enter(1, client):
+        ready = self.pool.ready(slot)
+        if not ready:
+            got.room.close()  # a load may take longer than other bodies of this client may take to arrive
+        with nullcontext() if ready else self.admission.enter(1, got.client):
             model = await self.pool.acquire(slot)
         stack.callback(self.pool.release, slot)
-        return model
+        return slot, model
 
     async def _call(self, request: Request, wire: Wire) -> Call:
         began = time.monotonic()
@@ -200,10 +200,7 @@ class Server:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by
         `stack`."""
         client, body = got.client, await got.parsed(wire.parse)
-        slot = self.resolve(request, body.model)
-        if not self.pool.ready(slot):
-            got.room.close()  # a load may take longer than other bodies of this client may take to arrive
-        model = await self.acquire(slot, client, stack)
+        slot, model = await self.borrow(request, got, body.model, stack)
         many = partial(model.prepare.answers, body)
         answers = await got.work(many) if got.long else many()
         for name in body.ignored:

@@ -16,13 +16,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import FastAPI, Request
 from pydantic import Field
 
 from ..types import OutriderError
 from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, bad_row, claim, read_lines, seeded
 from .errors import INTERNAL, ApiError, bad, where
-from .files import FileStore, StoredFile
+from .files import ClientStore, FileStore, StoredFile
 from .schema import Strict
 from .wire import Json
 
@@ -86,10 +85,10 @@ class Batch:
         }
 
 
-class Batches:
+class Batches(ClientStore[Batch]):
     def __init__(self, server: Server, files: FileStore) -> None:
+        super().__init__("batch")
         self._server, self._files = server, files
-        self._of: dict[str, Batch] = {}
 
     def start(self, client: str, request: BatchRequest) -> Batch:
         if request.endpoint not in ROUTES:
@@ -107,19 +106,11 @@ class Batches:
         batch.task = asyncio.get_running_loop().create_task(self._run(batch))
         return batch
 
-    def get(self, client: str, id: str) -> Batch:
-        batch = self._of.get(id)
-        if batch is None or batch.client != client:
-            raise ApiError(404, f"There is no batch '{id[:100]}' here.", "batch_id")
-        return batch
-
-    def of(self, client: str) -> list[Batch]:
-        return [batch for batch in reversed(self._of.values()) if batch.client == client]
-
-    def cancel(self, batch: Batch) -> None:
+    def cancel(self, batch: Batch) -> Batch:
         if batch.status in RUNNING and batch.task is not None:
             batch.become("cancelling")
             batch.task.cancel()
+        return batch
 
     def uses(self, file: StoredFile) -> bool:
         return any(file in (b.source, b.results, b.refused) for b in self._of.values() if b.status in RUNNING)
@@ -177,31 +168,3 @@ class Batches:
             return bad_row(line, e)
         body = {"priority": LAST, **seeded(body, 0, custom_id)}
         return await answered(self._server, batch.client, line, custom_id, url, body)
-
-
-def add_routes(app: FastAPI, server: Server) -> None:
-    batches = server.batches
-
-    @app.post("/v1/batches", response_model=None)
-    async def create(request: Request) -> Json:
-        async with server.received(request) as got:
-            body = await got.parsed(BatchRequest.model_validate_json)
-        return batches.start(request.state.client, body).told()
-
-    @app.get("/v1/batches", response_model=None)
-    async def listed(request: Request) -> Json:
-        return {
-            "object": "list",
-            "data": [batch.told() for batch in batches.of(request.state.client)],
-            "has_more": False,
-        }
-
-    @app.get("/v1/batches/{id}", response_model=None)
-    async def one(request: Request, id: str) -> Json:
-        return batches.get(request.state.client, id).told()
-
-    @app.post("/v1/batches/{id}/cancel", response_model=None)
-    async def cancel(request: Request, id: str) -> Json:
-        batch = batches.get(request.state.client, id)
-        batches.cancel(batch)
-        return batch.told()

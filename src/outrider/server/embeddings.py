@@ -110,11 +110,9 @@ async def embed(
     """(the request, a vector for each input, their tokens in all, the model's name)"""
     async with server.received(request) as got:
         body = await got.parsed(shape.model_validate_json)
-        name, slot = untagged(body.model), server.resolve(request, untagged(body.model))
-        if not server.pool.ready(slot):
-            got.room.close()  # as in app.py
+        name = untagged(body.model)
         with ExitStack() as stack:
-            model = await unless_gone(request, server.acquire(slot, got.client, stack))
+            slot, model = await unless_gone(request, server.borrow(request, got, name, stack))
             adapter = adapter_of(model, adapter_named(slot, name))
             stack.enter_context(server.admission.enter(1, got.client))
             ids = await got.work(lambda: tokens(model.prepare, body))

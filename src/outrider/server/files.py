@@ -11,16 +11,10 @@ from email import policy
 from email.parser import BytesParser
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from typing import Generic, Protocol, TypeVar
 
 from .errors import ApiError, bad
 from .wire import Json
-
-if TYPE_CHECKING:
-    from .app import Server
 
 MOST_FILES = 256
 MOST_BYTES = 256 << 20
@@ -49,10 +43,36 @@ class StoredFile:
         }
 
 
-class FileStore:
+class Owned(Protocol):
+    client: str
+
+    def told(self) -> Json: ...
+
+
+T = TypeVar("T", bound=Owned)
+
+
+class ClientStore(Generic[T]):
+    """Things by their id. A client finds only its own."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._of = what, dict[str, T]()
+
+    def get(self, client: str, id: str) -> T:
+        found = self._of.get(id)
+        if found is None or found.client != client:
+            raise ApiError(404, f"There is no {self._what} '{id[:100]}' here.", f"{self._what}_id")
+        return found
+
+    def listed(self, client: str) -> Json:
+        data = [one.told() for one in reversed(self._of.values()) if one.client == client]
+        return {"object": "list", "data": data, "has_more": False}
+
+
+class FileStore(ClientStore[StoredFile]):
     def __init__(self, most: int = MOST_FILES, most_bytes: int = MOST_BYTES) -> None:
+        super().__init__("file")
         self._most, self._most_bytes = most, most_bytes
-        self._files: dict[str, StoredFile] = {}
 
     @cached_property
     def _folder(self) -> tempfile.TemporaryDirectory[str]:
@@ -61,17 +81,14 @@ class FileStore:
 
     @property
     def total_bytes(self) -> int:
-        return sum(file.size for file in self._files.values())
+        return sum(file.size for file in self._of.values())
 
     def new(self, client: str, name: str, purpose: str) -> StoredFile:
-        if len(self._files) >= self._most:
-            raise ApiError(
-                413,
-                f"{self._most} files are stored here, which is all there is room for: delete some.",
-                code="storage_full",
-            )
+        if len(self._of) >= self._most:
+            message = f"{self._most} files are stored here, which is all there is room for: delete some."
+            raise ApiError(413, message, code="storage_full")
         file = StoredFile(client, name[:200], purpose, Path(self._folder.name) / uuid.uuid4().hex)
-        self._files[file.id] = file
+        self._of[file.id] = file
         return file
 
     def append(self, file: StoredFile, data: bytes) -> None:
@@ -82,17 +99,23 @@ class FileStore:
             out.write(data)
         file.size += len(data)
 
-    def get(self, client: str, id: str) -> StoredFile:
-        file = self._files.get(id)
-        if file is None or file.client != client:
-            raise ApiError(404, f"There is no file '{id[:100]}' here.", "file_id")
+    def upload(self, client: str, parts: dict[str, tuple[str, bytes]]) -> StoredFile:
+        """parts: of a form."""
+        if "file" not in parts:
+            raise bad("Missing part: 'file'.", "file", "missing_field")
+        if parts.get("purpose", ("", b""))[1].strip() != b"batch":
+            raise bad("purpose must be 'batch': files have no other use here.", "purpose")
+        name, data = parts["file"]
+        file = self.new(client, name or "batch.jsonl", "batch")
+        try:
+            self.append(file, data)
+        except ApiError:
+            self.delete(file)
+            raise
         return file
 
-    def of(self, client: str) -> list[StoredFile]:
-        return [file for file in reversed(self._files.values()) if file.client == client]
-
     def delete(self, file: StoredFile) -> Json:
-        self._files.pop(file.id, None)
+        self._of.pop(file.id, None)
         file.path.unlink(missing_ok=True)
         return {"id": file.id, "object": "file", "deleted": True}
 
@@ -113,44 +136,3 @@ def form(content_type: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
         if isinstance(name, str) and isinstance(data, bytes):
             out[name] = (part.get_filename() or "", data)
     return out
-
-
-def add_routes(app: FastAPI, server: Server) -> None:
-    files = server.files
-
-    @app.post("/v1/files", response_model=None)
-    async def upload(request: Request) -> Response:
-        client, kind = request.state.client, request.headers.get("content-type", "")
-        async with server.received(request) as got:
-            parts = await got.work(lambda: form(kind, got.raw))
-        if "file" not in parts:
-            raise bad("Missing part: 'file'.", "file", "missing_field")
-        if parts.get("purpose", ("", b""))[1].strip() != b"batch":
-            raise bad("purpose must be 'batch': files have no other use here.", "purpose")
-        name, data = parts["file"]
-        file = files.new(client, name or "batch.jsonl", "batch")
-        try:
-            files.append(file, data)
-        except ApiError:
-            files.delete(file)
-            raise
-        return JSONResponse(file.told())
-
-    @app.get("/v1/files", response_model=None)
-    async def listed(request: Request) -> Json:
-        return {"object": "list", "data": [file.told() for file in files.of(request.state.client)], "has_more": False}
-
-    @app.get("/v1/files/{id}", response_model=None)
-    async def one(request: Request, id: str) -> Json:
-        return files.get(request.state.client, id).told()
-
-    @app.get("/v1/files/{id}/content", response_model=None)
-    async def content(request: Request, id: str) -> Response:
-        return FileResponse(files.get(request.state.client, id).path, media_type="application/jsonl")
-
-    @app.delete("/v1/files/{id}", response_model=None)
-    async def delete(request: Request, id: str) -> Json:
-        file = files.get(request.state.client, id)
-        if server.batches.uses(file):
-            raise ApiError(409, "A batch that runs reads or writes this file: cancel it first.", "file_id")
-        return files.delete(file)

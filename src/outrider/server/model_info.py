@@ -19,7 +19,7 @@ from ..types import OutriderError
 from ..weights import hub
 from ..weights.files import Files, fingerprint, model_config
 from ..weights.sizes import StoredSize, stored_size
-from .settings import without_paths
+from .settings import ServerSettings, without_paths
 from .spellings import OLLAMA, OPENAI
 from .wire import Json
 
@@ -230,7 +230,7 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
     }
 
 
-def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
+def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
     """llama.cpp's, with the sampling that each protocol's requests get where they say nothing."""
     files = preparer.tokenizer.files
     own = bool(files.sampling)
@@ -241,7 +241,7 @@ def props(preparer: Preparer, slot: PoolSlot, total_slots: int) -> Json:
     }
     return {
         "default_generation_settings": settings,
-        "total_slots": total_slots,
+        "total_slots": server.max_concurrent,
         "model_alias": slot.name,
         "model_path": slot.name,
         "chat_template": files.chat_template,

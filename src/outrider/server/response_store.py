@@ -59,6 +59,9 @@ class ResponseStore:
         message = f"Previous response with id '{id[:100]}' not found: it was not stored, or made room for others."
         raise ApiError(400, message, param, "previous_response_not_found")
 
+    def items(self, client: str, id: str) -> Json:
+        return {"object": "list", "data": self.get(client, id).items, "has_more": False}
+
     def delete(self, client: str, id: str) -> Json:
         self.get(client, id)
         with self._lock:

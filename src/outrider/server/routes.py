@@ -13,9 +13,11 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel
 
 from .. import __version__
-from . import adapters, anthropic, batches, embeddings, files, model_info, ollama, responses, text_routes
+from . import adapters, anthropic, embeddings, model_info, ollama, responses, text_routes
+from .batches import BatchRequest
 from .call import unless_gone
 from .errors import ApiError, shutting_down
+from .files import form
 from .openai import OpenAIWire
 from .prepare import Preparer
 from .schema import ChatRequest, CompletionRequest, Named
@@ -28,20 +30,65 @@ PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {p.name: p for p in sorted(PAGE.iterdir()) if p.suffix in (".html", ".css", ".js", ".svg")}
 STATUSES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 ERRORS: dict[int | str, dict[str, object]] = {s: {"description": "An error object"} for s in STATUSES}
+Handler = Callable[[Request], Awaitable[Response]]
 
 
-def add_routes(app: FastAPI, server: Server) -> None:
-    def post(path: str, shape: type[BaseModel], answer: Callable[[Request], Awaitable[Response]]) -> None:
-        """The body is read by us, off the event loop; its shape is told to those who read openapi.json."""
+class Routes:
+    """Adds routes to an app. Bodies are read by us, off the event loop; openapi.json only tells their shape."""
 
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def post(self, path: str, shape: type[BaseModel] | None, answer: Handler, method: str = "POST") -> None:
         async def handle(request: Request) -> Response:
             return await answer(request)
 
-        seen = path.startswith("/v1")
-        shown = _request_body(shape) if seen else None
-        app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=seen)(
-            handle
-        )
+        self._add(method, path, handle, path.startswith("/v1"), ERRORS, shape)
+
+    def get(self, path: str, tell: Callable[[str], object], seen: bool = True) -> None:
+        """tell: of the client."""
+
+        async def handle(request: Request) -> Response:
+            return _response(tell(request.state.client))
+
+        self._add("GET", path, handle, seen, {})
+
+    def one(self, method: str, path: str, tell: Callable[[str, str], object], seen: bool = True) -> None:
+        """Of the thing that the path's {id} names. tell: (client, id)."""
+
+        async def handle(request: Request, id: str) -> Response:
+            return _response(tell(request.state.client, id))
+
+        self._add(method, path, handle, seen, {404: ERRORS[404]})
+
+    def _add(
+        self,
+        method: str,
+        path: str,
+        handle: Callable[..., Awaitable[Response]],
+        seen: bool,
+        errors: dict[int | str, dict[str, object]],
+        shape: type[BaseModel] | None = None,
+    ) -> None:
+        body = _request_body(shape) if seen and shape is not None else None
+        add = self._app.add_api_route
+        add(path, handle, methods=[method], responses=errors, name=path, openapi_extra=body, include_in_schema=seen)
+
+
+def _response(told: object) -> Response:
+    return told if isinstance(told, Response) else JSONResponse(told)
+
+
+@cache
+def _request_body(shape: type[BaseModel]) -> dict[str, object]:
+    """What openapi.json says of a body; several routes have the same."""
+    schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    routes = Routes(app)
+    post = routes.post
 
     def speak(path: str, shape: type[BaseModel], wire: Callable[[Request], Wire]) -> None:
         post(path, shape, lambda request: server.answer(request, wire(request)))
@@ -57,20 +104,23 @@ def add_routes(app: FastAPI, server: Server) -> None:
                         asked = await got.parsed(Named.model_validate_json)
                         if server.admission.closing:
                             raise shutting_down()
-                        slot = server.resolve(request, ollama.untagged(asked.model))
                         with ExitStack() as stack:
-                            model = await unless_gone(request, server.acquire(slot, got.client, stack))
+                            name = ollama.untagged(asked.model)
+                            _, model = await unless_gone(request, server.borrow(request, got, name, stack))
                             return JSONResponse(ollama.OllamaWire(chat).loaded(model.name))
             return await server.answer(request, ollama.OllamaWire(chat))
 
         post(path, shape, answer)
+
+    def look(path: str, shape: type[BaseModel] | None, work: Callable[[bytes, Preparer], Json]) -> None:
+        post(path, shape, lambda request: server.look(request, work), "GET" if shape is None else "POST")
 
     def count_chat(raw: bytes, preparer: Preparer) -> Json:
         return text_routes.count_tokens(ChatRequest.model_validate_json(raw), preparer)
 
     for base in ("/v1", ""):  # some clients are given the address without /v1
         speak(f"{base}/chat/completions", ChatRequest, lambda _: OpenAIWire(ChatRequest))
-        post(f"{base}/chat/completions/input_tokens", ChatRequest, partial(server.look, work=count_chat))
+        look(f"{base}/chat/completions/input_tokens", ChatRequest, count_chat)
         speak(f"{base}/completions", CompletionRequest, lambda _: OpenAIWire(CompletionRequest))
         post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
         speak(f"{base}/responses", responses.ResponsesRequest, responses_wire)
@@ -79,77 +129,81 @@ def add_routes(app: FastAPI, server: Server) -> None:
             responses.ResponsesRequest,
             lambda r: server.look(r, responses_wire(r).count),
         )
-        _stored_responses(app, server, base)
+        seen, path = bool(base), f"{base}/responses/{{id}}"
+        routes.one("GET", path, lambda client, id: server.responses.get(client, id).response, seen)
+        routes.one("GET", f"{path}/input_items", server.responses.items, seen)
+        routes.one("DELETE", path, server.responses.delete, seen)
     speak("/v1/messages", anthropic.MessagesRequest, lambda _: anthropic.AnthropicWire())
-    post("/v1/messages/count_tokens", anthropic.MessagesRequest, partial(server.look, work=anthropic.count_tokens))
+    look("/v1/messages/count_tokens", anthropic.MessagesRequest, anthropic.count_tokens)
     speak_ollama("/api/chat", ollama.ChatBody, chat=True)
     speak_ollama("/api/generate", ollama.GenerateBody, chat=False)
     post("/api/embed", embeddings.EmbedBody, partial(embeddings.ollama, server))
     post("/api/embeddings", embeddings.OldEmbedBody, partial(embeddings.old_ollama, server))
-    post("/tokenize", text_routes.TokenizeRequest, partial(server.look, work=text_routes.tokenize))
-    post("/detokenize", text_routes.DetokenizeRequest, partial(server.look, work=text_routes.detokenize))
-    post("/apply-template", ChatRequest, partial(server.look, work=text_routes.apply_template))
-    files.add_routes(app, server)
-    batches.add_routes(app, server)
-    adapters.add_routes(app, server)
-    _information(app, server)
-    _ollama_information(app, server)
-    _page(app)
+    look("/tokenize", text_routes.TokenizeRequest, text_routes.tokenize)
+    look("/detokenize", text_routes.DetokenizeRequest, text_routes.detokenize)
+    look("/apply-template", ChatRequest, text_routes.apply_template)
+    look("/tokenizer_info", None, text_routes.tokenizer_info)
+    look("/props", None, lambda _, preparer: model_info.props(preparer, server.pool.first, server.settings))
+    post("/v1/load_lora_adapter", adapters.LoadAdapter, partial(adapters.load, server))
+    post("/v1/unload_lora_adapter", adapters.UnloadAdapter, partial(adapters.unload, server))
+    _stores(routes, server)
+    _information(routes, server)
+    _ollama_information(routes, server)
+    routes.get("/", lambda client: _page(client, "index.html"), seen=False)
+    routes.one("GET", "/page/{id}", _page, seen=False)
 
 
-@cache
-def _request_body(shape: type[BaseModel]) -> dict[str, object]:
-    """What openapi.json says of a body; several routes have the same."""
-    schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+def _stores(routes: Routes, server: Server) -> None:
+    files, batches = server.files, server.batches
+
+    async def upload(request: Request) -> Response:
+        kind = request.headers.get("content-type", "")
+        async with server.received(request) as got:
+            parts = await got.work(lambda: form(kind, got.raw))
+        return JSONResponse(files.upload(got.client, parts).told())
+
+    async def create(request: Request) -> Response:
+        async with server.received(request) as got:
+            body = await got.parsed(BatchRequest.model_validate_json)
+        return JSONResponse(batches.start(got.client, body).told())
+
+    def content(client: str, id: str) -> Response:
+        return FileResponse(files.get(client, id).path, media_type="application/jsonl")
+
+    def delete(client: str, id: str) -> Json:
+        file = files.get(client, id)
+        if batches.uses(file):
+            raise ApiError(409, "A batch that runs reads or writes this file: cancel it first.", "file_id")
+        return files.delete(file)
+
+    routes.post("/v1/files", None, upload)
+    routes.get("/v1/files", files.listed)
+    routes.one("GET", "/v1/files/{id}", lambda client, id: files.get(client, id).told())
+    routes.one("GET", "/v1/files/{id}/content", content)
+    routes.one("DELETE", "/v1/files/{id}", delete)
+    routes.post("/v1/batches", BatchRequest, create)
+    routes.get("/v1/batches", batches.listed)
+    routes.one("GET", "/v1/batches/{id}", lambda client, id: batches.get(client, id).told())
+    routes.one("POST", "/v1/batches/{id}/cancel", lambda client, id: batches.cancel(batches.get(client, id)).told())
 
 
-def _information(app: FastAPI, server: Server) -> None:
-    @app.get("/models", response_model=None, include_in_schema=False)
-    @app.get("/v1/models", response_model=None)
-    async def models() -> Json:
+def _information(routes: Routes, server: Server) -> None:
+    admission = server.admission
+
+    def cards(_: str) -> Json:
         return model_info.cards(list(server.pool.slots.values()), server.started)
 
-    @app.get("/models/{name:path}", response_model=None, include_in_schema=False)
-    @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
-    async def model(name: str) -> Json:
-        cards = model_info.cards(list(server.pool.slots.values()), server.started)["data"]
-        found = next((card for card in cast(list[Json], cards) if card["id"] == name), None)
+    def card(client: str, name: str) -> Json:
+        known = cast(list[Json], cards(client)["data"])
+        found = next((card for card in known if card["id"] == name), None)
         return found or model_info.card(server.pool.find(name), server.started)
 
-    @app.get("/tokenizer_info", response_model=None, include_in_schema=False)
-    async def tokenizer_info(request: Request) -> Response:
-        return await server.look(request, lambda _, preparer: text_routes.tokenizer_info(preparer))
+    def health(_: str) -> Response:
+        ok = server.pool.healthy and not admission.closing
+        state = "ok" if ok else ("shutting down" if admission.closing else "engine stopped")
+        return JSONResponse({"status": state, "in_flight": admission.in_flight}, status_code=200 if ok else 503)
 
-    @app.get("/props", response_model=None, include_in_schema=False)
-    async def props(request: Request) -> Response:
-        slot = server.pool.first
-        total = server.settings.max_concurrent
-        return await server.look(request, lambda _, preparer: model_info.props(preparer, slot, total))
-
-    @app.get("/ping", response_model=None, include_in_schema=False)
-    @app.get("/v1/health", response_model=None, include_in_schema=False)
-    @app.get("/health", responses={503: {"description": "The engine has stopped"}}, response_model=None)
-    @app.get("/readyz", responses={503: {"description": "Not for new requests"}}, response_model=None)
-    async def health() -> Response:
-        ok = server.pool.healthy and not server.admission.closing
-        state = "ok" if ok else ("shutting down" if server.admission.closing else "engine stopped")
-        return JSONResponse({"status": state, "in_flight": server.admission.in_flight}, status_code=200 if ok else 503)
-
-    @app.get("/livez", response_model=None)
-    async def live() -> Json:
-        return {"status": "alive"}
-
-    @app.get("/version", response_model=None)
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-    @app.get("/load", response_model=None)
-    async def load() -> dict[str, int]:
-        return {"server_load": server.admission.in_flight}
-
-    @app.get("/slots", response_model=None)
-    async def slots() -> list[Json]:
+    def slots(_: str) -> list[Json]:
         """What runs: how far prompts are read, as llama.cpp's server tells it. No text."""
         told = [(model, id, p) for model in server.pool.loaded for id, p in model.runner.progress.items()]
         return [
@@ -167,60 +221,43 @@ def _information(app: FastAPI, server: Server) -> None:
             for i, (model, id, p) in enumerate(told)
         ]
 
-    @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    for base in ("/v1", ""):
+        routes.get(f"{base}/models", cards, seen=bool(base))
+        routes.one("GET", f"{base}/models/{{id:path}}", card, seen=bool(base))
+    for path in ("/health", "/readyz", "/v1/health", "/ping"):
+        routes.get(path, health, seen=path in ("/health", "/readyz"))
+    routes.get("/livez", lambda _: {"status": "alive"})
+    routes.get("/version", lambda _: {"version": __version__})
+    routes.get("/load", lambda _: {"server_load": admission.in_flight})
+    routes.get("/slots", slots)
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    routes.get("/metrics", lambda _: Response(server.metrics.text(), media_type=kind))
 
 
-def _ollama_information(app: FastAPI, server: Server) -> None:
+def _ollama_information(routes: Routes, server: Server) -> None:
     """What Ollama's clients ask before they chat."""
+    pool, started = server.pool, server.started
 
-    @app.get("/api/version", response_model=None, include_in_schema=False)
-    async def version() -> dict[str, str]:
-        return {"version": ollama.VERSION, "outrider": __version__}
-
-    @app.get("/api/tags", response_model=None, include_in_schema=False)
-    async def tags() -> Json:
-        return {"models": [model_info.ollama_tag(slot, server.started) for slot in server.pool.slots.values()]}
-
-    @app.get("/api/ps", response_model=None, include_in_schema=False)
-    async def loaded() -> Json:
-        there = [slot for slot in server.pool.slots.values() if slot.model is not None]
-        return {"models": [model_info.ollama_loaded(slot, server.started) for slot in there]}
-
-    @app.post("/api/show", response_model=None, include_in_schema=False)
-    async def show(request: Request) -> Json:
+    async def show(request: Request) -> Response:
         async with server.received(request) as got:
             asked = await got.parsed(ollama.ShowBody.model_validate_json)
-        slot = server.pool.find(ollama.untagged(asked.model or asked.name))
-        return model_info.ollama_show(slot, server.started)
+        slot = pool.find(ollama.untagged(asked.model or asked.name))
+        return JSONResponse(model_info.ollama_show(slot, started))
+
+    def tags(_: str) -> Json:
+        return {"models": [model_info.ollama_tag(slot, started) for slot in pool.slots.values()]}
+
+    def loaded(_: str) -> Json:
+        there = [slot for slot in pool.slots.values() if slot.model is not None]
+        return {"models": [model_info.ollama_loaded(slot, started) for slot in there]}
+
+    routes.get("/api/version", lambda _: {"version": ollama.VERSION, "outrider": __version__}, seen=False)
+    routes.get("/api/tags", tags, seen=False)
+    routes.get("/api/ps", loaded, seen=False)
+    routes.post("/api/show", ollama.ShowBody, show)
 
 
-def _stored_responses(app: FastAPI, server: Server, base: str) -> None:
-    seen = bool(base)
-
-    @app.get(base + "/responses/{id}", responses={404: ERRORS[404]}, response_model=None, include_in_schema=seen)
-    async def stored(request: Request, id: str) -> Json:
-        return server.responses.get(request.state.client, id).response
-
-    @app.get(
-        base + "/responses/{id}/input_items", responses={404: ERRORS[404]}, response_model=None, include_in_schema=seen
-    )
-    async def items(request: Request, id: str) -> Json:
-        return {"object": "list", "data": server.responses.get(request.state.client, id).items, "has_more": False}
-
-    @app.delete(base + "/responses/{id}", responses={404: ERRORS[404]}, response_model=None, include_in_schema=seen)
-    async def delete(request: Request, id: str) -> Json:
-        return server.responses.delete(request.state.client, id)
-
-
-def _page(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(PAGE_FILES["index.html"], headers={"Cache-Control": "no-cache"})
-
-    @app.get("/page/{name}", include_in_schema=False)
-    async def page_file(name: str) -> Response:
-        if name not in PAGE_FILES:
-            raise ApiError(404, "No such file.")
-        return FileResponse(PAGE_FILES[name], headers={"Cache-Control": "no-cache"})
+def _page(_: str, name: str) -> Response:
+    if name not in PAGE_FILES:
+        raise ApiError(404, "No such file.")
+    return FileResponse(PAGE_FILES[name], headers={"Cache-Control": "no-cache"})

@@ -78,7 +78,7 @@ def count_tokens(body: ChatRequest, preparer: Preparer) -> Json:
     return {"object": "response.input_tokens", "input_tokens": len(preparer.conversation(body).ids)}
 
 
-def tokenizer_info(preparer: Preparer) -> Json:
+def tokenizer_info(_: bytes, preparer: Preparer) -> Json:
     """What a client needs to tokenise by us: lm-eval asks for it."""
     files, tokenizer = preparer.tokenizer.files, preparer.tokenizer
     ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
