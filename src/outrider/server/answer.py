@@ -15,7 +15,7 @@ from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
 from .grammar_source import GrammarSource
 from .output import OutputPart, Parser, join
-from .schema import ChatRequest, CompletionRequest, OutriderOptions
+from .schema import ChatRequest, CompletionRequest
 from .wire import Json
 
 Table = dict[int, float] | None  # {token id: logprob}; None for the first token, which has no context
@@ -30,7 +30,6 @@ class Job:
     requests: list[Request]
     parser: Callable[[], Parser]
     seed: int
-    options: OutriderOptions
     candidates: int = 1  # answers that are computed for each prompt; the likeliest `n` are kept
     echoes: tuple[str, ...] = ()  # text of the prompt that is part of the answer, per request
     grammar: GrammarSource | None = None  # what the answers must match, to be compiled before the job can run
@@ -107,7 +106,7 @@ class AnswerChoice:
         request = job.requests[index]
         self.index, self.prompt = index, request.prompt
         self._tokenizer, self._parser, self._one_call = tokenizer, job.parser(), job.one_call
-        self._pieces = Detokenizer(tokenizer, request.prompt) if job.options.token_kinds else None
+        self._pieces = Detokenizer(tokenizer, request.prompt) if job.body.outrider.token_kinds else None
         self.echoed = job.echoes[index] if job.echoes else ""
         self.content, self.reasoning = self.echoed, ""
         self.calls: list[ToolCall] = []

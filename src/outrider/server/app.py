@@ -206,9 +206,10 @@ class Server:
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
-        stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
+        if request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes"):
+            body.outrider = body.outrider.model_copy(update={"stats": True})
         images = isinstance(body, ChatRequest) and any(message.images for message in body.messages)
-        job = await got.work(lambda: model.prepare.job(body, stats), images)
+        job = await got.work(lambda: model.prepare.job(body), images)
         got.room.close()
         if self.recorder is not None:
             await got.work(partial(self.recorder.take, request.state.path, got.raw))

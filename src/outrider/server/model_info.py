@@ -217,7 +217,7 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
         capabilities += ["insert"] if prepare.infill is not None else []
         capabilities += ["vision"] if prepare.sees else []
         capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
-        sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.sampling(OLLAMA).items())
+        sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.sampling.defaults(OLLAMA).items())
     return {
         "modelfile": "",
         "license": "",
@@ -235,8 +235,8 @@ def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
     files = preparer.tokenizer.files
     own = bool(files.sampling)
     settings = {
-        "n_ctx": preparer.max_context,
-        "params": {"n_predict": -1, **preparer.sampling(OPENAI)},
+        "n_ctx": preparer.backend.max_context,
+        "params": {"n_predict": -1, **preparer.sampling.defaults(OPENAI)},
         "is_processing": False,
     }
     return {
@@ -252,7 +252,7 @@ def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
         "outrider": {
             "sampling_from": "model" if own else "protocol",
             "sampling": {
-                name: preparer.sampling(protocol)
+                name: preparer.sampling.defaults(protocol)
                 for name, protocol in (("openai", OPENAI), ("anthropic", OPENAI), ("ollama", OLLAMA))
             },
         },

@@ -40,7 +40,7 @@ class OpenAIWire:
             out["prompt_logprobs"] = _prompt_logprobs(answer, answer.choices[0])
         if chat and job.body.return_token_ids:
             out["prompt_token_ids"] = answer.choices[0].prompt
-        if job.options.stats:
+        if job.body.outrider.stats:
             out["outrider"] = statistics([c.stats for c in answer.choices], job.seed)
         return out
 
@@ -71,7 +71,7 @@ class OpenAIWire:
                 out["prompt_token_ids"] = c.prompt
             if job.prompt_logprobs is not None and not job.echo_logprobs:
                 out["prompt_logprobs"] = _prompt_logprobs(answer, c)
-        if job.options.token_kinds:
+        if job.body.outrider.token_kinds:
             out["outrider"] = {"tokens": c.tokens}
         return out
 
@@ -104,7 +104,7 @@ class OpenAIWire:
             old_call = finish == "tool_calls" and isinstance(body, ChatRequest) and body.functions is not None
             why: Json = {} if choice.stopped_by is None or job.max_zero else {"stop_reason": choice.stopped_by}
             out.append(self._chunk(answer, choice, {}, (), "function_call" if old_call else finish, why))
-            if job.options.stats:
+            if job.body.outrider.stats:
                 out[-1]["outrider"] = statistics([choice.stats], job.seed + choice.index)
         if body.usage is not None:
             so_far = usage(answer) if body.usage == "continuous" else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -29,7 +29,7 @@ from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
 from .reasoning import Thoughts
 from .sampling import RequestSampling
-from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions, PredictedOutput
+from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, PredictedOutput
 from .settings import ServerSettings
 from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
@@ -37,7 +37,7 @@ from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCa
 
 class Preparer:
     def __init__(self, backend: ServedModel, settings: ServerSettings) -> None:
-        self._backend, self._settings = backend, settings
+        self.backend, self._settings = backend, settings
         self.tokenizer = backend.tokenizer
         self._longest_token = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
         self.dialect = Dialect.of(backend.tokenizer)
@@ -45,13 +45,12 @@ class Preparer:
         # Gemma 4 hands over to the tool with this token
         self._hand_over = () if (token := self._tag(GEMMA_RESPONSE)) is None else (token,)
         self.infill = Infill.of(self.tokenizer)
-        self._sampling = RequestSampling(backend, self._encode, gemma_tools=self.dialect.tools == "gemma4")
+        self.sampling = RequestSampling(backend, self._encode, gemma_tools=self.dialect.tools == "gemma4")
 
-    def job(self, body: ChatRequest | CompletionRequest, stats: bool = False) -> Job:
-        """stats: drafting statistics are asked for by a header."""
-        return self._chat(body, stats) if isinstance(body, ChatRequest) else self._completion(body, stats)
+    def job(self, body: ChatRequest | CompletionRequest) -> Job:
+        return self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
 
-    def _chat(self, body: ChatRequest, stats: bool) -> Job:
+    def _chat(self, body: ChatRequest) -> Job:
         use_tools = bool(body.tools) and body.tool_choice != "none"
         forced = use_tools and body.tool_choice not in (None, "auto")
         grammar = format_ = self._format(body)
@@ -70,13 +69,13 @@ class Preparer:
                 return thoughts if format_ is None else PlainText()
             return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
-        params = self._sampling.params(body, body.alternatives, self._hand_over if body.tools else ())
+        params = self.sampling.params(body, body.alternatives, self._hand_over if body.tools else ())
         n, last = body.n or 1, body.messages[-1]
         requests = self._requests(body, [ids], params, n, self._hint(body.prediction))
         echoes = (last.text,) * n if body.echo and last.role == "assistant" else ()
-        return Job(body, requests, parser, params.seed, _options(body, stats), n, echoes, grammar)
+        return Job(body, requests, parser, params.seed, n, echoes, grammar)
 
-    def _completion(self, body: CompletionRequest, stats: bool) -> Job:
+    def _completion(self, body: CompletionRequest) -> Job:
         prompts = body.prompts
         kept = self.kept(body.truncate_prompt_tokens, body.truncation_side)
         made = [self._filled_in(p, body.suffix) if body.suffix else self.prompt_ids(p, "prompt", kept) for p in prompts]
@@ -84,20 +83,20 @@ class Preparer:
         n = max(body.best_of or 1, body.n or 1)
         asked = 0 if body.logprobs is None and n > (body.n or 1) else body.logprobs  # to know which are the best
         ends = self.infill.ends if body.suffix and self.infill is not None else ()
-        params = self._sampling.params(body, asked, ends)
+        params = self.sampling.params(body, asked, ends)
         requests = self._requests(body, encoded, params, n)
         echoes: tuple[str, ...] = ()
         if body.echo:
             whole = [isinstance(p, str) and kept is None for p in prompts]
             texts = [str(p) if w else self.tokenizer.decode(ids) for p, w, ids in zip(prompts, whole, encoded)]
             echoes = tuple(t for t in texts for _ in range(n))
-        return Job(body, requests, PlainText, params.seed, _options(body, stats), n, echoes, self._format(body))
+        return Job(body, requests, PlainText, params.seed, n, echoes, self._format(body))
 
     def _requests(
         self, body: Common, prompts: list[list[int]], params: SamplingParams, n: int, hint: tuple[int, ...] = ()
     ) -> list[Request]:
         """`n` for each prompt."""
-        asked = (body.outrider or OutriderOptions()).draft_tokens
+        asked = body.outrider.draft_tokens
         k, group = None if asked == "auto" else asked, uuid.uuid4().hex
         return [
             Request(
@@ -109,7 +108,7 @@ class Preparer:
                 images=getattr(ids, "images", ()),
                 hint=hint,
             )
-            for p, (ids, fitting) in enumerate((ids, self._sampling.fit(params, ids)) for ids in prompts)
+            for p, (ids, fitting) in enumerate((ids, self.sampling.fit(params, ids)) for ids in prompts)
             for i in range(n)
         ]
 
@@ -158,18 +157,14 @@ class Preparer:
             raise self._overflow(tokens, field, at_least=text)
 
     def _overflow(self, tokens: int, field: str, at_least: bool = False) -> ContextOverflow:
-        return ContextOverflow(tokens, self.longest_prompt, self._backend.max_context, field, at_least)
+        return ContextOverflow(tokens, self.longest_prompt, self.backend.max_context, field, at_least)
 
     @property
     def longest_prompt(self) -> int:
-        context = self._backend.max_context
+        context = self.backend.max_context
         return min(self._settings.max_prompt or context - 1, context - 1)
 
     # ---- prompt
-
-    @property
-    def max_context(self) -> int:
-        return self._backend.max_context
 
     def conversation(self, body: ChatRequest) -> ChatPrompt:
         """The model's prompt for it."""
@@ -229,10 +224,10 @@ class Preparer:
     def token_ids(self, prompt: Sequence[object], field: str = "prompt") -> list[int]:
         ids: list[int] = []
         for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._backend.vocab_size:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.backend.vocab_size:
                 shown = token if isinstance(token, int) else type(token).__name__
                 raise bad(
-                    f"{field}: a token id must be an integer in 0..{self._backend.vocab_size - 1}, got {shown}.", field
+                    f"{field}: a token id must be an integer in 0..{self.backend.vocab_size - 1}, got {shown}.", field
                 )
             ids.append(token)
         return ids
@@ -244,8 +239,8 @@ class Preparer:
         if images and (body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None):
             field = "prompt_logprobs" if body.truncate_prompt_tokens is None else "truncate_prompt_tokens"
             raise bad(f"{field} can't be combined with images.", field)
-        if images and isinstance(self._backend.vision, str):
-            raise bad(f"{self._backend.vision[:1].upper()}{self._backend.vision[1:]}.", "messages")
+        if images and isinstance(self.backend.vision, str):
+            raise bad(f"{self.backend.vision[:1].upper()}{self.backend.vision[1:]}.", "messages")
         for message in body.messages:
             # what others have said a template may leave out
             if message.role == "user" and body.truncate_prompt_tokens is None:
@@ -281,7 +276,7 @@ class Preparer:
             raise bad("The text is not valid Unicode.") from e
 
     def _with_images(self, ids: list[int], urls: list[str]) -> list[int]:
-        vision = self._backend.vision
+        vision = self.backend.vision
         assert not isinstance(vision, str), "a model that takes no images has refused them"
         if len(urls) > vision.max_images:
             raise OutriderError(f"{len(urls)} images; at most {vision.max_images} are allowed in a prompt")
@@ -290,7 +285,7 @@ class Preparer:
 
     @property
     def sees(self) -> bool:
-        return not isinstance(self._backend.vision, str)
+        return not isinstance(self.backend.vision, str)
 
     def _continued(self, text: str) -> list[int]:
         """The beginning of an answer, as text: what it spells of control tokens is left out."""
@@ -350,9 +345,6 @@ class Preparer:
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             raise self._overflow(head // 2, field, at_least=True)
 
-    def sampling(self, protocol: Mapping[str, float]) -> dict[str, float]:
-        return self._sampling.defaults(protocol)
-
     # ---- grammars
 
     def _format(self, body: Common) -> GrammarSource | None:
@@ -383,11 +375,6 @@ class Preparer:
             return GrammarSource("json_calls", _dumps(payload, "tools"), "tools")
         payload["ids"] = {tag: self._tag(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
         return GrammarSource("gemma_calls", _dumps(payload, "tools"), "tools")
-
-
-def _options(body: Common, stats: bool) -> OutriderOptions:
-    options = body.outrider or OutriderOptions()
-    return options.model_copy(update={"stats": options.stats or stats})
 
 
 def _dumps(value: object, field: str) -> str:

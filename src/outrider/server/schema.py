@@ -297,7 +297,7 @@ class Common(Strict):
     guided_grammar: str | None = None
     json_schema: dict[str, object] | None = None  # llama.cpp's
     grammar: str | None = None  # llama.cpp's GBNF, or Lark
-    outrider: OutriderOptions | None = None
+    outrider: OutriderOptions = OutriderOptions()
     ignored: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # which of INERT were sent
     _defaults: Mapping[str, float] = PrivateAttr(default=OPENAI)
 

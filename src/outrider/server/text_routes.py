@@ -47,7 +47,7 @@ def tokenize(raw: bytes, preparer: Preparer) -> Json:
     else:
         raise bad("Missing field: 'prompt'.", "prompt", "missing_field")
     pieces = [preparer.tokenizer.token_bytes(t) for t in ids]
-    out: Json = {"tokens": ids, "count": len(ids), "max_model_len": preparer.max_context}
+    out: Json = {"tokens": ids, "count": len(ids), "max_model_len": preparer.backend.max_context}
     if body.with_pieces:
         out["tokens"] = [{"id": t, "piece": piece(p)} for t, p in zip(ids, pieces)]
     if body.return_token_strs:
@@ -87,6 +87,6 @@ def tokenizer_info(_: bytes, preparer: Preparer) -> Json:
         **named,
         "eos_token": named["eos_token"] or (ends[0] if ends else None),
         "chat_template": files.chat_template,
-        "model_max_length": preparer.max_context,
+        "model_max_length": preparer.backend.max_context,
         "tokenizer_class": "outrider",
     }

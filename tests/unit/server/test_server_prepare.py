@@ -30,7 +30,7 @@ TOOL = {
 def controls(gemma: bool, **body: Any) -> list[int]:
     made = tokenizer(gemma)
     preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
-    job = preparer.job(ChatRequest(model="m", **body), stats=False)
+    job = preparer.job(ChatRequest(model="m", **body))
     return [i for i in job.requests[0].prompt if i in made.special_ids]
 
 
@@ -67,7 +67,7 @@ def test_each_prompt_has_the_room_behind_it() -> None:
     preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 100), ServerSettings(model_name="m"))
 
     def bounds(**body: Any) -> list[tuple[int, int]]:
-        job = preparer.job(CompletionRequest(model="m", prompt=[[9] * 90, [9] * 20], **body), stats=False)
+        job = preparer.job(CompletionRequest(model="m", prompt=[[9] * 90, [9] * 20], **body))
         return [(r.params.min_tokens, r.params.max_tokens) for r in job.requests]
 
     assert bounds() == [(0, 10), (0, 16)]
@@ -135,18 +135,18 @@ def test_a_suffix_stands_between_a_models_own_marks() -> None:
     made.backend.add_special_tokens([AddedToken(t, special=True) for t in [*marks, "<|fim_pad|>"]])
     preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
     body = CompletionRequest(prompt="ab", suffix="c")
-    [request] = preparer.job(body, False).requests
+    [request] = preparer.job(body).requests
     first, second, third, pad = (made.backend.token_to_id(t) for t in [*marks, "<|fim_pad|>"])
     assert request.prompt == [first, *made.encode("ab"), second, *made.encode("c"), third]
     assert {first, second, third, pad} <= set(request.params.stop_token_ids)
     asked = ollama.parse_generate(json.dumps({"prompt": "ab", "suffix": "c"}).encode())
-    assert isinstance(asked, CompletionRequest) and preparer.job(asked, False).requests[0].prompt == request.prompt
-    assert preparer.job(CompletionRequest(prompt="ab"), False).requests[0].params.stop_token_ids == ()
+    assert isinstance(asked, CompletionRequest) and preparer.job(asked).requests[0].prompt == request.prompt
+    assert preparer.job(CompletionRequest(prompt="ab")).requests[0].params.stop_token_ids == ()
     with pytest.raises(ApiError, match="suffix"):
-        preparer.job(CompletionRequest(prompt=[5], suffix="c"), False)
+        preparer.job(CompletionRequest(prompt=[5], suffix="c"))
     without = Preparer(ServedModel(FakeEngine(plain), plain, 288, 4096), ServerSettings(model_name="m"))
     with pytest.raises(ApiError, match="no tokens for filling in"):
-        without.job(body, False)
+        without.job(body)
 
 
 # ---- what is told of a model
