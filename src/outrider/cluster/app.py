@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .config import ClusterConfig
-from .ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused, TakenReplica
+from .ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused
 from .router import PrefixRouter
 from .totals import Snapshot
 
@@ -47,8 +47,8 @@ class EngineReplica:
         self._replica = Replica(name, backend, config.back())
         await self._replica.start()
 
-    async def answer(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
-        yield TakenReplica(self._replica.name)
+    async def answer(self, request: Forward) -> AsyncIterator[str | list[Message]]:
+        yield self._replica.name
         async for batch in self._replica.answer(request):
             yield batch
 
@@ -70,7 +70,7 @@ class RayReplicas:
         self._handle = handle
         self._answer = handle.options(method_name="answer", stream=True)
 
-    async def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
+    async def send(self, request: Forward) -> AsyncIterator[str | list[Message]]:
         response = self._answer.remote(request)
         try:
             async for item in response:

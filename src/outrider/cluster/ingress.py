@@ -58,13 +58,6 @@ class Forward:
     prefix: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True)
-class TakenReplica:
-    """A replica's first message about a request: it has accepted it."""
-
-    replica: str
-
-
 class ReplicaLost(Exception):
     """The replica that had the request is lost, or is being removed."""
 
@@ -80,9 +73,9 @@ class NoReplica(Exception):
 class ReplicaSet(Protocol):
     """The replicas, as the ingress sees them."""
 
-    def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
-        """Sends a request to one replica. Yields TakenReplica, then the messages of its answer. If the generator is
-        closed early, the replica drops the request."""
+    def send(self, request: Forward) -> AsyncIterator[str | list[Message]]:
+        """Yields the name of the replica that has accepted it, then the messages of its answer. Closed early, the
+        replica drops the request."""
         ...
 
     async def snapshots(self) -> list[Snapshot]: ...
@@ -180,13 +173,13 @@ class Ingress:
         async with aclosing(self._replicas.send(forward)) as messages:  # type: ignore[type-var]  # an async generator
             async with asyncio.timeout(self._wait):
                 first = await anext(messages, None)
-            if not isinstance(first, TakenReplica):
+            if not isinstance(first, str):
                 raise ReplicaLost
             ended = False
             async for batch in messages:
                 assert isinstance(batch, list)
                 for message in batch:
-                    await answer.take(message, first.replica)
+                    await answer.take(message, first)
                     ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             if not ended:
                 raise ReplicaLost

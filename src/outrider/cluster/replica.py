@@ -13,10 +13,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Scope
 
 from ..llm import LLM
 from ..server.app import create_app
+from ..server.batch import receiving
 from ..server.fair import SPARE
 from ..server.model_info import ServedModel
 from ..server.settings import ServerSettings
@@ -95,18 +96,3 @@ def _scope(request: Forward) -> Scope:
         "server": ("replica", 0),
         "state": {},
     }
-
-
-def receiving(body: bytes, gone: asyncio.Event) -> Receive:
-    """A request whose body is there, and whose client leaves when `gone` is set."""
-    given = False
-
-    async def receive() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    return receive

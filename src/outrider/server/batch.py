@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from fastapi import Request
-from starlette.types import Message
+from starlette.types import Message, Receive
 
 from ..types import OutriderError
 from .errors import ApiError, bad
@@ -282,15 +282,23 @@ async def answered(server: Server, client: str, line: BatchLine, custom_id: str,
 
 def _as_request(client: str, line: BatchLine, url: str, raw: bytes) -> Request:
     """What the server would have read, had the client sent the line itself."""
-    messages: Iterator[Message] = iter([{"type": "http.request", "body": raw, "more_body": False}])
-
-    async def receive() -> Message:
-        return next(messages, {}) or await asyncio.Future()  # there is no client that could disconnect
-
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     state = {"client": client, "path": url, "request_id": line.id}
     scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers, "state": state}
-    return Request(scope, receive)
+    return Request(scope, receiving(raw, asyncio.Event()))
+
+
+def receiving(body: bytes, gone: asyncio.Event) -> Receive:
+    """A request whose body is there, and whose client leaves when `gone` is set."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        if (message := next(messages, None)) is not None:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
 
 
 def seeded(body: Json, seed: int, custom_id: str) -> Json:

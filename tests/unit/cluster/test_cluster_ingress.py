@@ -14,9 +14,10 @@ from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
-from outrider.cluster.ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused, TakenReplica
-from outrider.cluster.replica import Replica, receiving
+from outrider.cluster.ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused
+from outrider.cluster.replica import Replica
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
+from outrider.server.batch import receiving
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 
@@ -52,7 +53,7 @@ class Pair:
             for replica in self.replicas:
                 await replica.stop()
 
-    async def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
+    async def send(self, request: Forward) -> AsyncIterator[str | list[Message]]:
         fate = self.plan.pop(0) if self.plan else ""
         self.sent.append(fate)
         if fate == "full":
@@ -64,7 +65,7 @@ class Pair:
         if fate == "dead":
             raise ReplicaLost
         replica = self.replicas[len(self.sent) % 2]
-        yield TakenReplica(replica.name)
+        yield replica.name
         if fate == "dies unseen":
             raise ReplicaLost
         if fate == "leaves":

@@ -27,11 +27,11 @@ from tests.running import running
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
-from outrider.cluster.replica import receiving
 from outrider.engine import child_process
 from outrider.engine.scoring import Scorer
 from outrider.server import grammar_sandbox, grammars, tokenizer_process
 from outrider.server.app import create_app
+from outrider.server.batch import receiving
 from outrider.server.errors import ApiError
 from outrider.server.grammar_source import GrammarSource
 from outrider.server.main import HttpServer, address, listen
