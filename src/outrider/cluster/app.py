@@ -136,9 +136,8 @@ FRONT_FIELDS = (
 
 
 def grouped(config: ClusterConfig) -> dict[str, object]:
-    """A tensor-parallel replica is a placement group with the resources of all its processes in one bundle, and so on
-    one machine. The replica is rank 0 and starts the other ranks itself, like `outrider serve`, so it must see all
-    their GPUs."""
+    """A tensor-parallel replica is a placement group of one bundle, and so on one machine: as rank 0 it starts the
+    other ranks itself, like `outrider serve`, and must see all their GPUs."""
     if config.load.tensor_parallel == 1:
         return {}
     takes = {"CPU": config.cpus_per_replica, **({"GPU": config.gpus_per_replica} if config.gpus_per_replica else {})}

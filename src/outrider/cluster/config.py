@@ -135,8 +135,7 @@ class ClusterConfig(BaseModel):
 
     @classmethod
     def from_args(cls, args: Mapping[str, object]) -> ClusterConfig:
-        """From the arguments of a Serve application or of `outrider deploy`: fields, and `config`, a file that they
-        override."""
+        """From arguments of a Serve application or of `outrider deploy`: fields that override those of `config`."""
         given = {name: value for name, value in args.items() if name != "config"}
         path = args.get("config")
         return cls.read(Path(str(path)), given) if path else cls.of(given)

@@ -43,8 +43,7 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
 
 
 def connect(address: str, say: Callable[[str], None]) -> bool:
-    """Joins the Ray cluster at `address`. auto: that of RAY_ADDRESS, else one that runs here, else a new one. Returns
-    whether this process started it."""
+    """Joins the Ray cluster at `address` (auto: of RAY_ADDRESS, else one here, else a new one). Whether it is new."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -81,8 +80,7 @@ def _reachable(address: str) -> None:
 
 
 def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
-    """Returns when every replica answers. A running cluster is updated one replica at a time, without failed
-    requests."""
+    """Returns when every replica answers. A running cluster is updated one replica at a time; no request fails."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
     if ours:
         need_room(placed)

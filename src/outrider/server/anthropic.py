@@ -165,8 +165,7 @@ def _image_url(source: Mapping[str, object]) -> str:
 
 
 def _text(content: str | list[ContentBlock]) -> str:
-    """Of a tool's result or the system's text. A picture that a tool took is named: the conversation must be able to go
-    on."""
+    """Of a tool's result or the system's text. A picture that a tool took is named, and the conversation goes on."""
     if isinstance(content, str):
         return content
     return "".join(b.text or "" if b.type == "text" else f"[{b.type[:40]}: can't be read here]" for b in content)

@@ -75,8 +75,7 @@ class ReceivedBody:
 
 
 def refused(request: Request, e: Exception) -> Response:
-    """Outside of the frames that e's traceback holds: an error in a local of theirs is a cycle, and keeps the request's
-    body until the next full collection."""
+    """Not in a frame of e's traceback: it would be a cycle, and keep the request's body until a full collection."""
     error = api_error(e, request.state.request_id)
     request.state.refusal = error.reason
     return error.response(request.state.path)
@@ -106,8 +105,7 @@ class Server:
 
     @classmethod
     def offline(cls, backend: ServedModel, settings: ServerSettings) -> Server:
-        """For files of requests (batch.py): nothing is refused for its number or its time, and the engine always has a
-        second batch waiting."""
+        """For files of requests: refuses nothing for its number or time; a second batch always waits."""
         settings = replace(
             settings, max_concurrent=2 * settings.max_concurrent, max_queued=UNBOUNDED, timeout=float(UNBOUNDED)
         )
@@ -197,8 +195,7 @@ class Server:
             raise
 
     async def _begin(self, request: Request, got: ReceivedBody, wire: Wire, stack: ExitStack, began: float) -> Call:
-        """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by
-        `stack`."""
+        """Read, admit, prepare, compile, and submit if it is our turn. `stack` gives back what was taken on the way."""
         client, body = got.client, await got.parsed(wire.parse)
         slot, model = await self.borrow(request, got, body.model, stack)
         many = partial(model.prepare.answers, body)

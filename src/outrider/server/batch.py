@@ -228,8 +228,7 @@ class BatchFile:
 
 
 def todo(lines: Iterator[BatchLine], finished: set[str], names: dict[str, int]) -> Iterator[BatchLine]:
-    """The lines without a result. `names` gets the custom_ids of the others, as in the run that answered them, and
-    their lines."""
+    """The lines without a result. `names` gets the custom_ids of the others, and their lines."""
     for line in lines:
         if line.id not in finished:
             yield line

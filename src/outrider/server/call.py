@@ -178,8 +178,7 @@ class Call:
         self.extended(self.deadline)
 
     def _left(self) -> float:
-        """Seconds to the deadline. It moves on while the prompt is being read: time limits are for waiting and for the
-        answer."""
+        """Seconds to the deadline, which moves on while the prompt is read: limits are for waiting and answers."""
         if not self._answering and (read := self._progress()) is not None and read != self._read:
             self._read = read
             self._extend()

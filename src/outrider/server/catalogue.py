@@ -39,8 +39,7 @@ def read(given: Sequence[str]) -> dict[str, str]:
 
 
 def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
-    """(bytes of weights and K/V, most tokens of context, what is known of it), nothing loaded. A model that can't be
-    had fails here."""
+    """(bytes of weights and K/V, tokens of context, what is known), nothing loaded. Fails for one that can't be had."""
     files = hub.resolve(model, weights=False)
     config = model_config(files)
     dtype = torch.float16  # of K/V, on nearly every machine
@@ -58,8 +57,7 @@ def model_pool(
     settings: ServerSettings,
     cuda: bool,
 ) -> ModelPool:
-    """Nothing is loaded yet. limit: bytes; without one, a share of what is free; on a GPU, whose memory K/V fills, one
-    model at a time."""
+    """Nothing is loaded yet. limit: bytes; without one, a share of what is free, and on a GPU one model at a time."""
 
     def slot(name: str, model: str) -> PoolSlot:
         def loaded() -> ServedModel:

@@ -77,8 +77,7 @@ class ApiError(Exception):
 
 
 class ContextOverflow(ApiError):
-    """A prompt that does not fit the context, in the wording by which clients and agents recognise it and shorten the
-    conversation."""
+    """A prompt that does not fit the context, in the wording that makes clients and agents shorten it."""
 
     def __init__(self, tokens: int, most: int, context: int, field: str, at_least: bool = False) -> None:
         """most: tokens a prompt may have. at_least: the text was not tokenised to its end."""

@@ -26,9 +26,8 @@ MAX_RETRY_S = 600  # the longest Retry-After; clients that are told more give up
 
 
 class WaitEstimate:
-    """Estimates when places become free, from how long they were held lately: the time between two releases is the time
-    that a place is held, divided by the number held at once. Long ones count for more, since waiting is mostly for
-    them."""
+    """Estimates when places become free: the time between two releases is the time that a place was held lately,
+    divided by the number held at once. Long ones count for more, since waiting is mostly for them."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
@@ -203,8 +202,7 @@ Piece = tuple[Callable[[], object], asyncio.Future[object]]  # work for a thread
 
 class _FairThreads:
     """Threads and the work that waits for them. A thread goes from one piece to the next by itself, each client in its
-    turn and one at a time; what is done goes back to the event loop together. So a hundred small pieces wake threads
-    and loop a few times."""
+    turn; what is done goes back to the event loop together. A hundred small pieces wake both a few times."""
 
     def __init__(self, threads: int, most_waiting: int, name: str) -> None:
         self._threads, self._idle, self._most = ThreadPoolExecutor(threads, name), threads, most_waiting
@@ -295,8 +293,7 @@ Lane = Literal["short", "long", "images"]
 
 class FairExecutor:
     """A few threads that clients use in turn, for work that would block the event loop: reading bodies, tokenising.
-    Long work has its own thread, so that short work never waits behind it. So have images: their threads mostly wait
-    for the processes that decode them."""
+    Long work has a thread of its own, and so have images, whose threads mostly wait for decoding processes."""
 
     def __init__(self, threads: int, most_waiting: int) -> None:
         of: dict[Lane, int] = {"short": threads, "long": 1, "images": 8}

@@ -32,8 +32,7 @@ QUICK, LOOK = 0.1, 0.05
 
 class GrammarSandbox:
     def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int, patience: float) -> None:
-        """Of one trial: seconds of processor time, bytes, and seconds by the clock: on a busy machine it waits for
-        its own."""
+        """Of one trial: seconds of processor time, bytes, and seconds by the clock, for a busy machine."""
         self.compiler, self.seconds, self.memory, self.patience = compiler, seconds, memory, patience
 
     def answer(self, source: GrammarSource, connection: int) -> dict[str, object]:
@@ -51,8 +50,7 @@ class GrammarSandbox:
         return {"error": why}
 
     def _run(self, source: GrammarSource, connection: int) -> tuple[bytes, int, bool]:
-        """(what the child wrote, its status, whether it was late). Ends this process, too, when the connection
-        closes."""
+        """(what the child wrote, its status, whether it was late). Ends this process when the connection closes."""
         mine, its = os.pipe()
         pid = os.fork()
         if pid == 0:

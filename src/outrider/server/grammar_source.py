@@ -25,8 +25,7 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """`payload`: JSON text for schemas and calls, else the text itself. `field`: what of the request it is, for
-    refusals."""
+    """`payload`: JSON text for schemas and calls, else the text itself. `field`: of the request, for refusals."""
 
     kind: Kind
     payload: str
@@ -82,9 +81,8 @@ def build(source: GrammarSource) -> str:
 
 
 def close_objects(schema: object) -> object:
-    """The schema with `additionalProperties: false` where an object lists its properties and says nothing of others:
-    what is generated holds what was declared. Parts of an `allOf` stay open, since together they describe one
-    object."""
+    """The schema with `additionalProperties: false` where an object lists its properties and says nothing of others.
+    Parts of an `allOf` stay open, since together they describe one object."""
     shared: set[str] = set()
     _refs_of_parts(schema, shared)
     return _close(schema, schema, shared, "#")

@@ -46,8 +46,7 @@ SECURITY_HEADERS = (
 
 
 class Admission:
-    """At most `most` sequences in flight, and no client more than its share of them while it has some. It only
-    counts."""
+    """Counts: at most `most` sequences in flight, and no client more than its share of them while it has some."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.most = settings.max_concurrent + settings.max_queued
@@ -111,8 +110,7 @@ class Keys:
         return hashlib.blake2b(self._keys[int(number)], digest_size=16, person=b"outrider-prefix").digest()
 
     def reload(self) -> None:
-        """Read the file again. One that can't be read leaves the keys as they were: a typing error must not open the
-        server."""
+        """Read the file again. One that can't be read changes nothing: a typing error must not open the server."""
         if self._file is None:
             log.warning("there is no --api-key-file to read again")
             return
@@ -134,8 +132,7 @@ def refusal(state: dict[str, object], error: ApiError, path: str) -> Response:
 
 
 class RequestGuard:
-    """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind
-    it."""
+    """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, also behind it."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None], keys: Keys | None = None
@@ -253,8 +250,7 @@ class RequestGuard:
             raise ApiError(403, message, code="foreign_host")
 
     def _origin(self, headers: dict[bytes, bytes]) -> None:
-        """A web page elsewhere must not drive this server. A preflight is answered all the same: only so can the page
-        read the refusal."""
+        """A web page elsewhere must not drive this server. Its preflight is answered, so that it can read why."""
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         if origin and _split(origin).netloc != host and not self._may_call(origin):
             raise ApiError(

@@ -119,8 +119,7 @@ class ModelPool:
         settings: ServerSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit`: bytes for all loaded models together; None: as many as there are. One model may be larger than it,
-        alone."""
+        """`limit`: bytes for all loaded models together (one alone may be larger); None: as many as there are."""
         self.slots = {slot.name: slot for slot in slots}
         self.limit, self._settings, self._clock = limit, settings, clock
         self._waiting: list[_WaitingLoad] = []
@@ -151,9 +150,8 @@ class ModelPool:
         return all(model.runner.healthy for model in self.loaded)
 
     def resolve(self, name: str | None) -> tuple[PoolSlot, str | None]:
-        """The model that answers a request for `name`, and what its sender should know. Every request's model is found
-        here: without a name it is the first; a name that is not known is answered by the only model there is, as
-        llama.cpp does."""
+        """The model that answers a request for `name`, and what its sender should know. Without a name it is the
+        first; the only model there is also answers to other names, as llama.cpp does."""
         if name is not None and name not in self.slots:
             adapted = [slot for slot in self.slots.values() if adapter_named(slot, name) is not None]
             if adapted:
@@ -238,8 +236,7 @@ class ModelPool:
         return head is not None and self._clock() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
 
     def _in_the_way(self, wanted: PoolSlot) -> list[PoolSlot]:
-        """The loaded models that must go before this one fits: idle ones before others, the least recently used
-        first."""
+        """The loaded models that must go before this one fits: idle ones first, then the least recently used."""
         if self.limit is None:
             return []
         there = sorted(

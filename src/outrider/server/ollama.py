@@ -195,8 +195,7 @@ class OllamaWire:
         return _dumped(error.body_for("/api/"))
 
     def loaded(self, model: str) -> Json:
-        """The answer to a call that asks nothing. (`keep_alive: 0` asks for the model to go; here it goes when its
-        place is needed.)"""
+        """The answer to a call that asks nothing. `keep_alive: 0` changes nothing: a model goes when another comes."""
         return {**self._line(model), "done": True, "done_reason": "load"}
 
     def _line(self, model: str, text: str = "", thought: str = "", calls: Sequence[ToolCall] = ()) -> Json:
@@ -208,8 +207,7 @@ class OllamaWire:
         return {**head, **said, **({"logprobs": logprobs} if logprobs else {})}
 
     def _end(self, answer: Answer) -> Json:
-        """Durations are in nanoseconds. What is neither reading the prompt nor writing the answer is waiting: for the
-        model to be loaded, or for a turn."""
+        """Durations are in nanoseconds; that of loading is everything but reading the prompt and writing the answer."""
         one, total = answer.choices[0], int(1e9 * (time.monotonic() - self._began))
         prompt, new = (0, 0) if one.stats is None else (int(1e9 * one.stats.prefill_s), int(1e9 * one.stats.decode_s))
         return {

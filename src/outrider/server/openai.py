@@ -216,8 +216,7 @@ def _prompt_logprobs(answer: Answer, choice: AnswerChoice) -> list[Json | None]:
 
 
 def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
-    """The object `outrider`: counts are summed over the choices, the time to first token is the first choice's to
-    speak."""
+    """The object `outrider`: counts are summed over the choices, the time to first token is the shortest."""
     known = [s for s in per_choice if s is not None]
     width = max((i + 1 for s in known for i, d in enumerate(s.drafted_by_position) if d), default=0)
 

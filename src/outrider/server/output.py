@@ -115,8 +115,7 @@ class ParserChain:
 
 
 class TagParser:
-    """Finds tags in a stream of characters, holding back only a possible beginning of one. No tag may be a prefix of
-    another."""
+    """Finds tags in a stream of characters; holds back only what may begin one. No tag may be a prefix of another."""
 
     def __init__(self, *tags: str) -> None:
         self.tags = tags

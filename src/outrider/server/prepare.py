@@ -150,8 +150,7 @@ class Preparer:
                 self._check_length(len(part), field, True)
 
     def _check_length(self, length: int, field: str, text: bool) -> None:
-        """No token is longer than the longest one, so a text beyond this many characters can't fit, whatever it
-        says."""
+        """No token is longer than the longest one, so a text beyond this many characters can't fit."""
         tokens = length // self._longest_token if text else length
         if tokens > self.longest_prompt:
             raise self._overflow(tokens, field, at_least=text)
@@ -193,8 +192,7 @@ class Preparer:
         return ids
 
     def kept(self, asked: int | None, side: str | None) -> slice | None:
-        """The tokens of a prompt that `truncate_prompt_tokens` and `truncation_side` keep; None: all, and too many are
-        refused."""
+        """The tokens that `truncate_prompt_tokens` and `truncation_side` keep; None: all, and too many are refused."""
         if asked is None:
             return None
         if asked == 0 or asked > self.longest_prompt:
@@ -339,8 +337,7 @@ class Preparer:
             raise bad("The text is not valid Unicode.") from e
 
     def _check_beginning(self, text: str, field: str) -> None:
-        """Where the beginning of a text has more than half as many tokens again as fit, the rest need not be looked
-        at."""
+        """Refuses a text whose beginning alone has half as many tokens again as fit."""
         head = 3 * self.longest_prompt
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             raise self._overflow(head // 2, field, at_least=True)

@@ -199,8 +199,7 @@ class BoundedProtocol(H11Protocol):
         self._end(400, "This is not a valid HTTP request.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Java's client offers HTTP/2 with every first request: it gets HTTP/1.1, without uvicorn's warning to install
-        anything."""
+        """Java's client offers HTTP/2 with every first request: no warning for that."""
 
     # ---- waiting for the client to read
 
@@ -225,8 +224,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class QuietLogger:
-    """Hears the event loop's complaints. Running out of file descriptors comes thousands of times a second: once a
-    minute is enough."""
+    """Logs the event loop's errors; that file descriptors ran out comes often, and is logged once a minute."""
 
     def __init__(self) -> None:
         self._last = float("-inf")

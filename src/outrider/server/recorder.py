@@ -35,8 +35,7 @@ class PromptRecorder:
         self._file, self._longest = file, 0
 
     def take(self, path: str, raw: bytes) -> None:
-        """Keep the longest beginning since the start. A body that passed validation; whatever fails here is not its
-        client's concern."""
+        """Keep the longest beginning since the start. raw: validated; its client is not told what fails here."""
         try:
             text = beginning(path, raw)
             if text is None or len(text) <= self._longest:

@@ -44,8 +44,7 @@ class EngineError(Exception):
 class RequestStream:
     """The events of a group of requests (the choices of one call), merged. Closing it aborts what still runs.
 
-    A slow reader pauses its sequences: at `UNREAD` unread events a sequence stops, and continues when they are
-    read."""
+    A slow reader pauses its sequences: at `UNREAD` unread events a sequence stops until they are read."""
 
     def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
         self._runner = runner
@@ -59,8 +58,7 @@ class RequestStream:
         self.open = set(ids)
 
     async def next(self, timeout: float) -> Event | None:
-        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised. For one
-        reader."""
+        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised. One reader."""
         loop = asyncio.get_running_loop()
         if not self._items:
             await self._wait(timeout)
@@ -308,8 +306,7 @@ class Runner:
             self._engine.abort(id)  # what it has read stays in the prefix cache
 
     def _publish(self) -> None:
-        """After a step: end the prompts that go on without a client and are done or late, or that others wait for; tell
-        how far all are."""
+        """After a step: end prompts without a client that are done, late or in the way; tell how far all are."""
         now = time.monotonic()
         if self.detached:
             known, crowded = self._engine.progress(), self._engine.metrics.waiting > 0

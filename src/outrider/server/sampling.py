@@ -25,8 +25,7 @@ class RequestSampling:
     def params(
         self, body: ChatRequest | CompletionRequest, logprobs: int | None, ends: tuple[int, ...]
     ) -> SamplingParams:
-        """The sampling parameters of a request; `fit` makes them fit behind a prompt. ends: tokens that end the answer
-        besides the model's own."""
+        """Of a request; `fit` makes them fit behind a prompt. ends: tokens that end it besides the model's own."""
         limit = body.limit
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         asked = {

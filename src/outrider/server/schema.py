@@ -53,8 +53,7 @@ def fail_fast(node: object) -> None:
 
 
 class FailFastModel(BaseModel):
-    """Validation ends at the first bad item of every list and map: an error for each of a million items costs seconds
-    and gigabytes."""
+    """Validation ends at the first bad item of a list or map: a million errors cost seconds and gigabytes."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -74,8 +73,7 @@ class Strict(FailFastModel):
 
 
 class Lenient(FailFastModel):
-    """Parts of a conversation. Clients send back what they were given and what they have added to it: what is not known
-    is ignored."""
+    """Parts of a conversation, which clients send back with additions: what is not known is ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -93,8 +91,7 @@ class StreamOptions(Strict):
 
 
 class TextPart(Lenient):
-    """Text, or an image as a URL. Thoughts of earlier turns are not rendered again; a refusal is what was
-    said."""
+    """Text, or an image as a URL. Thoughts of earlier turns are not rendered again; a refusal is text."""
 
     type: str = "text"
     text: str = ""

@@ -69,8 +69,7 @@ Top = Annotated[int, BeforeValidator(top)]  # how many of the likeliest tokens
 
 
 def biases(value: object) -> object:
-    """OpenAI's {"15": 1.5}, and llama.cpp's [[15, 1.5], [" text", -2], [16, false]]: {token id or text: bias, or false
-    for never}."""
+    """OpenAI's {"15": 1.5}, and llama.cpp's [[15, 1.5], [" text", -2], [16, false]] (false: never) as one map."""
     if value is None:
         return None
     pairs = list(value.items()) if isinstance(value, dict) else value
@@ -97,8 +96,7 @@ Biases = Annotated[dict[int | str, float | bool], BeforeValidator(biases)]
 
 
 def split_prompts(given: str | list[object], field: str) -> list[str | list[object]]:
-    """Texts and lists of token ids, in each of which texts may stand between ids: [1, 2, "text", 3] is one prompt, as
-    in llama.cpp."""
+    """Texts and lists of token ids. Texts may stand between ids: [1, 2, "text", 3] is one prompt, as in llama.cpp."""
     if isinstance(given, str) or any(isinstance(one, int) for one in given):
         return [given]
     out = [one for one in given if isinstance(one, str | list)]
@@ -133,8 +131,7 @@ def chat(fields: Fields) -> Fields:
 
 
 def tool_choice(fields: Fields) -> Fields:
-    """Words as objects, Mistral's "any", a name without its wrapping, and OpenAI's `allowed_tools`: the others are not
-    offered."""
+    """Words as objects, Mistral's "any", a bare name, and OpenAI's `allowed_tools` (others are not offered)."""
     choice = fields.get("tool_choice")
     if choice == "any":
         return {**fields, "tool_choice": "required"}
@@ -160,8 +157,7 @@ def _name(tool: object) -> object:
 
 
 def thinking(fields: Fields) -> Fields:
-    """Qwen's `enable_thinking`, DeepSeek's `thinking`, OpenRouter's `reasoning`: template options and
-    `reasoning_effort` here."""
+    """Qwen's `enable_thinking`, DeepSeek's `thinking` and OpenRouter's `reasoning`, as our two fields for it."""
     out = dict(fields)
     switch = out.get("enable_thinking")
     if isinstance(switch, bool):

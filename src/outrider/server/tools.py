@@ -259,8 +259,7 @@ class JsonCalls(_Calls):
         return end != "}"
 
     def _value(self, is_args: bool) -> Reading[tuple[str, str]]:
-        """The text of a value, and the character that ended it, where that is not a part of it. An object of arguments
-        is passed on as it comes."""
+        """The text of a value, and the character behind that ended it. An object of arguments is passed on at once."""
         value, escaped = "", False
         stack: list[str] = []  # what closes the strings and brackets that are open
         try:

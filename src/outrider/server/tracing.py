@@ -44,8 +44,7 @@ class Tracing:
     def ended(
         self, headers: Mapping[str, str], request_id: str, route: str, answer: Answer, model: str, began: float
     ) -> None:
-        """A call is over, however it ended. began: when it arrived, by time.time(). A caller's `traceparent` becomes
-        the parent."""
+        """A call is over, however it ended. began: its arrival by time.time(). `traceparent` names the parent."""
         end, choices = time.time(), answer.choices
         stats = [c.stats for c in choices if c.stats is not None]
         attributes: dict[str, str | int | float | list[str]] = {
