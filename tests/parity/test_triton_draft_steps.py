@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 from tests.draft_rig import DEVICE, HIDDEN, draft_rig  # noqa: E402
 from tests.rounds import batch_of  # noqa: E402
 
+from gpu_rig import Rig  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.draft_steps import SteppedDrafter, StepTiles, rounded, unsupported  # noqa: E402
@@ -27,18 +28,39 @@ SMALL = StepTiles(
 )
 
 
+def near(dense: Tensor) -> Tensor:
+    words, factors = rounded(dense.contiguous())
+    return words.view(torch.int8).float() * factors[:, None]
+
+
+def round_weights(model: Any) -> None:
+    """Give the plain drafter the weights that the kernels multiply."""
+    model.blocks = [
+        replace(b, qkv=near(b.qkv), out=near(b.out), gate_up=near(b.gate_up), down=near(b.down)) for b in model.blocks
+    ]
+    model.pre = torch.cat([near(model.pre[:, i:j]) for i, j in ((0, 32), (32, 48), (48, 80), (80, 96))], 1)
+    model.head = near(model.head)
+
+
+def rounded_rig() -> Rig:
+    rig = draft_rig(1, use_ordered_embeddings=False)
+    assert rig.drafter is not None
+    round_weights(rig.drafter.model)
+    return rig
+
+
 @torch.inference_mode()
 def test_round() -> None:
-    """Beyond the window, greedy, with norms in launches of their own; and fewer keys than splits, with noise. A state
-    that is not fed back, or a stale buffer, gives other tokens from the second step on."""
-    rig = draft_rig(1, use_ordered_embeddings=False)
+    """Beyond the window, greedy; and fewer keys than splits, with noise. A state that is not fed back, or a stale
+    buffer, gives other tokens from the second step on."""
+    rig = rounded_rig()
     assert rig.drafter is not None and unsupported(rig.drafter.model) is None
     seqs = rig.open(2, 61, 16)
     hot = SamplingParams(temperature=0.9, seed=7)
     assert isinstance(TritonOps(DEVICE, pdl=True).compile_drafter(rig.drafter.model), SteppedDrafter)
     seen: set[int] = set()
-    for params, length, apart in ((SamplingParams(), 61, True), (hot, 9, False)):
-        stepped = SteppedDrafter(rig.drafter.model, False, replace(SMALL, ready_q=apart, ready_gate=apart), sms=4)
+    for params, length in ((SamplingParams(), 61), (hot, 9)):
+        stepped = SteppedDrafter(rig.drafter.model, SMALL, sms=4)
         batch = batch_of(rig, seqs, length, [params])
         want = rig.drafter.propose(batch, 3).tokens
         seen |= set(want.flatten().tolist())
@@ -55,12 +77,12 @@ def test_round() -> None:
 
 @torch.inference_mode()
 def test_round_over_keys_in_eight_bits() -> None:
-    rig = draft_rig(1, use_ordered_embeddings=False)
+    rig = rounded_rig()
     assert rig.drafter is not None
     seqs = rig.open(1, 61, 16)
     for side in (rig.store.keys, rig.store.values):
         side[:] = [t if t is None else t.to(torch.float8_e4m3fn) for t in side]
-    stepped = SteppedDrafter(rig.drafter.model, False, SMALL, sms=4)
+    stepped = SteppedDrafter(rig.drafter.model, SMALL, sms=4)
     batch = batch_of(rig, seqs, 61, [SamplingParams()])
     assert torch.equal(MTPDrafter(stepped, rig.model).propose(batch, 3).tokens, rig.drafter.propose(batch, 3).tokens)
 
@@ -73,7 +95,7 @@ def test_narrow() -> None:
     model: Any = rig.drafter.model
     batch = batch_of(rig, rig.open(1, 61, 16), 61, [SamplingParams()])
 
-    stepped = SteppedDrafter(model, cuts=SMALL, sms=3)
+    stepped = SteppedDrafter(model, SMALL, sms=3)
     drafter = MTPDrafter(stepped, rig.model)
     tokens = drafter.propose(batch, 1).tokens
     first = stepped.g[None].clone()
@@ -82,18 +104,11 @@ def test_narrow() -> None:
     assert torch.equal(drafter.propose(batch, 2).tokens[:, :1], tokens)
     second = stepped.g[None].clone()
 
-    def near(dense: Tensor) -> Tensor:
-        words, factors = rounded(dense.contiguous())
-        return words.view(torch.int8).float() * factors[:, None]
-
     mix = near(model.pre[:, HIDDEN:] @ model.post)  # what is fed back, in the drafter's own width
-    model.blocks = [
-        replace(b, qkv=near(b.qkv), out=near(b.out), gate_up=near(b.gate_up), down=near(b.down)) for b in model.blocks
-    ]
-    model.pre = torch.cat([near(model.pre[:, i:j]) for i, j in ((0, 32), (32, 48), (48, 80), (80, 96))], 1)
+    round_weights(model)
     g, _ = model.step(rig.model.embed(batch.last), batch.features, state)
     assert error(first, g) < 1e-3
-    assert torch.equal(tokens[:, 0], (near(model.head) @ first.T).argmax(0))
+    assert torch.equal(tokens[:, 0], (model.head @ first.T).argmax(0))
     hidden = (torch.linalg.pinv(model.pre[:, HIDDEN:]) @ mix @ g.T).T  # a hidden state that brings just that
     assert error(second, model.step(rig.model.embed(tokens[:, 0]), hidden, state)[0]) < 2e-3
 

@@ -32,6 +32,7 @@ from .draft_kernel import (
     score_phase,
     sync,
 )
+from .quant_config import sm_count
 
 LOG2E = 1.4426950408889634
 SPINS = 1 << 22  # a second or two: a program that never arrives must not hang the device
@@ -91,27 +92,10 @@ def layer_run(
 
 @triton.jit(
     do_not_specialize=[
-        "batch",
-        "from_step",
-        "to_step",
-        "first",
-        "last",
-        "steps",
-        "feature_stride",
-        "stride_a",
-        "stride_b",
-        "turn",
+        "batch", "from_step", "to_step", "first", "last", "steps", "feature_stride", "stride_a", "stride_b", "turn",
     ],
     do_not_specialize_on_alignment=[
-        "newest",
-        "positions",
-        "tables_a",
-        "tables_b",
-        "out",
-        "temperature",
-        "sampled",
-        "seed",
-        "position",
+        "newest", "positions", "tables_a", "tables_b", "out", "temperature", "sampled", "seed", "position",
     ],
 )
 def round_kernel(
@@ -252,13 +236,12 @@ def unsupported(drafter: Any) -> str | None:
     numbers = [config.hidden, *inter, *(n for s in specs for n in (s.heads, s.head_dim)), config.clusters, size]
     if not all(power(n) for n in numbers) or any(s.head_dim < 32 for s in specs):
         return "sizes that are no powers of two"
-    weights = [
-        drafter.pre,
-        drafter.post,
-        drafter.head,
-        *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down)),
-    ]
-    return None if all(isinstance(m, Tensor) for m in weights) else "packed weights"
+    return None if all_dense(drafter) else "packed weights"
+
+
+def all_dense(drafter: Any) -> bool:
+    layers = (m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))
+    return all(isinstance(m, Tensor) for m in (drafter.pre, drafter.post, drafter.head, *layers))
 
 
 class FusedDrafter:
@@ -267,8 +250,7 @@ class FusedDrafter:
     has_runner_ups = True
 
     def __init__(
-        self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8,
-        splits: tuple[int, int] = (32, 32),
+        self, drafter: Any, most: int = 1, programs: int | None = None, splits: tuple[int, int] = (32, 32),
         pdl: bool = False,
     ):
         """most: sequences that share a launch (two take longer than step by step); programs: None: one per SM;
@@ -277,17 +259,11 @@ class FusedDrafter:
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
         self.cluster_ids: Tensor = drafter.cluster_ids
-        self.most, self.warps = most, warps
+        self.most = most
         self.runs = runs_of(drafter.blocks)
         self.sync = device.type in ("cuda", "meta")
         self.pdl = self.sync and pdl
-        if programs is None:
-            programs = (
-                min(256, torch.cuda.get_device_properties(device).multi_processor_count)
-                if device.type == "cuda"
-                else WORK_UNITS + 4
-            )
-        self.programs = programs
+        programs = self.programs = programs or min(256, sm_count(device))
         # no phase may have more units per sequence than there are programs
         cuts = min(WORK_UNITS, 1 << (programs.bit_length() - 1))
         self._pack()
@@ -405,7 +381,7 @@ class FusedDrafter:
                 features.stride(0), *strides,
                 *pages,
                 2 - self.config.position_offset, size, steps,
-                from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
+                from_step, to_step, first, end, PAGE=kv.page_size, num_warps=8, num_stages=1, **self.constants,
                 launch_pdl=self.pdl,
             )
 

@@ -2,9 +2,9 @@
 (draft_steps_kernel.py).
 
 A step of the plain drafter is 47 kernels over a gigabyte of weights (31B). Here norms, rotation, embedding and residual
-are fused into the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix is int8
-with one scale per row: a draft need not be exact, and half the bytes take half the time. The product of `pre`'s second
-half with `post` is computed once, so that the fed-back state keeps the drafter's width. One sequence only (`most`).
+are fused into the product that needs them, scores never leave the head's kernel, and every matrix is int8 with one
+scale per row: a draft need not be exact, and half the bytes take half the time. The product of `pre`'s second half with
+`post` is computed once, so that the fed-back state keeps the drafter's width. One sequence only (`most`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, DraftEnd, DraftNoise, KVView
 from . import draft_steps_kernel as kernels
-from .draft import LOG2E, power
+from .draft import LOG2E, all_dense, power
+from .quant_config import sm_count
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,13 @@ class StepTiles:
 
     q: tuple[int, int] = (16, 4)  # rows, warps
     gate: tuple[int, int] = (16, 8)
-    out: tuple[int, int, int] = (16384, 1, 4)  # elements, parts of the sum (more where a row has more), warps
-    down: tuple[int, int, int] = (16384, 1, 4)
+    out: tuple[int, int, int] = (32768, 2, 8)  # elements, parts of the sum (more where a row has more), warps
+    down: tuple[int, int, int] = (8192, 1, 4)
     pre: tuple[int, int] = (16, 4)
     head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs per SM
     # Of attention: programs (K/V heads times splits; half where heads are wider than 256), warps, keys per block.
     attend: tuple[int, int, int] = (256, 8, 32)
-    ready_q: bool = False  # the norm before the product as a separate launch
-    ready_gate: bool = True
     chunk: int = 1024  # columns of the input per program
-
-
-# bfloat16: twice the bytes
-BF16_TILES = StepTiles(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))
-INT8_TILES = StepTiles(out=(32768, 2, 8), down=(8192, 1, 4))
 
 
 def unsupported(drafter: Any) -> str | None:
@@ -48,24 +42,12 @@ def unsupported(drafter: Any) -> str | None:
     config = drafter.config
     if not config.gemma or config.clusters or config.taps:
         return "not one of Gemma 4's larger drafters"
-    weights = [
-        drafter.pre,
-        drafter.post,
-        drafter.head,
-        *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down)),
-    ]
-    if not all(isinstance(m, Tensor) for m in weights):
+    if not all_dense(drafter):
         return "packed weights"
     specs = [b.spec for b in drafter.blocks]
-    numbers = [
-        config.hidden,
-        config.vocab_size,
-        *(b.down.shape[1] for b in drafter.blocks),
-        *(s.heads * s.head_dim for s in specs),
-    ]
-    if not all(power(n) for n in numbers) or any(
-        not power(s.head_dim) or s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs
-    ):
+    numbers = [config.hidden, config.vocab_size, *(b.down.shape[1] for b in drafter.blocks)]
+    numbers += [n for s in specs for n in (s.heads * s.head_dim, s.head_dim)]
+    if not all(power(n) for n in numbers) or any(s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs):
         return "sizes that are no powers of two"
     return None
 
@@ -96,31 +78,20 @@ class SteppedDrafter:
     alarm: Tensor | None = None
     most = 1  # sequences in a round: more are faster step by step, where products share the weights among rows
 
-    def __init__(
-        self, drafter: Any, narrow: bool = True, cuts: StepTiles | None = None, pdl: bool = False,
-        sms: int | None = None
-    ):
+    def __init__(self, drafter: Any, cuts: StepTiles = StepTiles(), pdl: bool = False, sms: int | None = None):
         """pdl: as TritonOps; sms: None asks the device."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
         self.cluster_ids: Tensor | None = drafter.cluster_ids
-        self.narrow = narrow
-        if sms is None:
-            sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-        self.sms = sms
-        asm = device.type != "cpu"  # the interpreter has no inline instructions
-        self.how: dict[str, bool] = dict(Q8=narrow, ASM=asm)
+        self.asm = device.type != "cpu"  # the interpreter has no inline instructions
         self.table_scale = float(torch.tensor(self.target.config.embed_scale, dtype=drafter.dtype))
-        cuts = cuts or (INT8_TILES if narrow else BF16_TILES)
-        self._pack(cuts.chunk)
-        self._cut(cuts, pdl)
-
-    def _cut(self, cuts: StepTiles, pdl: bool) -> None:
         self.cuts = cuts
-        tiles = self.config.vocab_size // cuts.head[0]
-        self.programs = triton.cdiv(tiles, triton.cdiv(tiles, self.sms * cuts.head[2]))  # as many tiles for each
+        tiles = config.vocab_size // cuts.head[0]
+        most = (sms or sm_count(device)) * cuts.head[2]
+        self.programs = triton.cdiv(tiles, triton.cdiv(tiles, most))  # as many tiles for each
         self.launch: dict[str, int] = dict(PDL=pdl, num_stages=1, launch_pdl=pdl)
+        self._pack(cuts.chunk)
         self._allocate()
 
     def _pack(self, chunk: int) -> None:
@@ -132,18 +103,8 @@ class SteppedDrafter:
             pre[i, :, : right - left] = drafter.pre[:, left:right]
             pre[self.chunks + i, :, : right - left] = drafter.pre[:, wide + left : wide + right]
         pre[-1, :, :h] = (drafter.pre[:, wide:].float() @ drafter.post.float()).to(drafter.dtype)
-        ones = torch.ones(
-            max(2 * b.down.shape[1] for b in drafter.blocks) + pre.shape[0] * h,
-            dtype=torch.float32,
-            device=drafter.device,
-        )
-
-        def made(dense: Tensor) -> tuple[Tensor, Tensor]:
-            return rounded(dense) if self.narrow else (dense.contiguous(), ones)
-
-        self.pre = made(pre.view(-1, chunk))
-        self.layers = [tuple(made(m) for m in (b.qkv, b.out, b.gate_up, b.down)) for b in drafter.blocks]
-        self.head = rounded(drafter.head) if self.narrow else (drafter.head, drafter.head)
+        self.pre, self.head = rounded(pre.view(-1, chunk)), rounded(drafter.head)
+        self.layers = [tuple(rounded(m) for m in (b.qkv, b.out, b.gate_up, b.down)) for b in drafter.blocks]
 
     def _splits(self, spec: AttnSpec) -> tuple[int, int]:
         """Splits of the keys, and keys a block: enough programs for every SM, and a block that fits their registers."""
@@ -165,15 +126,9 @@ class SteppedDrafter:
         self.inputs, self.q, self.g = floats(2 * self.chunks, h), floats(wide), floats(h)
         self.part = floats(max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
         self.ml = floats(max(s.heads * self._splits(s)[0] for s in specs), 2)
-        self.mixed, self.act, self.kept = (self._words(floats(size)) for size in (wide, inter, h))
-        wide = -(-self.programs // 64) * 64  # every step begins at a line of its own
-        self.best, self.ids = (
-            floats(MAX_DRAFT, wide),
-            torch.zeros((MAX_DRAFT, wide), dtype=torch.int32, device=drafter.device),
-        )
-
-    def _words(self, x: Tensor) -> Tensor:
-        return x.view(torch.int32) if self.narrow else x
+        self.mixed, self.act, self.kept = (floats(size).view(torch.int32) for size in (wide, inter, h))
+        line = -(-self.programs // 64) * 64  # every step begins at a line of its own
+        self.best, self.ids = floats(MAX_DRAFT, line), floats(MAX_DRAFT, line).view(torch.int32)
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
@@ -203,39 +158,32 @@ class SteppedDrafter:
         h, (rows, warps) = self.config.hidden, self.cuts.pre
         kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
             *self.pre, self.target.table, features, self.g, last, self.best[max(0, step - 1)],
-            self.ids[max(0, step - 1)], out, self.inputs,
-            self.table_scale, step,
+            self.ids[max(0, step - 1)], out, self.inputs, self.table_scale, step,
             H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
-            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how,
+            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), ASM=self.asm, num_warps=warps,
             **self.launch,
         )
 
     def _ready(self, stream: tuple[Tensor, ...], to: Tensor, last: bool, **how: int) -> None:
         """stream: what `stream_of` takes, and the norm after it."""
         kernels.ready_kernel[(1,)](
-            *stream, self.kept, to, H=self.config.hidden, LAST=last, EPS=self.config.norm_eps, Q8=self.narrow,
-            num_warps=4, **how,
+            *stream, self.kept, to, H=self.config.hidden, LAST=last, EPS=self.config.norm_eps, num_warps=4, **how,
             **self.launch,
         )
 
     def _rows(
-        self,
-        weights: tuple[Tensor, Tensor],
-        stream: tuple[Tensor, ...],
-        to: Tensor,
-        out: Tensor,
-        gated: bool,
+        self, weights: tuple[Tensor, Tensor], stream: tuple[Tensor, ...], to: Tensor, out: Tensor, gated: bool,
         **how: int,
     ) -> None:
         """q or gate_up: of norm(stream), which is kept in `to`."""
-        (rows, warps), ready = (self.cuts.gate, self.cuts.ready_gate) if gated else (self.cuts.q, self.cuts.ready_q)
-        if ready:
+        rows, warps = self.cuts.gate if gated else self.cuts.q
+        if gated:
             self._ready(stream, to, False, **how)
         n = weights[0].shape[0] // (2 if gated else 1)
         kernels.rows_kernel[(n // rows,)](
             *weights, self.kept, *stream, to, out, H=self.config.hidden, N=n, BN=rows, GATED=gated,
-            ACTIVATION=self.config.activation,
-            EPS=self.config.norm_eps, READY=ready, num_warps=warps, **how, **self.how, **self.launch,
+            ACTIVATION=self.config.activation, EPS=self.config.norm_eps, ASM=self.asm, num_warps=warps, **how,
+            **self.launch,
         )
 
     def _wide(self, weights: tuple[Tensor, Tensor], x: Tensor, k: int, cut: tuple[int, int, int]) -> int:
@@ -243,7 +191,7 @@ class SteppedDrafter:
         h = self.config.hidden
         rows, parts, warps = tile_for(k, h, cut)
         kernels.wide_kernel[(h // rows, parts)](
-            *weights, x, self.y, H=h, K=k, BN=rows, PARTS=parts, num_warps=warps, **self.how, **self.launch
+            *weights, x, self.y, H=h, K=k, BN=rows, PARTS=parts, ASM=self.asm, num_warps=warps, **self.launch
         )
         return parts
 
@@ -259,13 +207,12 @@ class SteppedDrafter:
         same = dict(HEADS=spec.heads, D=spec.head_dim, WINDOW=spec.window or 0, S=splits, BN=block_keys, **self.launch)
         kernels.attend_kernel[(spec.kv_heads * splits,)](
             self.q, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml,
-            keys.stride(0),
-            SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps,
+            keys.stride(0), SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps,
             num_warps=self.cuts.attend[1], **same,
         )
         piece = min(64, spec.head_dim)
         kernels.combine_kernel[(spec.heads, spec.head_dim // piece)](
-            self.part, self.ml, kv.positions, self.mixed, BD=piece, Q8=self.narrow, num_warps=4, **same
+            self.part, self.ml, kv.positions, self.mixed, BD=piece, num_warps=4, **same
         )
         parts = self._wide(out, self.mixed, spec.heads * spec.head_dim, self.cuts.out)
         stream = (self.before, self.y, block.post_attn_norm, block.scalar, block.mlp_norm)
@@ -278,6 +225,5 @@ class SteppedDrafter:
         self._ready(stream, self.g, True, CHUNKS=0, PARTS=self.down_parts, SCALED=True)
         kernels.head_kernel[(self.programs,)](
             *self.head, self.kept, self.best[step], self.ids[step], *noise, step, H=self.config.hidden,
-            V=self.config.vocab_size, BN=rows,
-            PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
+            V=self.config.vocab_size, BN=rows, PROGRAMS=self.programs, ASM=self.asm, num_warps=warps, **self.launch,
         )

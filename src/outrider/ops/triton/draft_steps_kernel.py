@@ -2,13 +2,13 @@
 
 A program loads its whole tile of weights into registers before it waits for the previous kernel: with several programs
 per SM, and the next kernels' programs started early (PDL), the memory stays busy during sums and norms. The stream is
-only H wide, so a program computes the norm it needs itself, or (READY) reads that of `ready_kernel`: one more launch,
-but less work after the wait and registers for twice the weights.
+only H wide, so a program computes the norm it needs itself; those of gate and up read that of `ready_kernel`: one more
+launch, but less work after the wait and registers for twice the weights.
 
-Weights are bfloat16, or int8 with one scale per row, read as words of four. Activations between kernels are float32, or
-with int8 weights 16 bits with one scale per 16 of them: a word of four high bytes, a word of four low ones, so that the
-product is two instructions per word. A row of K such values takes K words: K/4 high, K/4 low, K/16 scales. Drafts
-cannot change the output: no row invariance, only the same bits for the same input.
+Weights are int8 with one scale per row, read as words of four. Activations between kernels are 16 bits with one scale
+per 16 of them: a word of four high bytes, a word of four low ones, so that the product is two instructions per word. A
+row of K such values takes K words: K/4 high, K/4 low, K/16 scales. Drafts cannot change the output: no row invariance,
+only the same bits for the same input.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ STEP = tl.constexpr(32512.0)  # 127 * 256: a high byte never leaves -127..127
 
 
 @triton.jit
-def tile_of(w, rows, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr):
-    """Columns first .. first + KC of some rows: [BN, KC / 16, 4] words, or [BN, KC]."""
-    if Q8:
-        k = first // 4 + tl.arange(0, KC // 4)
-        # flat: lanes side by side
-        words = tl.load(w + rows[:, None] * (K // 4) + k[None, :], eviction_policy="evict_first")
-        return tl.reshape(words, (rows.shape[0], KC // 16, 4))
-    else:
-        return tl.load(w + rows[:, None] * K + (first + tl.arange(0, KC))[None, :], eviction_policy="evict_first")
+def tile_of(w, rows, first, K: tl.constexpr, KC: tl.constexpr):
+    """Columns first .. first + KC of some rows: [BN, KC / 16, 4] words."""
+    k = first // 4 + tl.arange(0, KC // 4)
+    # flat: lanes side by side
+    words = tl.load(w + rows[:, None] * (K // 4) + k[None, :], eviction_policy="evict_first")
+    return tl.reshape(words, (rows.shape[0], KC // 16, 4))
 
 
 @triton.jit
@@ -48,28 +45,21 @@ def narrowed(x, K: tl.constexpr):
 
 
 @triton.jit
-def keep(to, x, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr):
+def keep(to, x, first, K: tl.constexpr, KC: tl.constexpr):
     """Columns first .. first + KC of a row of K activations, for `taken` to read."""
-    if Q8:
-        high, low, factor = narrowed(x, KC)
-        at = to + first // 4 + (tl.arange(0, KC // 16) * 4)[:, None] + tl.arange(0, 4)[None, :]
-        tl.store(at, high)
-        tl.store(at + K // 4, low)
-        tl.store(to + K // 2 + first // 16 + tl.arange(0, KC // 16), factor.to(tl.int32, bitcast=True))
-    else:
-        tl.store(to + first + tl.arange(0, KC), x)
+    high, low, factor = narrowed(x, KC)
+    at = to + first // 4 + (tl.arange(0, KC // 16) * 4)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(at, high)
+    tl.store(at + K // 4, low)
+    tl.store(to + K // 2 + first // 16 + tl.arange(0, KC // 16), factor.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def taken(of, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr):
-    """(high, low, factors), or three times the float32 values."""
-    if Q8:
-        at = of + first // 4 + tl.arange(0, KC // 4)
-        factor = tl.load(of + K // 2 + first // 16 + tl.arange(0, KC // 16)).to(tl.float32, bitcast=True)
-        return tl.reshape(tl.load(at), (KC // 16, 4)), tl.reshape(tl.load(at + K // 4), (KC // 16, 4)), factor
-    else:
-        x = tl.load(of + first + tl.arange(0, KC))
-        return x, x, x
+def taken(of, first, K: tl.constexpr, KC: tl.constexpr):
+    """(high, low, factors)."""
+    at = of + first // 4 + tl.arange(0, KC // 4)
+    factor = tl.load(of + K // 2 + first // 16 + tl.arange(0, KC // 16)).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.load(at), (KC // 16, 4)), tl.reshape(tl.load(at + K // 4), (KC // 16, 4)), factor
 
 
 @triton.jit
@@ -78,18 +68,15 @@ def byte(x, i: tl.constexpr):
 
 
 @triton.jit
-def times(tile, high, low, factor, Q8: tl.constexpr, ASM: tl.constexpr):
+def times(tile, scale, high, low, factor, ASM: tl.constexpr):
     """tile · x: [BN] float32. ASM: the SM's product of four bytes; without it (the interpreter) spelt out."""
-    if Q8:
-        a, b = high[None, :, :], low[None, :, :]
-        if ASM:
-            z = tl.inline_asm_elementwise(MADE, "=&r,r,r,r", [tile, a, b], dtype=tl.int32, is_pure=True, pack=1)
-        else:
-            z = byte(tile, 0) * (byte(a, 0) * 256 + byte(b, 0)) + byte(tile, 1) * (byte(a, 1) * 256 + byte(b, 1))
-            z += byte(tile, 2) * (byte(a, 2) * 256 + byte(b, 2)) + byte(tile, 3) * (byte(a, 3) * 256 + byte(b, 3))
-        return tl.sum(tl.sum(z, 2).to(tl.float32) * factor[None, :], 1)
+    a, b = high[None, :, :], low[None, :, :]
+    if ASM:
+        z = tl.inline_asm_elementwise(MADE, "=&r,r,r,r", [tile, a, b], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        return tl.sum(tile.to(tl.float32) * high[None, :], 1)
+        z = byte(tile, 0) * (byte(a, 0) * 256 + byte(b, 0)) + byte(tile, 1) * (byte(a, 1) * 256 + byte(b, 1))
+        z += byte(tile, 2) * (byte(a, 2) * 256 + byte(b, 2)) + byte(tile, 3) * (byte(a, 3) * 256 + byte(b, 3))
+    return tl.sum(tl.sum(z, 2).to(tl.float32) * factor[None, :], 1) * scale
 
 
 @triton.jit
@@ -99,15 +86,8 @@ def normed(x, w, EPS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def stream_of(
-    base,
-    y,
-    post,
-    factor,
-    CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EPS: tl.constexpr,
-    H: tl.constexpr,
+    base, y, post, factor,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr,
 ):
     """The sum of CHUNKS rows at base, or (base + norm(sum of PARTS rows at y)) * factor."""
     h = tl.arange(0, H)
@@ -139,8 +119,7 @@ def best_token(best, ids, PROGRAMS: tl.constexpr, SPACE: tl.constexpr):
 def pre_kernel(
     w, ws, table, features, g, last, best, ids, out, parts, table_scale, step,
     H: tl.constexpr, HB: tl.constexpr, KC: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr,
-    PROGRAMS: tl.constexpr, SPACE: tl.constexpr,
-    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPACE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
     """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in
     `parts` [2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST),
@@ -149,8 +128,8 @@ def pre_kernel(
     c = tl.program_id(1)
     which = c if FIRST else tl.where(c < CHUNKS, c, 2 * CHUNKS)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    tile = tile_of(w, which * H + rows, 0, KC, KC, Q8)
-    factor = tl.load(ws + which * H + rows)
+    tile = tile_of(w, which * H + rows, 0, KC, KC)
+    scale = tl.load(ws + which * H + rows)
     pdl_start(PDL)
     k = tl.arange(0, KC)
     if FIRST:
@@ -167,19 +146,15 @@ def pre_kernel(
         x = tl.load(features + at, mask=at < HB, other=0.0).to(tl.float32)
     else:
         x = tl.load(g + k, mask=k < H, other=0.0)
-    if Q8:
-        high, low, scale = narrowed(x, KC)
-        y = times(tile, high, low, scale, Q8, ASM) * factor
-    else:
-        y = times(tile, x, x, x, Q8, ASM)
+    high, low, each = narrowed(x, KC)
+    y = times(tile, scale, high, low, each, ASM)
     tl.store(parts + c * H + rows, y)
 
 
 @triton.jit
 def ready_kernel(
     base, y, post, factor, norm, kept, out, H: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
-    SCALED: tl.constexpr,
-    LAST: tl.constexpr, EPS: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, LAST: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm
     itself."""
@@ -188,71 +163,56 @@ def ready_kernel(
     pdl_start(PDL)
     x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
     n = normed(x, weight, EPS, H)
-    keep(kept, n, 0, H, H, Q8)
+    keep(kept, n, 0, H, H)
     tl.store(out + h, n if LAST else x)
 
 
 @triton.jit
 def rows_kernel(
     w, ws, kept, base, y, post, factor, norm, stream, out, H: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr,
-    READY: tl.constexpr,
-    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
+    EPS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """w [N, H] (GATED: [2N, H]) times norm(x): `kept` (READY), or with x the stream as `stream_of` makes it and as
-    `stream` keeps it."""
+    """w [N, H] times norm(x), x the stream as `stream_of` makes it and as `stream` keeps it; GATED: w [2N, H] times
+    `kept`."""
     pid = tl.program_id(0)
     rows = pid * BN + tl.arange(0, BN)
     h = tl.arange(0, H)
-    tile = tile_of(w, rows, 0, H, H, Q8)
+    tile = tile_of(w, rows, 0, H, H)
     scale = tl.load(ws + rows)
     if GATED:
-        up = tile_of(w, N + rows, 0, H, H, Q8)
+        up = tile_of(w, N + rows, 0, H, H)
         up_scale = tl.load(ws + N + rows)
-    if READY:
         pdl_start(PDL)
-        high, low, each = taken(kept, 0, H, H, Q8)
+        high, low, each = taken(kept, 0, H, H)
+        z = times(tile, scale, high, low, each, ASM)
+        v = times(up, up_scale, high, low, each, ASM)
+        keep(out, activate(z, ACTIVATION) * v, pid * BN, N, BN)
     else:
         after, weight = tl.load(post + h), tl.load(norm + h)
         pdl_start(PDL)
         x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
         if pid == 0:
             tl.store(stream + h, x)
-        x = normed(x, weight, EPS, H)
-        if Q8:
-            high, low, each = narrowed(x, H)
-        else:
-            high, low, each = x, x, x
-    z = times(tile, high, low, each, Q8, ASM)
-    if Q8:
-        z *= scale
-    if GATED:
-        v = times(up, high, low, each, Q8, ASM)
-        if Q8:
-            v *= up_scale
-        keep(out, activate(z, ACTIVATION) * v, pid * BN, N, BN, Q8)
-    else:
+        high, low, each = narrowed(normed(x, weight, EPS, H), H)
+        z = times(tile, scale, high, low, each, ASM)
         tl.store(out + rows, z)
 
 
 @triton.jit
 def wide_kernel(
-    w, ws, x, y, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, Q8: tl.constexpr,
-    ASM: tl.constexpr,
+    w, ws, x, y, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """w [H, K] times x, the sum over K in PARTS left apart: y [PARTS, H]."""
     KC: tl.constexpr = K // PARTS
     part = tl.program_id(1)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    tile = tile_of(w, rows, part * KC, K, KC, Q8)
+    tile = tile_of(w, rows, part * KC, K, KC)
     scale = tl.load(ws + rows)
     pdl_start(PDL)
-    high, low, each = taken(x, part * KC, K, KC, Q8)
-    z = times(tile, high, low, each, Q8, ASM)
-    if Q8:
-        z *= scale
+    high, low, each = taken(x, part * KC, K, KC)
+    z = times(tile, scale, high, low, each, ASM)
     tl.store(y + part * H + rows, z)
 
 
@@ -287,8 +247,7 @@ def _wide(x):
 def attend_kernel(
     q, keys, values, table, positions, cos, sin, q_norm, part, ml, page_stride,
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    S: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per K/V head (all its query heads) and split of the keys; K/V was written before the round."""
     kv, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
@@ -343,8 +302,7 @@ def attend_kernel(
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def combine_kernel(
     part, ml, positions, out, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
-    S: tl.constexpr,
-    BN: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per piece of one head."""
     head, piece = tl.program_id(0), tl.program_id(1)
@@ -360,22 +318,21 @@ def combine_kernel(
     x = tl.load(part + base[:, None] * D + d[None, :], mask=(i < used)[:, None], other=0.0)
     share = tl.exp2(m - tl.max(m, 0))
     x = tl.sum(x * share[:, None], 0) / tl.sum(mass * share, 0)
-    keep(out, x, head * D + piece * BD, HEADS * D, BD, Q8)
+    keep(out, x, head * D + piece * BD, HEADS * D, BD)
 
 
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["temperature", "sampled", "seed", "position"])
 def head_kernel(
     w, ws, kept, best, ids, temperature, sampled, seed, position, step, H: tl.constexpr, V: tl.constexpr,
-    BN: tl.constexpr,
-    PROGRAMS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, PROGRAMS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
     """Scores of every PROGRAMS-th tile of tokens per program, and the best of them."""
     pid = tl.program_id(0)
     n = tl.arange(0, BN)
-    tile = tile_of(w, pid * BN + n, 0, H, H, Q8)
+    tile = tile_of(w, pid * BN + n, 0, H, H)
     scale = tl.load(ws + pid * BN + n)
     pdl_start(PDL)
-    high, low, each = taken(kept, 0, H, H, Q8)
+    high, low, each = taken(kept, 0, H, H)
     warm, heat, key, at = tl.load(sampled) != 0, tl.load(temperature), tl.load(seed), tl.load(position) + step
     tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
     tokens = tl.zeros((BN,), dtype=tl.int32)
@@ -383,11 +340,9 @@ def head_kernel(
         # The next tile is in flight; past the end it is one row that is cached.
         row = (t + PROGRAMS) * BN + n
         row = tl.where(row < V, row, t * BN)
-        ahead = tile_of(w, row, 0, H, H, Q8)
+        ahead = tile_of(w, row, 0, H, H)
         next_scale = tl.load(ws + row)
-        z = times(tile, high, low, each, Q8, ASM)
-        if Q8:
-            z = z * scale
+        z = times(tile, scale, high, low, each, ASM)
         if warm:
             z = z / heat + gumbel((t * BN + n).to(tl.int64), key, at)
         tokens = tl.where(z > tops, t * BN + n, tokens)
