@@ -17,10 +17,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from .types import MAX_DRAFT, OutriderError
+from .types import MAX_DRAFT, OutriderError, is_a, require
 
 KvDtype = Literal["auto", "int8", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
+TREE_RULE = f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}"
 # Names that users of other engines know, and ours.
 ALIASES = {
     "max_model_len": "max_context",
@@ -32,21 +33,26 @@ ALIASES = {
 
 def known(what: str, value: object, kind: object) -> None:
     """Checks that a text is one of a Literal's values."""
-    if value not in get_args(kind):
-        raise OutriderError(f"unknown {what} {value!r}; known: {', '.join(get_args(kind))}")
+    texts = ", ".join(text for text in get_args(kind) if text is not None)
+    require(value in get_args(kind), f"unknown {what} {value!r}; known: {texts}")
 
 
-def whole(what: str, value: object) -> int:
-    """Checks that a number is an integer."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise OutriderError(f"{what} must be a whole number, got {value!r}")
-    return int(value)
+def check_whole(settings: object, least: int | None, *names: str) -> None:
+    """Checks that these fields are integers of at least this size; None where that is the default."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is None and getattr(type(settings), name) is None:
+            continue
+        require(is_a(value, Integral), f"{name} must be a whole number, got {value!r}")
+        bound = "0 or more" if least == 0 else f"at least {least}"
+        require(least is None or value >= least, f"{name} must be {bound}, got {value}")
 
 
-def switch(what: str, value: object) -> None:
-    """Checks that a setting is True, False or None: a text such as "no" would count as True."""
-    if value is not None and not isinstance(value, bool):
-        raise OutriderError(f"{what} must be True or False, got {value!r}")
+def check_switch(settings: object, *names: str) -> None:
+    """Checks that these fields are True, False or None: a text such as "no" would count as True."""
+    for name in names:
+        value = getattr(settings, name)
+        require(value is None or isinstance(value, bool), f"{name} must be True or False, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -68,29 +74,22 @@ class EngineConfig:
     graphs: bool | None = None  # run each decode cycle as one CUDA graph, results one cycle late; None: on a GPU
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_context", "page_size", "prefill_chunk", "kv_tokens"):
-            if getattr(self, name) is not None and whole(name, getattr(self, name)) < 1:
-                raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_whole(self, 1, "max_batch", "max_context", "page_size", "prefill_chunk", "kv_tokens")
         known("kv_dtype", self.kv_dtype, KvDtype)
-        switch("prefix_cache", self.prefix_cache)
-        switch("graphs", self.graphs)
-        if self.kv_tokens is not None and self.kv_tokens <= self.page_size:
-            raise OutriderError(f"kv_tokens must be more than page_size ({self.page_size}), got {self.kv_tokens}")
-        if self.prefix_store is not None and not (isinstance(self.prefix_store, (str, PathLike)) and self.prefix_store):
-            raise OutriderError(f"prefix_store must name a folder, got {self.prefix_store!r}")
+        check_switch(self, "prefix_cache", "graphs")
+        page, chunk, store = self.page_size, self.prefill_chunk, self.prefix_store
+        enough = self.kv_tokens is None or self.kv_tokens > page
+        require(enough, f"kv_tokens must be more than page_size ({page}), got {self.kv_tokens}")
+        named = store is None or (isinstance(store, (str, PathLike)) and bool(store))
+        require(named, f"prefix_store must name a folder, got {store!r}")
         for name in ("gpu_memory", "prefix_store_size"):
-            if not isinstance(getattr(self, name), Real) or isinstance(getattr(self, name), bool):
-                raise OutriderError(f"{name} must be a number, got {getattr(self, name)!r}")
-        if not 0.0 < self.gpu_memory <= 1.0:
-            raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
-        if not 0.0 < self.prefix_store_size < 1 << 20:
-            raise OutriderError(f"prefix_store_size must be more than 0 GiB, got {self.prefix_store_size:g}")
-        if self.prefix_store is not None and not self.prefix_cache:
-            raise OutriderError("prefix_store needs prefix_cache")
-        if self.prefill_chunk is not None and self.prefill_chunk % self.page_size:
-            raise OutriderError(
-                f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})"
-            )
+            require(is_a(getattr(self, name), Real), f"{name} must be a number, got {getattr(self, name)!r}")
+        require(0.0 < self.gpu_memory <= 1.0, f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
+        size = self.prefix_store_size
+        require(0.0 < size < 1 << 20, f"prefix_store_size must be more than 0 GiB, got {size:g}")
+        require(store is None or self.prefix_cache, "prefix_store needs prefix_cache")
+        whole = chunk is None or not chunk % page
+        require(whole, f"prefill_chunk ({chunk}) must be a multiple of page_size ({page})")
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,10 @@ class SpecConfig:
     tree: int | None = None  # maximum tokens per draft tree; 0: chains only; None: trees where they pay
 
     def __post_init__(self) -> None:
-        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
-            raise OutriderError(f"draft_tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
-        if self.tree and not 2 <= self.tree <= MAX_DRAFT:  # a tree of one token is a chain, which is 0
-            raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {self.tree}")
+        k, tree = self.draft_tokens, self.tree
+        require(k is None or 0 <= k <= MAX_DRAFT, f"draft_tokens must be in 0..{MAX_DRAFT} or 'auto', got {k}")
+        # a tree of one token is a chain, which is 0
+        require(not tree or 2 <= tree <= MAX_DRAFT, f"{TREE_RULE}, got {tree}")
 
 
 @dataclass(frozen=True)
@@ -153,51 +152,41 @@ class LoadSettings:
 
     def __post_init__(self) -> None:
         given = [self.drafter] if isinstance(self.drafter, (str, PathLike)) else self.drafter
-        if not isinstance(given, (list, tuple)) or not all(isinstance(one, (str, PathLike)) for one in given):
-            raise OutriderError(f"drafter must be 'auto', 'none', 'ngram' or where one is, got {self.drafter!r}")
-        if not 1 <= len(given) <= 2:
-            raise OutriderError(f"drafter may be one or two (an MTP and a block drafter), got {len(given)}")
+        paths = isinstance(given, (list, tuple)) and all(isinstance(one, (str, PathLike)) for one in given)
+        require(paths, f"drafter must be 'auto', 'none', 'ngram' or where one is, got {self.drafter!r}")
+        require(1 <= len(given) <= 2, f"drafter may be one or two (an MTP and a block drafter), got {len(given)}")
         named = tuple(str(one) for one in given)
         if len(named) == 2:
             alone = next((one for one in named if one in ("none", "ngram") or one.startswith("draft:")), None)
-            if alone is not None or named[0] == named[1]:
-                why = "these are the same" if alone is None else f"{alone} stands alone"
-                raise OutriderError(f"two drafters are an MTP and a block one; {why}")
+            why = "these are the same" if alone is None else f"{alone} stands alone"
+            both = alone is None and named[0] != named[1]
+            require(both, f"two drafters are an MTP and a block one; {why}")
         object.__setattr__(self, "drafter", named[0] if len(named) == 1 else named)
-        if not isinstance(self.engine, EngineConfig):
-            raise OutriderError(
-                f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)"
-            )
-        if self.threads is not None:
-            whole("threads", self.threads)
-        whole("seed", self.seed)
-        switch("vision", self.vision)
-        if not isinstance(self.ops, str):
-            raise OutriderError(f"ops must be a text such as 'auto' or 'cpu', got {self.ops!r}")
+        own = isinstance(self.engine, EngineConfig)
+        require(own, f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)")
+        check_whole(self, None, "threads", "seed")
+        check_whole(self, 0, "max_images", "max_image_pixels")
+        check_whole(self, 1, "tensor_parallel", "max_adapters")
+        check_switch(self, "vision")
+        require(isinstance(self.ops, str), f"ops must be a text such as 'auto' or 'cpu', got {self.ops!r}")
         spec = self.spec  # constructing it checks its fields
-        if self.drafter == "none" and (spec.draft_tokens or spec.tree):
-            field = "draft_tokens" if spec.draft_tokens else "tree"
-            raise OutriderError(f"drafter none drafts nothing: leave out {field}, or choose a drafter")
-        if self.dtype is not None:
-            known("dtype", self.dtype, Literal["float32", "bfloat16", "float16"])
+        if self.drafter == "none":
+            drafted = "draft_tokens" if spec.draft_tokens else "tree"
+            nothing = not spec.draft_tokens and not spec.tree
+            require(nothing, f"drafter none drafts nothing: leave out {drafted}, or choose a drafter")
+        known("dtype", self.dtype, Literal["float32", "bfloat16", "float16", None])
         for name in ("quantize", "quantize_drafter"):
-            if getattr(self, name) is not None:
-                known(name, getattr(self, name), Literal["int8", "int4", "fp8"])
+            known(name, getattr(self, name), Literal["int8", "int4", "fp8", None])
         known("load_format", self.load_format, LoadFormat)
-        if self.image_tokens not in (70, 140, 280, 560, 1120):
-            raise OutriderError(f"image_tokens must be 70, 140, 280, 560 or 1120, got {self.image_tokens}")
-        for name in ("max_images", "max_image_pixels"):
-            if whole(name, getattr(self, name)) < 0:
-                raise OutriderError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        for name in ("tensor_parallel", "max_adapters"):
-            if whole(name, getattr(self, name)) < 1:
-                raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not isinstance(self.adapters, Mapping) or not all(isinstance(name, str) for name in self.adapters):
-            raise OutriderError(f"adapters are {{name: path}}, got {str(self.adapters)[:60]}")
-        if self.tensor_parallel > 1 and self.adapters:
-            raise OutriderError("adapters are for a model in one process: leave them out next to tensor_parallel")
-        if self.tensor_parallel > 1 and self.engine.prefix_store is not None:
-            raise OutriderError("prefix_store is for a model in one process: leave it out next to tensor_parallel")
+        budgets = (70, 140, 280, 560, 1120)
+        require(
+            self.image_tokens in budgets, f"image_tokens must be 70, 140, 280, 560 or 1120, got {self.image_tokens}"
+        )
+        named_paths = isinstance(self.adapters, Mapping) and all(isinstance(name, str) for name in self.adapters)
+        require(named_paths, f"adapters are {{name: path}}, got {str(self.adapters)[:60]}")
+        one, alone = self.tensor_parallel == 1, "for a model in one process: leave"
+        require(one or not self.adapters, f"adapters are {alone} them out next to tensor_parallel")
+        require(one or self.engine.prefix_store is None, f"prefix_store is {alone} it out next to tensor_parallel")
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -263,8 +252,7 @@ OPTIONS = options(LoadSettings) | ENGINE
 
 def parse_tree(text: str | int | None) -> int | None:
     """'auto', 'off' or a number, as users write it."""
-    found = _number(0 if text == "off" else text, f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}")
-    return SpecConfig(tree=found).tree
+    return SpecConfig(tree=_number(0 if text == "off" else text, TREE_RULE)).tree
 
 
 def parse_draft_tokens(text: str | int | None) -> int | None:

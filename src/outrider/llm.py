@@ -126,9 +126,8 @@ class LLM:
             self.team.close()
 
     def sampling(self, **given: Any) -> SamplingParams:
-        """Sampling parameters with the defaults of the server and of `outrider chat`: `given`, then the model's
-        generation_config.json, else a temperature of 0.7. `generate`, `stream` and `chat` without `params` are
-        greedy."""
+        """Sampling parameters as the server and `outrider chat` have them: `given`, then the model's
+        generation_config.json, else a temperature of 0.7. Calls without `params` are greedy."""
         advice = {} if self.tokenizer is None else self.tokenizer.files.sampling
         return SamplingParams(**{**(advice or {"temperature": DEFAULT_TEMPERATURE}), **given}).validate()
 
@@ -213,8 +212,7 @@ class LLM:
         return self.images().expand(ids, images) if images else ids
 
     def encode_chat(self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = ()) -> list[int]:
-        """Token ids of a user's message with these images before it: through the chat template if the model has one,
-        unless `raw`."""
+        """Token ids of a message with these images before it; by the chat template if there is one, unless `raw`."""
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if images and raw:
             return self._encode({"text": str(messages[-1]["content"]), "images": images})
@@ -237,8 +235,7 @@ class LLM:
         return self.vision
 
     def _with_images(self, prompt: Mapping[str, Any]) -> list[int]:
-        """{"text": ..., "images": [...]}: images go where the text has `<|image|>` (Gemma 3: `<start_of_image>`), or
-        before it."""
+        """Images go where the text has `<|image|>` (Gemma 3: `<start_of_image>`), or before it."""
         unknown = set(prompt) - {"text", "images"}
         given = prompt.get("images", ())
         if unknown or not isinstance(prompt.get("text"), str | list) or not isinstance(given, list | tuple | None):

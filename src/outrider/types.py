@@ -36,6 +36,11 @@ def require(ok: bool, what: str) -> None:
         raise OutriderError(what)
 
 
+def is_a(value: object, kind: type) -> bool:
+    """A number of this kind; a bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class AttnSpec:
     """A layer's attention parameters, as attention ops read them."""
@@ -101,9 +106,8 @@ class ImageSpan:
 
 @dataclass
 class KVPages:
-    """The cache as kernels see it. A position p of the sequence in table row b lives in physical page
-    `tables[group][b, p // page_size]` at slot `p % page_size`. Page 0 is a scratch page: rows that pad a batch write
-    there."""
+    """The cache as kernels see it: position p of table row b is in page `tables[group][b, p // page_size]` at slot `p
+    % page_size`. Page 0 is a scratch page: rows that pad a batch write there."""
 
     page_size: int
     keys: Sequence[Tensor | None]  # per target layer that owns K/V: [pages, kv_heads, page_size, head_dim]
@@ -160,9 +164,8 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Rows of a pass whose output is needed, if not all are: prefill needs every row's K/V, but the output of few rows
-    or none. The other rows stop after the last layer that writes K/V. Rows are computed independently, so the output
-    rows have the same bits as in a full pass."""
+    """Rows of a pass whose output is needed, if not all are; the others stop after the last layer that writes K/V. The
+    output rows have the same bits as in a full pass."""
 
     rows: Tensor  # int64 [W] indices into the pass's R rows, ascending; an index may occur twice
     kv: KVView  # the same cache, as a view of the W rows
@@ -179,9 +182,8 @@ class DraftRound:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The draft of one sequence, which may branch. Its rows are the newest token (row 0) and the drafted ones: token j
-    (from 1) follows row parents[j - 1] < j. The main chain, in which each token is the likeliest after the one before,
-    comes first."""
+    """A sequence's draft, which may branch: row 0 is the newest token, drafted token j (from 1) follows row parents[j
+    - 1] < j. The main chain, of the likeliest tokens, comes first."""
 
     tokens: Sequence[int]  # empty if only the tree's shape was read back from the device
     parents: Sequence[int]
@@ -209,8 +211,7 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens [B, K], of which the first `lengths[b]` are valid. Each token follows the one before it, or its
-    parent in the sequence's tree."""
+    """Draft tokens [B, K], the first `lengths[b]` valid. Each follows the one before it, or its parent in a tree."""
 
     tokens: Tensor  # int64 [B, K]
     lengths: Tensor  # int64 [B]
@@ -283,10 +284,6 @@ WHOLE = ("top_k", "min_tokens", "max_tokens", "seed", "n")
 REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def _is(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How the target chooses tokens. Greedy at temperature 0. Checked by `validate()`."""
@@ -341,9 +338,9 @@ class SamplingParams:
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         for kind, what, names in ((Integral, "a whole number", WHOLE), (Real, "a number", REAL)):
             for name in names:
-                require(_is(getattr(self, name), kind), f"{name} must be {what}, got {getattr(self, name)!r}")
+                require(is_a(getattr(self, name), kind), f"{name} must be {what}, got {getattr(self, name)!r}")
         top = self.logprobs
-        require(top is None or _is(top, Integral), f"logprobs must be a whole number or None, got {top!r}")
+        require(top is None or is_a(top, Integral), f"logprobs must be a whole number or None, got {top!r}")
         for name, ok, range_ in (
             ("temperature", 0.0 <= self.temperature <= 100.0, "in [0, 100]"),
             ("top_k", self.top_k >= 0, ">= 0 (0 turns it off)"),
@@ -362,7 +359,7 @@ class SamplingParams:
         require(texts, "stop must be a string or a list of strings")
         require(all(self.stop), "stop strings must not be empty")
         biases = self.logit_bias.values() if isinstance(self.logit_bias, Mapping) else (None,)
-        require(all(_is(b, Real) and b == b for b in biases), "logit_bias must map token ids to numbers")
+        require(all(is_a(b, Real) and b == b for b in biases), "logit_bias must map token ids to numbers")
         lists = isinstance(self.bad_words, Collection) and all(isinstance(w, Collection) for w in self.bad_words)
         require(lists, "bad_words must be lists of token ids")
         require(isinstance(self.stop_token_ids, Collection), "stop_token_ids must be a list of token ids")
@@ -370,7 +367,7 @@ class SamplingParams:
         if vocab_size is not None:
             ids = [*self.logit_bias, *self.stop_token_ids, *(t for w in self.bad_words for t in w)]
             for token in ids:
-                require(_is(token, Integral), f"a token id is a whole number, got {token!r}")
+                require(is_a(token, Integral), f"a token id is a whole number, got {token!r}")
                 require(0 <= token < vocab_size, f"token id {token} is outside the vocabulary (0..{vocab_size - 1})")
         return self
 

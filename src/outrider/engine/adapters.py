@@ -92,8 +92,7 @@ class AdapterPool:
         return self.slot_model(upload(ranges, torch.int32, self.model.device))
 
     def slot_model(self, ranges: Tensor) -> AdaptedModel:
-        """The model for passes whose rows use the slots of `ranges` (ops.adapter_slots), as that tensor says when they
-        run."""
+        """The model for passes whose rows use the slots that `ranges` (ops.adapter_slots) names when they run."""
         assert self.slots is not None
         return AdaptedModel(self.model, SlotOps(self.model.ops, self._names, self.slots, ranges))
 

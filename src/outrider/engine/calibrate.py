@@ -22,8 +22,7 @@ CAPTURING_S = 12.0  # where every cell is a graph to be captured first
 
 
 def calibrate(engine: Engine, key: str, path: Path | None) -> CostTable:
-    """The stored table of this key if it is still valid, or a fresh one (about three seconds, twelve with CUDA graphs),
-    stored for the next start."""
+    """The stored table of this key if it is still valid, or a fresh one, stored for the next start."""
     found = CostTable.load(path, key) if path is not None else None
     fastest = engine.executors[0]
     if found is not None and fastest.async_results:

@@ -21,8 +21,7 @@ GraphT = TypeVar("GraphT")
 
 
 class GraphPool:
-    """Memory that graphs share. It keeps one graph of its own alive, since a pool must not be captured into again after
-    its last graph is gone."""
+    """Memory that graphs share. It owns a graph: a pool must not be captured into after its last graph is gone."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -37,12 +36,10 @@ class GraphPool:
 
 
 class Graph:
-    """A captured function of no arguments. `result` is what it returned: on a GPU the same tensor after every
-    replay."""
+    """A captured function of no arguments. `result`: what it returned, on a GPU always the same tensor."""
 
     def __init__(self, fn: Callable[[], Tensor | None], device: torch.device, pool: GraphPool | None = None):
-        """Runs fn once (kernels are compiled, caches filled) before it is captured. pool: graphs that never run at the
-        same time may share their memory."""
+        """Runs fn once before it is captured. pool: graphs that never run at the same time may share memory."""
         self.fn = fn
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
@@ -78,8 +75,7 @@ class GraphCache(Generic[KeyT, GraphT]):
         self.refused: set[KeyT] = set()
 
     def capture(self, key: KeyT, fn: Callable[[], Tensor | None], strict: bool) -> Graph | str:
-        """The function as a graph, or a one-line reason why it cannot be captured. strict: raise that instead, as on a
-        device without graphs."""
+        """The function as a graph, or why it cannot be captured (raised if strict, or on a device without graphs)."""
         try:
             with torch.inference_mode():
                 return Graph(fn, self.device, self.pool)

@@ -14,11 +14,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..models.decoder import TextModel
 from ..ops.reference import Backend
 from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch, accept
 from ..spec.drafter import Drafter
-from ..spec.protocols import Target
 from ..types import Draft, KVPages, KVView, Verdict
 
 
@@ -104,7 +104,7 @@ class CycleOutput:
 
 
 def cycle(
-    model: Target,
+    model: TextModel,
     pages: KVPages,
     draft: Draft | None,
     drafter: Drafter | None,
@@ -139,8 +139,7 @@ def cycle(
 
 
 def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
-    """Replaces the drafter's context by the rows of a tree's accepted path. Past its end the last row is repeated, at
-    its own position: another sequence's path may be longer than the pages that this one has."""
+    """Keeps a tree's accepted path as the drafter's context; past its end the last row is repeated at its position."""
     rows, device = out.verdict.rows, x.position.device
     assert rows is not None
     (size, wide), at = rows.shape, (x.rows.start[:-1, None] + rows).reshape(-1)
@@ -182,8 +181,7 @@ def verify(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
 
 
 def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
-    """For each emitted token {id: logprob}, the chosen one first; `rows` as `Backend.logprob_rows` returns them, with
-    the `top` likeliest."""
+    """{id: logprob} of each emitted token, itself first, then the `top` likeliest; rows: `Backend.logprob_rows`."""
     out = []
     for row, token in zip(rows, tokens):
         width = len(row) // 2

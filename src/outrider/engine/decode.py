@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore
+from ..models.decoder import TextModel
 from ..ops.trees import TreeRows
 from ..spec.choose import Filters, SamplingBatch
 from ..spec.drafter import DraftBatch, Drafter
-from ..spec.protocols import Target
 from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle
@@ -61,8 +61,7 @@ class Key:
 
 @dataclass
 class State:
-    """Position and sampling state of each slot's sequence, on the device. The last row is for padding rows of a
-    batch."""
+    """Position and sampling state by slot, on the device. The last row is for padding rows of a batch."""
 
     last: Tensor  # int64 [S + 1] the newest token
     position: Tensor  # int64 [S + 1] its position
@@ -127,10 +126,9 @@ def allowed(bits: Tensor, vocab: int) -> Tensor:
 
 @dataclass
 class DecodeStep:
-    """The captured function. It writes the emitted tokens to `out` and the next inputs to `state`, and returns the
-    logits [R, V]."""
+    """The captured function: emitted tokens to `out`, the next inputs to `state`; returns the logits [R, V]."""
 
-    model: Target
+    model: TextModel
     store: KVStore
     drafter: Drafter | None
     state: State

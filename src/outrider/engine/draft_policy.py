@@ -60,8 +60,7 @@ class DraftPolicy:
         return DraftContext(seq.id, offers, match, *where, False, self._nodes(seq, widest), unread, adapter_of(seq))
 
     def trust(self, ready: Sequence[Seq]) -> dict[str, Sequence[float]]:
-        """Acceptance by each drafter's confidence for these sequences; if they share an adapter, that of the
-        adapter."""
+        """Acceptance by each drafter's confidence; if the sequences share an adapter, with that adapter."""
         adapters, members = {adapter_of(seq) for seq in ready}, self.drafter.members if self.drafter is not None else ()
         adapter = adapters.pop() if len(adapters) == 1 else ""
         return {member.name: self.controller.trust(member.name, adapter) for member in members}
@@ -92,10 +91,9 @@ class DraftPolicy:
         return seq.request.tree if seq.request.tree is not None else self.spec.tree
 
     def _nodes(self, seq: Seq, widest: int) -> int:
-        """Maximum number of tokens of a tree now; 0: drafts stay chains, as they do if a row could have other bits in a
-        tree (the backend says). Trees that were not requested must also be fast (the
-        executor says) and pay: on a CPU runner-ups gain 14 to 21 % where tokens are drawn, and nothing to greedy
-        decoding (docs/drafting.md); on a GPU rows cost little."""
+        """Maximum tokens of a tree now; 0: chains, also where a row could have other bits in a tree (the backend
+        says). Trees that were not requested must be fast (the executor says) and pay: on a CPU only where tokens are
+        drawn (docs/drafting.md); on a GPU rows cost little."""
         asked, params = self._tree(seq), seq.request.params
         if not self.can.trees or seq.request.drafter == "ngram":
             return 0
@@ -116,14 +114,12 @@ class DraftPolicy:
         return next((min(most, member.max_tokens) for member in members if member.name == name), 0)
 
     def copies(self, request: Request) -> bool:
-        """May n-gram copies be drafted? A network's draft needs nothing from the host; a copy is only as new as the
-        tokens the host has read. So with a network and steps that are read one behind, copies are made only if
-        requested by name."""
+        """May n-gram copies be drafted? They are only as new as the tokens the host has read, so next to a network
+        with steps that are read one behind only if requested by name."""
         return request.drafter == "ngram" or (request.drafter is True and (self.drafter is None or not self.graphs))
 
     def _max_draft_len(self, seq: Seq, widest: int) -> int:
-        """Maximum draft length: limited by the tokens that may be emitted, the context, and the number of independent
-        rows."""
+        """Limited by the tokens that may be emitted, the context, and the number of independent rows."""
         return min(
             seq.remaining - 1 - (seq.num_inflight_tokens > 0),
             self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1,

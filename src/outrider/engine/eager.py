@@ -189,8 +189,7 @@ class EagerExecutor(Executor):
 
     @torch.inference_mode()
     def drafts(self, batch: StepBatch, sampling: SamplingBatch, apart: str | None) -> dict[int, DraftResult]:
-        """The drafts of a step that another executor runs, by number of the sequence, except those of the drafter
-        `apart`."""
+        """Drafts of a step that another executor runs, by index of the sequence; not those of the drafter `apart`."""
         drafted = [item.plan.k and item.guess is None and item.plan.drafter != apart for item in batch.decode]
         which = [i for i, here in enumerate(drafted) if here]
         if not which:

@@ -15,12 +15,12 @@ import torch
 
 from ..cache.store import KVStore
 from ..config import EngineConfig, SpecConfig
+from ..models.decoder import TextModel
 from ..ops.lowrank import Adapter
 from ..spec.controller import Controller
 from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
 from ..spec.plan import VerifiedTree
-from ..spec.protocols import Target
 from ..types import MAX_DRAFT, OutriderError, RequestStats, require
 from .draft_policy import DraftPolicy
 from .eager import EagerExecutor
@@ -64,7 +64,7 @@ class Event:
 class Engine:
     def __init__(
         self,
-        model: Target,
+        model: TextModel,
         tokenizer: Tokenizer | None,
         config: EngineConfig,
         spec: SpecConfig,
@@ -135,9 +135,8 @@ class Engine:
         return [*made, EagerExecutor(runner)]
 
     def serve(self) -> str:
-        """Prepare for serving, where requests come at any moment and every step delays all of them: memory is allocated
-        before it is needed, prompts run in short chunks, and on a GPU the likely steps and passes are captured before
-        the first request. Returns a line about what was prepared."""
+        """Prepare for requests at any moment: allocate memory, shorten prompt chunks, on a GPU capture the likely
+        steps and passes. Returns a line about what was prepared."""
         self.store.take_ahead()
         made = self.executors[0].prepare() if self.device.type == "cuda" else ""
         if self.can.prefill_idle and self.can.prompts_independent:
@@ -227,8 +226,7 @@ class Engine:
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
-        """Schedule, launch, read, commit. With steps that are read one behind, this step runs while the previous one is
-        committed."""
+        """Schedule, launch, read, commit. With steps that are read one behind, the previous one is committed."""
         began = self.clock()
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
@@ -332,8 +330,7 @@ class Engine:
         self._events.append(event)
 
     def tidy(self, unused_s: float) -> int:
-        """Between two steps: free K/V memory that has been unused for the given time (`KVStore.tidy`). Returns the
-        bytes."""
+        """Between two steps: free K/V memory unused for this long (`KVStore.tidy`); returns the bytes."""
         if self.store.disk is not None:
             self.store.disk.drain()
         return self.store.tidy(unused_s)

@@ -133,8 +133,7 @@ class CompiledGrammar:
         return GrammarMatcher(self._start, self._vocab, self._eos)
 
     def rehearse(self) -> None:
-        """Some grammars compile fast and are slow while decoding: follow a few allowed tokens, and refuse a grammar
-        with slow masks."""
+        """Refuse a grammar that compiles fast and has slow masks: follow a few allowed tokens."""
         matcher, rng = self.matcher(), random.Random(0)
         for _ in range(REHEARSED):
             allowed = unpacked(matcher.bits([]), self._vocab)[0]

@@ -48,9 +48,8 @@ def oversized(found: Key, wanted: Key) -> bool:
 
 
 def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
-    """The key to capture for a step that no graph covers. A step with trees is not padded, since attention keeps
-    partial sums of each of its rows by splits of the context. most: maximum number of sequences; furthest: maximum
-    position; rows: maximum of a captured step."""
+    """The key to capture for a step that no graph covers. Trees are not padded: attention keeps partial sums of each
+    of their rows. most, furthest, rows: the maximum of sequences, positions and rows."""
     if key.nodes:
         return key
     batch = next((size for size in BATCHES if size >= key.batch), key.batch)

@@ -161,8 +161,7 @@ class GraphExecutor(Executor):
         return GraphPlan(batch, graph, wanted.context, draft) if graph is not None else None
 
     def _placed(self, batch: StepBatch) -> bool:
-        """Put the adapters of the whole step into slots, so that its prompts move none. Graphs that read freed tensors
-        are dropped."""
+        """Put the adapters of the whole step into slots, and drop graphs that read freed tensors."""
         slots = self.runner.adapters.slots if self.runner.adapters is not None else None
         if slots is None:
             return False
@@ -228,9 +227,8 @@ class GraphExecutor(Executor):
         return next(iter(self._drafters(scheduled)), None) if len(self.names) > 1 else None
 
     def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
-        """Tokens of each sequence's tree in this step; 0: drafts are chains, because no request uses trees, or they
-        would be too deep or too wide. Steps with penalties, masks, logprobs or drafts from the host use chains as well:
-        drafts never change the output."""
+        """Tokens of each sequence's tree in this step; 0: chains, as no request uses trees, they would be too deep or
+        too wide, or the step has penalties, masks, logprobs or drafts from the host."""
         # pages are reserved for this many rows of each; a sequence without a draft keeps its root
         asked = min(item.plan.nodes for item in scheduled if item.plan.k)
         if (
@@ -367,8 +365,7 @@ class GraphExecutor(Executor):
         return out
 
     def _heed_alarm(self) -> None:
-        """A one-launch draft round has timed out, which cost a second and drafted nothing: draft step by step from now
-        on."""
+        """A one-launch draft round has timed out: draft step by step from now on."""
         drafter = self.drafter
         if drafter is None or drafter.alarm is None or self.runner.divided:
             return
@@ -385,9 +382,8 @@ class GraphExecutor(Executor):
         self._instead.clear()
 
     def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key, draft: CapturedGraph | None) -> None:
-        """The grammars' masks after each drafted token. The drafts come first, from a graph of their own (or the host),
-        since masks depend on them. The engine has read every earlier step, since masks also depend on the emitted
-        tokens."""
+        """The grammars' masks after each drafted token. The drafts come first, from a graph of their own or from the
+        host."""
         drafts = [list(item.guess or ()) for item in scheduled]
         if draft is not None:
             self._upload(scheduled, draft.key)

@@ -92,8 +92,7 @@ class HostExecutor(Executor):
 
     @torch.inference_mode()
     def _extend(self, passed: Sequence[tuple[int, int, int]], batch: StepBatch | None = None) -> None:
-        """Let a drafter with its own K/V read the last call; passed: slot, first position, draft tokens of each
-        sequence."""
+        """Let a drafter with its own K/V read the last call; passed: slot, position, draft tokens of each sequence."""
         kv = self.runner.view([slot for slot, _, _ in passed], [(start, k + 1) for _, start, k in passed])
         streams, chosen = self.cycle.last_pass(sum(k + 1 for _, _, k in passed))
         self.runner.extend(batch.decode if batch is not None else (), streams, kv, chosen)

@@ -187,8 +187,7 @@ def as_array(image: object) -> np.ndarray:
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[object]]:
-    """Messages as chat templates read them, with `{"type": "image"}` in place of each image, and the images in
-    order."""
+    """Messages for chat templates, with `{"type": "image"}` in place of each image, and the images in order."""
     out, images = [], list[object]()
     for message in messages:
         content = message.get("content")
@@ -220,9 +219,8 @@ def _part(part: object, images: list[object]) -> dict[str, Any]:
 
 # ---- untrusted files -------------------------------------------------------------------------------------------------
 class ImageDecoder:
-    """Decodes files in subprocesses with limits on time and memory. A file that makes the decoder take gigabytes or
-    minutes, or crash, ends its process only: the file is refused, and the next one starts a new process. Small images
-    have a process of their own, so that they never wait for a large one."""
+    """Decodes files in subprocesses with limits on time and memory: a hostile file ends its process only, and is
+    refused. Small images have a process of their own, so that they never wait for a large one."""
 
     def __init__(self, max_pixels: int = MAX_PIXELS, seconds: float = DECODE_SECONDS) -> None:
         self.max_pixels = max_pixels

@@ -72,8 +72,7 @@ class KVOptions:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the device, on a CPU within the limit of the container; UNKNOWN if the system does not report
-    it."""
+    """Free memory of the device, on a CPU within the container's limit; UNKNOWN if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = UNKNOWN
@@ -83,8 +82,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def container_bytes(root: Path) -> int:
-    """Memory left within the limit of a container (cgroups v2 or v1); UNKNOWN without one. The page cache counts as
-    used there, but the system frees it on demand."""
+    """Memory left within a container's limit (cgroups v2 or v1; page cache counts as free); UNKNOWN without one."""
     for limit, used, stat, files in (
         ("memory.max", "memory.current", "memory.stat", "file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
@@ -99,17 +97,15 @@ def container_bytes(root: Path) -> int:
 
 
 def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int) -> int:
-    """Bytes for K/V: the free memory, less the share that was not granted and the activations. rows: maximum rows of a
-    step; pass_rows: rows of the largest captured prefill pass."""
+    """Bytes for K/V: free memory less activations and the share not granted. rows: of a step; pass_rows: of a pass."""
     free, total = torch.cuda.mem_get_info(device)
     work = work_bytes(model.vocab_size, rows) + captured_bytes(model, pass_rows)
     return int(free - (1.0 - config.gpu_memory) * total) - work
 
 
 def captured_bytes(model: ModelConfig, rows: int) -> int:
-    """Bytes that captured prefill passes of up to this many rows hold; all share the memory of the largest: the
-    activations of one layer for every row, and the partial attention sums, by split of the context, for the last rows
-    of many sequences."""
+    """Bytes of captured prefill passes: one layer's activations of every row of the largest, and partial attention
+    sums by split of the context."""
     if not rows:
         return 0
     sums = max(layer.attn.heads * layer.attn.head_dim for layer in model.layers)
@@ -117,8 +113,7 @@ def captured_bytes(model: ModelConfig, rows: int) -> int:
 
 
 def spare_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes of a GPU outside the share granted to weights, K/V and activations (`EngineConfig.gpu_memory`); 0 on a
-    CPU."""
+    """Bytes of a GPU outside the share granted (`EngineConfig.gpu_memory`); 0 on a CPU."""
     return int((1.0 - config.gpu_memory) * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
@@ -153,8 +148,7 @@ def plan_kv_memory(
 def _divided(
     config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int
 ) -> KVBudget:
-    """A GPU's budget divided between full and sliding layers. full, sliding: bytes per position in all layers of that
-    kind."""
+    """A GPU's budget divided between full and sliding layers. full, sliding: bytes per position of all such layers."""
     page = config.page_size
     held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
     chunk = config.prefill_chunk or 1024

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore, SeqCache, last_rows, ragged, upload
+from ..models.decoder import TextModel
 from ..ops.lowrank import Adapter
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
-from ..spec.protocols import Target
 from ..spec.slot_sampling import Joining, SamplingFeatures, SlotSampling, filters_of
 from ..types import ImageSpan, KVView, OutputRows
 from .adapters import AdapterPool
@@ -30,7 +30,7 @@ log = logging.getLogger("outrider")
 
 @dataclass
 class ModelRunner:
-    model: Target
+    model: TextModel
     store: KVStore
     drafter: Drafter | None
     features: Tensor  # [slots + 1, H·(1 + taps)]: the drafter's inputs; the last row is for padding rows
@@ -68,10 +68,9 @@ class ModelRunner:
         run: Callable[[Sequence[ScheduledSeq]], None] | None = None,
         most: int = 0,
     ) -> None:
-        """Run prompt chunks, packed into few passes. Each gives the same bits as alone: chunks share a pass only up to
-        the number of rows that the backend guarantees to be independent, and long ones only with long ones, which have
-        other attention kernels; a larger chunk runs alone, and always with the same rows. run: another way to run a
-        pass, of at most this many rows (0: as many as are independent)."""
+        """Run prompt chunks, packed into few passes, each with the same bits as alone: up to the number of independent
+        rows, and long chunks only with long ones, which have other attention kernels. run: another way to run a pass,
+        of at most `most` rows (0: as many as are independent)."""
         can, at = self.model.ops.capabilities, 0
         for item in scheduled if any(x.seq.request.images for x in scheduled) else ():
             if (span := item.seq.image_at(item.start)) is not None:
@@ -100,8 +99,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
-        """One forward pass over some chunks. The last hidden state of a prompt is kept if its first draft starts from
-        it; the outputs of other rows are not read."""
+        """One forward pass over some chunks. A prompt's last hidden state is kept if its first draft starts from it."""
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         kv = self.view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
         ends = [i for i, item in enumerate(scheduled) if item.wanted]
@@ -118,7 +116,7 @@ class ModelRunner:
         kv: KVView,
         last: OutputRows,
         scheduled: Sequence[ScheduledSeq] = (),
-        model: Target | None = None,
+        model: TextModel | None = None,
         following: Tensor | None = None,
     ) -> Tensor:
         """A prefill pass: the drafter's inputs at the rows `last`. A drafter with its own K/V reads all rows, and in a
@@ -159,7 +157,7 @@ class ModelRunner:
             item.seq.stats.drafter_off = reason
         self.metrics.drafter_failures += 1
 
-    def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> Target:
+    def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> TextModel:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
         if self.adapters is None or all([adapter is None for adapter in adapters]):
             return self.model
@@ -238,8 +236,7 @@ class ModelRunner:
         self._sampling = None
 
     def scratch_slots(self, count: int, positions: int) -> list[int]:
-        """n scratch sequences with `positions` reserved, filled with whatever the cache holds; what does not fit uses
-        the scratch page."""
+        """Scratch sequences with `positions` reserved and any content; what does not fit uses the scratch page."""
         while len(self.scratch) < count:
             self.scratch.append(self.store.open([0], self.store.spec.page_size, reuse=False)[0])
         for cache in self.scratch[:count]:

@@ -81,8 +81,7 @@ class PrefillBudget:
         return rows * min(others, CLIENTS) if self._few else 0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Report the time of a step with this many prompt rows (including padding of a captured pass). An outlier
-        (another process, a first run) counts little."""
+        """Report the time of a step with this many prompt rows (with padding). An outlier counts little."""
         if not self.with_decodes or not self.choices:
             return
         if not rows:
@@ -100,8 +99,7 @@ def _mixed(before: float, now: float) -> float:
 
 
 def max_batched_prefill(model: ModelConfig, most: int) -> int:
-    """Prompt tokens of all sequences in one pass. A small model takes more: its passes are short, and each costs the
-    host as much as a pass of a large model."""
+    """Prompt tokens of all sequences in one pass; more for a small model, whose passes are short."""
     rows, size = most, model_size(model)
     while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
         rows //= 2

@@ -95,8 +95,7 @@ class PrefillGraphs:
         return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
 
     def capture(self, key: PrefillKey) -> Graph | None:
-        """The graph of this key, captured if necessary. After a failure only passes of fewer rows are captured; one
-        line in the log says so."""
+        """The graph of this key, captured if necessary. After a failure only passes of fewer rows are captured."""
         if key in self.cache.graphs or key in self.cache.refused:
             return self.cache.graphs.get(key)
         self._say([], key)  # the warm-up runs on the scratch page alone
@@ -112,8 +111,7 @@ class PrefillGraphs:
         return None
 
     def prepare(self) -> int:
-        """Capture what a server will need, the largest first (the smaller ones reuse its memory), and nothing after
-        that. Returns the number of graphs."""
+        """Capture what a server will need, the largest first, and nothing after that. Returns the number of graphs."""
         ends = (False, True) if self.runner.drafter is not None else (False,)
         for key in warmup_keys(self.most, self.furthest, ends):
             self.capture(key)
@@ -158,8 +156,7 @@ def furthest(store: KVStore) -> int:
 
 
 def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:
-    """The passes that a server will need, the largest first: of up to `most` rows and `furthest` positions, with and
-    without last states as `ends` says. At most twelve for each."""
+    """A server's passes, the largest first: up to `most` rows and `furthest` positions, with last states by `ends`."""
     few, many = SEQUENCES
     rows = [n for n in LIKELY if n <= most]
     shapes = {(n, few, furthest) for n in rows} | {(n, few, min(NEAR_PREFILL, furthest)) for n in NEARBY if n <= most}

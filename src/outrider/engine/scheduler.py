@@ -126,16 +126,14 @@ class Scheduler:
                 break
 
     def _by_turn(self) -> list[Seq]:
-        """Order of prompts in a step with decoding sequences: first the one with the fewest tokens left, so that a
-        short prompt never waits for a long one; then the others, oldest first, so that none starves. Without those of
-        clients that have had their share."""
+        """Prompts next to decoding sequences, without clients that had their share: the one with the fewest tokens
+        left, which never waits for a long one, then the oldest first."""
         waiting = [s for s in self.running if s.computed < len(s.tokens) - 1 and s.request.client not in self._charged]
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 
     def _may_be_over(self, seq: Seq) -> bool:
-        """The step in flight may emit the last token of this sequence, or fill its context: it is not planned again
-        until that is known."""
+        """The step in flight may end this sequence or fill its context: it is not planned until that is known."""
         return seq.remaining <= 1 or len(seq.tokens) + seq.num_inflight_tokens >= self.max_context
 
     def _admit(self) -> None:

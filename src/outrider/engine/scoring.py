@@ -62,8 +62,7 @@ class ScoringJob(ABC):
 
 
 class Scorer(ScoringJob):
-    """The log-probability that the model gives each token of a text, and those of the `top` likeliest tokens in its
-    place."""
+    """The log-probability of each token of a text, and those of the `top` likeliest tokens in its place."""
 
     logits = True
 

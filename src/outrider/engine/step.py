@@ -131,9 +131,8 @@ class Seq:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledSeq:
-    """One sequence's rows in a step. A prompt chunk has `count` rows from position `start` on, which write K/V. A
-    decoding sequence has its newest token at `start` (one later for every token that a step in flight may add), then
-    the drafted ones of its plan."""
+    """One sequence's rows in a step: a prompt chunk of `count` rows from position `start` on, or its newest token at
+    `start` (one later for every token that a step in flight may add) and the drafted ones."""
 
     seq: Seq
     slot: int
@@ -183,8 +182,7 @@ class Emitted(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched and not yet read. It records which sequence held each slot, since a slot may be reused
-    before the read. Its drafted tokens count as `ahead` of the host until then."""
+    """A step that was launched and not yet read. It records who held each slot, which may be reused before."""
 
     executor: Executor
     batch: StepBatch
@@ -220,8 +218,7 @@ class Executor(Protocol):
         ...
 
     def prepare(self) -> str:
-        """For servers, before the first request: create now what would otherwise be created when first needed (captured
-        graphs), so that no request waits for it. Returns a line that says what was created and how long it took."""
+        """For servers: create now (captured graphs) what the first requests would wait for. Returns a line about it."""
         return ""
 
     def can_probe(self, part: CostPart) -> bool:

@@ -124,9 +124,8 @@ class Tokenizer:
         return bytes(token.replace("▁", " "), "utf-8")
 
     def common_token_ids(self) -> set[int]:
-        """Tokens that any text may hold and that may be far back in a vocabulary: single characters of Latin script,
-        which SentencePiece puts after all merged ones, and special tokens, including end tokens (if there are thousands
-        of reserved ones, only these)."""
+        """Tokens of any text that may be far back in a vocabulary: Latin characters, which SentencePiece puts last,
+        end tokens, and special ones unless there are thousands."""
         letters = {self.backend.token_to_id(c) for c in ["▁", *map(chr, range(32, 256))]}
         return (
             {i for i in letters if i is not None}
@@ -194,9 +193,8 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Incremental text: `push` returns whole characters only, `flush` the rest at the end (as U+FFFD if broken).
-    `prompt`: the preceding tokens; only at the start of a text is the space dropped that a tokenizer adds to the first
-    word."""
+    """Incremental text: `push` returns whole characters, `flush` the rest (U+FFFD if broken). `prompt`: the tokens
+    before; without them the space is dropped that a tokenizer adds to the first word."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), keep_special: bool = False) -> None:
         self.tokenizer, self.keep_special = tokenizer, keep_special

@@ -33,8 +33,7 @@ Rotations = list[Angles]  # of every rope variant
 
 @dataclass(frozen=True)
 class Conv:
-    """DFlash 2: a causal convolution over the block, whose kernel is computed from its input, before and after a
-    sublayer."""
+    """DFlash 2: a causal convolution over the block, before and after a sublayer; its input gives the kernel."""
 
     base: Tensor  # [2, taps, H]
     projection: DeviceWeight  # [2·taps·H/group, H]
@@ -107,8 +106,7 @@ class BlockNet:
         return self.target.rows(ids, self.target.table, scale)
 
     def context(self, streams: Sequence[Tensor]) -> Tensor:
-        """The tapped hidden states, [R, Ht] each -> the context that layers read at a committed position [R, H]; for
-        EAGLE-3 the feature that enters the residual stream."""
+        """Tapped states [R, Ht] each -> the context at a committed position [R, H]; EAGLE-3: the residual's feature."""
         ops, eps, parts = self.ops, self.config.norm_eps, list(streams)
         if self.fc_norms:
             parts = [ops.rms_norm(part, w, eps) for part, w in zip(parts, self.fc_norms, strict=True)]
@@ -130,8 +128,7 @@ class BlockNet:
         return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
 
     def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None:
-        """Writes each layer's K/V of a target pass's positions, from their tapped hidden states. following [R]: the
-        token after each position, which EAGLE-3 reads."""
+        """Writes each layer's K/V of a target pass. following [R]: the token after each position, for EAGLE-3."""
         x, angles = self.context(streams), self.angles(kv.positions)
         if self.config.kind == "eagle3":
             x, _ = self.feature_input(self.layers[0], following, x)
@@ -163,8 +160,7 @@ class BlockNet:
     def rest(
         self, layer: DraftLayer, x: Tensor, attended: Tensor, next_norm: Tensor, slots: int, kernel: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Residual stream x [B·S, H] and attention output [B·S, heads·D] -> the stream after the layer, and the next
-        layer's input."""
+        """Residual stream x [B·S, H] and attention [B·S, heads·D] -> the stream, and the next layer's input."""
         ops, eps = self.ops, self.config.norm_eps
         y = after(layer.attn_conv, kernel, ops.linear(attended, layer.out, layer.out_bias), slots)
         x, h = ops.residual_norm(x, y, layer.post_attn_norm, None, layer.mlp_norm, eps)
@@ -189,8 +185,7 @@ class BlockNet:
     def feature_step(
         self, ids: Tensor, feature: Tensor, kv: KVView, own: BlockRows, step: int
     ) -> tuple[Tensor, Tensor]:
-        """EAGLE-3: token ids [B] and features [B, H] of position `own.end` + step -> the head's input, and the next
-        step's feature."""
+        """EAGLE-3: ids [B], features [B, H] of position `own.end` + step -> the head's input, the next feature."""
         (layer,) = self.layers
         joined, x = self.feature_input(layer, ids, feature)
         attended = self.attend(layer, joined, self.angles(own.end + step), kv, own, step)
@@ -211,16 +206,14 @@ class BlockNet:
         return z * scale if cap is None else torch.tanh(z * (scale / cap)) * cap
 
     def select(self, hidden: Tensor, unary: Tensor, candidates: Tensor, previous: Tensor) -> Tensor:
-        """DFlash 2: scores [B, top] of the candidates [B, top] (draft ids) with these unary logits, after the tokens
-        `previous` [B]."""
+        """DFlash 2: scores [B, top] of the candidates [B, top] (draft ids) after the tokens `previous` [B]."""
         w, ops = self.weights, self.ops
         pairs = ops.embed(previous, w["predecessor"], 1.0) * ops.linear(hidden, w["selector"])  # [B, r]
         after = ops.embed(candidates.reshape(-1), w["successor"], 1.0).view(*candidates.shape, -1)
         return unary + torch.einsum("br,bkr->bk", pairs.float(), after.float())
 
     def markov(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """DSpark's sequential head: its addition to the logits [B, V_d], its next state, and the embedding of the
-        tokens `previous` [B]."""
+        """DSpark's sequential head: addition to the logits [B, V_d], next state, embedding of `previous` [B]."""
         w, ops = self.weights, self.ops
         e = ops.embed(previous, w["markov_w1"], 1.0)  # [B, r]
         state = torch.zeros_like(e) if state is None else state
@@ -236,8 +229,7 @@ class BlockNet:
         return ops.logits(mixed, w["markov_w2"], None), state, e
 
     def confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
-        """DSpark: float32 [B], the probability that the target accepts this slot's token, given that it accepted those
-        before."""
+        """DSpark: float32 [B], the probability that the target accepts this token after those before."""
         joined = hidden if embedded is None else torch.cat((hidden, embedded.to(hidden.dtype)), -1)
         weight, bias = (as_tensor(self.weights[name]) for name in ("confidence", "confidence_bias"))
         return torch.sigmoid(F.linear(joined.float(), weight, bias))[:, 0]

@@ -121,9 +121,8 @@ class BlockConfig:
         return (1, count // 2 - 1, count - 4) if self.taps is None else self.taps
 
     def stored(self, target: ModelConfig) -> tuple[AttnSpec, ...]:
-        """Where the store keeps the drafter's layers: after the target's, in the group of full layers, or of sliding
-        ones if a layer's window is no longer than theirs. A target without full layers keeps its window's positions of
-        every layer."""
+        """Where the store keeps the drafter's layers: with the full ones, or the sliding ones if a window is no longer
+        than theirs. A target without full layers keeps its window's positions of every layer."""
         windows = {target.layers[i].attn.window for i in target.kv_layers}
         sliding = next((w for w in windows if w is not None), None)
         made = []

@@ -125,8 +125,7 @@ def _w4a16(config: Foreign) -> ForeignDict:
 
 
 def _all() -> dict[str, Foreign]:
-    """Adds Google's QAT checkpoints, which have the same shapes: bfloat16 values that Q4_0 represents without loss, and
-    W4A16 for all but the mixture of experts."""
+    """With Google's QAT checkpoints of the same shapes: bfloat16 values of Q4_0, and W4A16 (no mixture)."""
     found: dict[str, Foreign] = {}
     for name in SIZES:
         base, target, assistant = f"google/gemma-4-{name}-it", _target(name), _assistant(name)

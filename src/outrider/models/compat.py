@@ -59,9 +59,8 @@ def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
 
 
 def other_weights(target: str, drafter: str, trained_for: str | None, is_now: str) -> str | None:
-    """A warning if a drafter was trained for other weights of the same model: it runs, with lower acceptance. Our own
-    drafters hold the hash of the target they were trained for; Google's have it in their names (a QAT target wants the
-    QAT assistant)."""
+    """A warning if a drafter was trained for other weights of the model. Our own hold the hash of their target;
+    Google's tell by name (a QAT target wants the QAT assistant)."""
     if trained_for is not None:
         if trained_for.partition("+")[0] == is_now:  # after the plus: the hash of an adapter
             return None

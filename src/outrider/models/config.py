@@ -266,8 +266,7 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
 def _layers(
     raw: Foreign, spec: AttnSpec, kinds: Sequence[str], window: int | None, full: RopeSpec, local: RopeSpec
 ) -> tuple[LayerSpec, ...]:
-    """Layers of one shape, each with K/V of its own: those of the kind "sliding_attention" with a window and the rope
-    `local`."""
+    """Layers of one shape with K/V of their own; "sliding_attention" has a window and the rope `local`."""
     inter, layers = _field(raw, "intermediate_size", int), []
     for i in range(_field(raw, "num_hidden_layers", int)):
         sliding = kinds[i] == "sliding_attention"
@@ -318,8 +317,7 @@ def _llama(kind: str, raw: Foreign) -> ModelConfig:
 
 
 def _gemma(kind: str, raw: Foreign, layers: tuple[LayerSpec, ...]) -> ModelConfig:
-    """The common part of Gemma 3 and 4. Options that no released text decoder uses are refused rather than computed
-    differently."""
+    """The common part of Gemma 3 and 4. Options that no released text decoder uses are refused."""
     if raw.get("attention_bias"):
         raise OutriderError(f"{kind}: attention_bias is not supported")
     if raw.get("use_bidirectional_attention") in (True, "all"):

@@ -87,16 +87,14 @@ class TextModel:
                 self.ple_blocks.append(PerLayerBlock(gate, out, as_tensor(post_norm)))
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        """ids [R] at kv.positions -> hidden states, and the residual streams after the layers `taps`, of the rows
-        `wanted` (None: all)."""
+        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows `wanted`."""
         return self._run(self.embed(ids), ids, kv, taps, wanted, None)
 
     def forward_soft(
         self, soft: Tensor, pad_id: int, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
     ) -> Pass:
-        """Like `forward`, for soft-token rows [R, H] of one image instead of token ids. Per-layer embeddings are those
-        of `pad_id`. end: on sliding layers, and on all of Gemma 3's, every row sees the keys before this position,
-        later rows' included; None: attention is causal."""
+        """Like `forward`, for soft tokens [R, H] of one image, with per-layer embeddings of `pad_id`. end: on sliding
+        layers, and all of Gemma 3's, rows see all keys before it; None: causal."""
         ids = torch.full((soft.shape[0],), pad_id, dtype=torch.int64, device=soft.device)
         return self._run(soft, ids, kv, taps, wanted, end)
 
@@ -126,9 +124,8 @@ class TextModel:
         return Pass(qkv, tuple(streams[i] for i in taps))  # after the last layer, `qkv` is the output of the final norm
 
     def after_attention(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The rest of layer i: residual stream x [R, H] and attention output [R, heads·D] -> the stream after the
-        layer, and the next layer's q, k and v, or after the last layer the final norm. ple: per-layer embeddings [L, R,
-        ple]."""
+        """The rest of layer i: residual stream x [R, H] and attention [R, heads·D] -> the stream, and the next layer's
+        q, k and v (after the last: the final norm). ple: per-layer embeddings [L, R, ple]."""
         ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
         y = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
         if self.experts is None:

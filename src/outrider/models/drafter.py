@@ -36,7 +36,7 @@ from .layers import gather_blocks, rope_variants
 class MTPNet:
     most = 0  # maximum sequences of a whole round in one call; 0 unless a backend replaces this class
     has_runner_ups = False
-    alarm: Tensor | None = None
+    alarm: Tensor | None = None  # int32 [1] on the device, not 0 once a round in one call has failed
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
         layers = bind(config, target.config)
@@ -58,8 +58,7 @@ class MTPNet:
             self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
 
     def start(self, kv: KVView, features: Tensor) -> DraftRound:
-        """kv: one row per sequence at the last position that the target has computed; features [B, Hb·(1 + taps)] at
-        it."""
+        """kv: one row per sequence at the last computed position; features [B, Hb·(1 + taps)] at it."""
         positions = kv.positions + 2 - self.config.position_offset
         return DraftRound(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], self.tapped(features))
 
@@ -79,8 +78,7 @@ class MTPNet:
         return torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1)
 
     def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
-        """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g for the head, next hidden [B,
-        Hb]."""
+        """target.embed(newest token) [B, Hb], hidden [B, Hb] -> g for the head, the next hidden [B, Hb]."""
         ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
         x = ops.linear(self.inputs(token_embedding, hidden, state), self.pre)  # [B, h] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
@@ -96,9 +94,8 @@ class MTPNet:
         return (nxt if self.config.tied_to_target else h), nxt
 
     def candidates(self, g: Tensor, cluster_bonus: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
-        cluster_bonus [B, C]: added to the clusters' scores where the tokens will be chosen with noise
-        (ops.cluster_bonus)."""
+        """Ids [B, N] of the tokens worth scoring (None: all), and their float32 logits [B, N]. cluster_bonus [B, C]:
+        added to the clusters' scores (ops.cluster_bonus)."""
         if self.centroids is None or self.cluster_ids is None:
             return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(
                 g, self.head, None
@@ -110,7 +107,9 @@ class MTPNet:
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """A whole round in one call: tokens [B, steps], confidences or None, lengths [B] (`most`)."""
         raise NotImplementedError("this drafter goes step by step")
 
     def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Of the last round: the best scores that parts of the head found at each step [B, steps, P], and tokens."""
         raise NotImplementedError("this drafter goes step by step")

@@ -69,8 +69,7 @@ class ModelSize:
 
 
 def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.0, read: bool = False) -> int:
-    """K/V size of a sequence of that length: sliding layers keep their window only. `read`: what a pass reads of it;
-    layers that share K/V then count again."""
+    """K/V of a sequence of that length. `read`: what a pass reads of it, where layers that share K/V count again."""
     total = 0
     for layer in config.layers:
         attn = layer.attn
@@ -80,8 +79,7 @@ def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.
 
 
 def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
-    """Multiplications and additions of `rows` new tokens after `context` earlier ones. head_rows: rows whose output is
-    needed; the others only run the layers that write K/V."""
+    """Operations of `rows` new tokens after `context` earlier ones. head_rows: rows whose output is needed."""
     config, last = size.config, size.config.kv_layers[-1]
     top_k = config.moe.top_k if config.moe else 0
     total = 2.0 * head_rows * size.head + 2.0 * rows * (size.outside - config.hidden)
@@ -138,8 +136,7 @@ def drafter_size(config: DrafterConfig) -> DrafterSize:
 
 
 def work_bytes(vocab: int, rows: int) -> int:
-    """GPU memory besides weights and K/V while a step has `rows` rows: two copies of their float32 logits, and a fixed
-    part."""
+    """GPU memory besides weights and K/V of a step of `rows` rows: two float32 copies of logits, a fixed part."""
     return WORK + 2 * 4 * vocab * rows
 
 
@@ -149,8 +146,7 @@ def row_numbers(config: ModelConfig) -> int:
 
 
 def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
-    """Tokens of one sequence whose K/V, at `item` bytes per number, fits next to the weights and the engine's working
-    memory; 0: not even the weights fit."""
+    """Tokens of one sequence whose K/V, at `item` bytes per number, fits next to weights and working memory."""
     free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
     if free < kv_bytes(config, 1, item):
         return 0
@@ -190,9 +186,8 @@ def report(
     total_bytes: float | None = None,
     kv_item: float = 2.0,
 ) -> ForeignDict:
-    """Everything `outrider inspect` shows, as plain data. `context`: length at which passes are compared; weight_bytes:
-    average bytes per weight that a token reads; total_bytes: of all weights, if they differ in size; kv_item: bytes per
-    number of K/V."""
+    """What `outrider inspect` shows. `context`: where passes are compared; weight_bytes: per weight that a token
+    reads; total_bytes: of all weights; kv_item: per number of K/V."""
     size = model_size(config)
     total = size.total * weight_bytes if total_bytes is None else total_bytes
     out: ForeignDict = {
@@ -242,8 +237,7 @@ def report(
 def drafter_report(
     kind: str, reason: str | None, parameters: int, step: float, target_token: float, **own: object
 ) -> ForeignDict:
-    """The part of the report about a drafter. reason: why it does not fit; step, target_token: bytes that a draft step
-    and a token of the target read."""
+    """reason: why it does not fit; step, target_token: bytes that a draft step and a target's token read."""
     return {
         "model_type": kind,
         "fits": reason is None,

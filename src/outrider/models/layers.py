@@ -34,8 +34,7 @@ def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
 
 
 def rope_variants(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[int], list[Tensor]]:
-    """The rope variant of each layer, and the frequencies of each variant: angles are computed once per pass and
-    variant."""
+    """The rope variant of each layer, and the frequencies of each variant."""
     kinds: list[RopeSpec] = []
     for layer in layers:
         if layer.rope not in kinds:

@@ -19,9 +19,8 @@ Config = ModelConfig | DrafterConfig
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One canonical weight. Matrices, embeddings and biases take the load dtype (the first two also a packed form),
-    norms and vectors are float32, an index is int64. `plus_one`: the checkpoint stores w - 1 (Gemma 3's
-    safetensors)."""
+    """One canonical weight. Matrices, embeddings and biases take the load dtype, norms and vectors are float32, an
+    index is int64. `plus_one`: the checkpoint stores w - 1 (Gemma 3's safetensors)."""
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]
@@ -78,8 +77,7 @@ def only_looked_up(config: Config, name: str) -> bool:
 
 
 def roundable(name: str, plan: TensorPlan) -> bool:
-    """A matrix that `--quantize` rounds on a GPU: embeddings, heads and routers stay dense, as in quantised
-    checkpoints."""
+    """A matrix that `--quantize` rounds on a GPU: embeddings, heads and routers stay dense."""
     return (
         plan.role in ("matrix", "embedding")
         and name not in ("embed", "ple_embed", "head")
@@ -186,8 +184,7 @@ def _target(config: ModelConfig) -> dict[str, TensorPlan]:
 
 
 def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
-    """Gemma 4's assistants, and our own drafters: no head when it is tied to the target's embedding, inputs from
-    tapped layers next to the last hidden state, and the plain style without sandwich norms, q norm and scalar."""
+    """Gemma 4's assistants and our own drafters (see models/drafter.py)."""
     hidden, wide, vocab = config.hidden, config.backbone_hidden, config.vocab_size
     plan = PlanBuilder(hidden)
     if not config.tied_to_target:

@@ -39,8 +39,7 @@ class TPRank:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a source tensor that a process keeps: spans of its rows (dimension -2; of a vector its elements), or
-    of its columns."""
+    """A process's part of a source tensor: spans of rows (dimension -2; of a vector its elements), or of columns."""
 
     spans: tuple[Span, ...]
     columns: bool = False

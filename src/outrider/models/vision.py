@@ -25,8 +25,7 @@ GRAPHS, GRAPH_PIXELS = 16, 1120 * 48 * 48 // 2  # captured shapes; for larger im
 
 
 class ShapeGraphs:
-    """An encoder with one CUDA graph per image shape seen before: launching a tower's kernels takes longer than running
-    them."""
+    """An encoder with one CUDA graph per image shape seen before: launches take longer than kernels."""
 
     def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
         self._run = run
@@ -78,9 +77,8 @@ class VisionModel:
     def __init__(
         self, config: VisionConfig, weights: dict[str, Tensor], ops: Backend | None = None, threads: int = 1
     ) -> None:
-        """weights: by the names of `VisionConfig.tensors`; those of a tower's layers are popped. ops: the backend of
-        norms, activations and rotation (None: torch); matmuls and attention are torch's. threads: CPU threads while an
-        image is encoded."""
+        """weights: by the names of `VisionConfig.tensors`; a tower's layers are popped. ops: of norms, activations and
+        rotation (None: torch). threads: of the CPU."""
         self.config, self.weights, self.ops, self.threads = config, weights, ops or ReferenceOps(), threads
         self.nbytes = sum(w.nbytes for w in weights.values())
         some = next(iter(weights.values()))
@@ -233,8 +231,7 @@ def unit_range(pixels: Tensor) -> Tensor:
 
 
 def patches(x: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """[h, w, 3] -> values in the order (y, x, channel) [P, side * side * 3], and positions (x, y) [P, 2]; row by
-    row."""
+    """[h, w, 3] -> values (y, x, channel) [P, side * side * 3] and positions (x, y) [P, 2], row by row."""
     rows, columns = x.shape[0] // side, x.shape[1] // side
     cut = x.view(rows, side, columns, side, 3).transpose(1, 2).reshape(rows * columns, -1)
     y, across = torch.arange(rows, device=x.device), torch.arange(columns, device=x.device)

@@ -49,8 +49,7 @@ class VisionConfig:
         return self.boi_id if self.kind == "siglip" else self.image_id
 
     def image_text(self, token: Callable[[int], str | None]) -> tuple[str, str] | None:
-        """Gemma 3 has empty lines around an image, which must be added before tokenizing: (the template's text, its
-        replacement). token: the text of an id."""
+        """Gemma 3's empty lines around an image: (the template's text, its replacement). token: the text of an id."""
         begin, end = token(self.boi_id), token(self.eoi_id)
         if self.kind != "siglip" or begin is None or end is None:
             return None

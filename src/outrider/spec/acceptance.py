@@ -78,8 +78,7 @@ class PositionStats:
 
 
 class DrafterStats:
-    """Statistics over all requests of one source of drafts: a drafter, or the n-gram drafter at one range of match
-    lengths."""
+    """Statistics over all requests of one source of drafts (`plan.Source`)."""
 
     def __init__(
         self,
@@ -88,8 +87,7 @@ class DrafterStats:
         trust: Sequence[float] | None = None,
         counts: Sequence[float] | None = None,
     ) -> None:
-        """`trust`: the profile's acceptance by confidence, in 16 equal bins. `counts`: number of tokens measured at
-        each position; None: the prior is not from a profile and is used as it is."""
+        """trust: acceptance by confidence, 16 bins. counts: tokens measured by position; None: no profile's prior."""
         self.tuning, self.arm = tuning, PositionStats()
         self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)

@@ -35,8 +35,7 @@ class AcceptanceProfile:
 
     @property
     def counts(self) -> tuple[float, ...]:
-        """Measured tokens by position. Without the counts: the total, spread in proportion to how often drafts get that
-        far."""
+        """Measured tokens by position; if only the total is known, spread by how often drafts get that far."""
         if self.seen:
             return self.seen
         reached = [1.0]
@@ -49,8 +48,7 @@ Runs = tuple[Sequence[int], Sequence[Sequence[float]]]  # by position: tokens of
 
 
 def measure(answers: Iterable[Runs], weights: str) -> AcceptanceProfile:
-    """Measured from every position of every answer, whether decoding would have drafted there or not. An answer may
-    have no confidences."""
+    """Measured from every position of every answer; an answer may have no confidences."""
     good, seen = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
     bins = [[2.0 * (i + 0.5) / BINS, 2.0] for i in range(BINS)]
     judged = 0

@@ -127,8 +127,7 @@ class BlockDrafter(Drafter):
         return step
 
     def _by_step(self, batch: DraftBatch, wide: int) -> Score:
-        """EAGLE-3: each step feeds the last one's output back. The row of the last committed position is computed
-        again: its output is where the first step starts."""
+        """EAGLE-3: each step feeds its output back. The first starts from the last committed row, computed again."""
         block, hidden = self.block, self.block.target.config.hidden
         feature = block.context(batch.features[:, hidden:].split(hidden, -1))
         own = block.rows(block.layers[0], feature, batch.position - 1, wide)

@@ -85,8 +85,7 @@ def load_block(
 
 
 def rounded(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:
-    """A draft need not be exact: every matrix of a product is quantised, the head as well; embeddings if the ops
-    support lookups in quantised ones."""
+    """A draft need not be exact: every matrix is quantised, and embeddings if the ops look up in quantised ones."""
     tables = plan.role == "embedding" and ops.capabilities.quantizes_tables
     if quantize is not None and (tables or plan.role == "matrix"):
         return ops.quantize(tensor, quantize)

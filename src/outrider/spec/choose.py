@@ -85,8 +85,7 @@ class FilterValues:
 
 @dataclass
 class SamplingBatch:
-    """The parameters and the history of B sequences, as tensors: rows of a `SlotSampling`. `commit` keeps the history
-    up to date on the device."""
+    """Parameters and history of B sequences as tensors, rows of a `SlotSampling`; `commit` updates the history."""
 
     temperature: Tensor  # float32 [B]; 1 where greedy
     sampled: Tensor  # bool [B] sampled, not greedy
@@ -178,9 +177,8 @@ class SamplingBatch:
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def cluster_bonus(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
-        """The bonus that `guess` adds to the scores of a clustered head [B, C] (`ops.cluster_bonus`), or None. clusters
-        [C, S]. None if a filter removes unlikely tokens, whatever their noise: measured, the bonus then finds the
-        choice less often."""
+        """The bonus that `guess` adds to the scores of a clustered head [B, C]; clusters [C, S]. None also if a filter
+        removes unlikely tokens: measured, the bonus then finds the choice less often."""
         if clusters is None or not self.any_sampled:
             return None
         free, cut = self.sampled, self.cut
@@ -189,9 +187,8 @@ class SamplingBatch:
         return ops.cluster_bonus(clusters, self.seed, position, self.temperature, free)
 
     def guess(self, logits: Tensor, position: Tensor, ops: Backend, token_ids: Tensor | None = None) -> Tensor:
-        """The drafter's prediction of the target's choice, with the target's own noise: tokens [B] from its logits [B,
-        N] (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: that can only
-        lower the acceptance."""
+        """The drafter's prediction of the target's choice, with the target's own noise: tokens [B] from logits [B, N]
+        of the ids `token_ids` [B, N] (None: 0..N-1). Filters are applied, history and masks are not."""
         if not self.any_sampled:
             best = ops.argmax(logits)
         else:

@@ -32,8 +32,7 @@ from .tuning import Tuning, match_range
 
 
 class Controller:
-    """One per engine. `plan` before a cycle, `observe` per sequence and `observe_step` once after it, `finish` at a
-    request's end."""
+    """`plan` before a cycle, `observe` per sequence and `observe_step` once after it, `finish` at a request's end."""
 
     def __init__(
         self,
@@ -221,8 +220,7 @@ class Controller:
         return choice._replace(stop=stop, drop=drop / 2, prices=prices)  # costs decide the dropping
 
     def _offer(self, view: DraftContext, name: str) -> tuple[int, Source, DrafterStats] | None:
-        """How many tokens this drafter may offer, its statistics' source, and its estimate; None: it has nothing to
-        offer."""
+        """How many tokens this drafter may offer, its statistics and their key; None: none."""
         cap = min(view.drafter_available.get(name, 0), MAX_DRAFT, view.remaining - 1)
         if cap <= 0:
             return None
@@ -254,8 +252,7 @@ class Controller:
         return self._shared.get(source) or self._shared.add(source, self.cost.free(source.drafter))
 
     def _risk(self, seq: SeqState, shared: DrafterStats, times: Sequence[float], cap: int) -> int:
-        """The longest draft whose total loss this request could still bear: even a prompt with no acceptance at all
-        stays within a few percent of plain decoding."""
+        """The longest draft whose loss this request could bear: without any acceptance it loses a few percent."""
         start, rate = self.tuning.risk if shared.proven else self.tuning.unproven_risk
         allowed = (seq.loss_budget + start + rate * seq.tokens) * times[0]
         k = cap
@@ -310,9 +307,8 @@ class Controller:
     def _rate_batch(
         self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int
     ) -> tuple[float, list[DraftPlan], Candidate | None]:
-        """The plan with most expected tokens per second for the whole batch: a maximum K for all, and within it for
-        each sequence the K after which a further token is worth less than its row costs. A row's cost in tokens depends
-        on the rate that the plan reaches, so there are two passes. Also the best plan of another network drafter."""
+        """The plan with most tokens per second for the whole batch: within a maximum K for all, each sequence's K
+        after which a token is worth less than its row costs. Also the best plan of another network drafter."""
         size, tuning = len(seqs), self.tuning
         verify = np.asarray(self.cost.curve(None, size, context))
         margin = min(tuning.batch_margin[0] + tuning.batch_margin[1] * size, tuning.batch_margin[2])
@@ -376,8 +372,7 @@ class Controller:
         confidence: Sequence[float] | None = None,
         tree: VerifiedTree | None = None,
     ) -> None:
-        """The outcome of one sequence's draft (drafter None or drafted 0: a plain step). For a tree, `drafted` counts
-        all its tokens."""
+        """The outcome of one sequence's draft (None or 0: a plain step). `drafted` counts all tokens of a tree."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(
                 f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
@@ -476,8 +471,7 @@ class Controller:
         self.cost.observe(batch, k, context, seconds, drafter, mixed, tree)
 
     def trust(self, drafter: str, adapter: str = "") -> list[float]:
-        """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15. The list never
-        changes: updates come in a new one."""
+        """Acceptance by confidence, 16 bins: index with int(confidence · 16), at most 15. The list never changes."""
         shared = self._shared.get(Source(drafter, 0, adapter))
         return shared.trust if shared is not None else [(i + 0.5) / BINS for i in range(BINS)]
 

@@ -51,9 +51,8 @@ class CostTable:
         reading: Mapping[str, float] | None = None,
         trees: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
     ) -> None:
-        """verify by batch and context, draft and trees (of a fixed size, by depth) by drafter and batch. reading:
-        seconds per token for a drafter that reads the text itself. Without figures: a careful guess (a row costs 15 %
-        of a plain step, a drafted token 8 %), corrected by `observe`."""
+        """verify by batch and context, draft and trees (of a fixed size, by depth) by drafter and batch, reading:
+        seconds per token. Without figures a guess: a row costs 15 % of a plain step, a drafted token 8 %."""
         if verify is None:
             verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(CURVE_LENGTH)] for b in (1, 32)}
         if draft is None:
@@ -107,8 +106,7 @@ class CostTable:
         return found
 
     def reach(self, drafter: str, batch: int, context: int, sure: float) -> int:
-        """How far a draft that ends itself may go: the best K for tokens that are each right with probability
-        `sure`."""
+        """How far a draft that ends itself may go: the best K for tokens each right with probability `sure`."""
         key = (drafter, batch, context >> 7, sure)
         if key not in self._reaches:
             curve = self.curve(drafter, batch, context)
@@ -177,9 +175,8 @@ class CostTable:
         mixed: float | None = None,
         tree: bool = False,
     ) -> None:
-        """One finished cycle (no prompt chunk in it): k drafted tokens per sequence by `drafter`, in `seconds`
-        altogether. mixed: the table's prediction for a cycle whose sequences drafted differently; it updates the drift,
-        and no single cell."""
+        """One finished cycle without prompt rows: k tokens per sequence by `drafter`. mixed: the prediction for
+        sequences that drafted differently; it updates the drift, and no cell."""
         if not seconds > 0.0:
             return
         part = self._part(drafter, tree)
@@ -209,9 +206,8 @@ class CostTable:
             self._wrong.clear()
 
     def _correct(self, part: CostPart | None, knot: int, cell: int, log_gain: float) -> None:
-        """Move one cell, and its neighbours with it: wider cells by as much, narrower ones by half as much per step
-        away. An error here is assumed there too until they are timed themselves; otherwise a cell that looks too
-        expensive would never be tried again."""
+        """Move one cell, wider ones by as much, narrower ones by half as much per step away: otherwise a cell that
+        looks too expensive would never be tried again."""
         factor = self._factor.setdefault((part if cell else None, knot), [1.0] * CURVE_LENGTH)
         gain = math.exp(log_gain)
         # a plain step does not predict drafted ones, nor the reverse
@@ -277,8 +273,7 @@ class CostTable:
 
 
 def bracket(knots: Sequence[int], x: float) -> tuple[int, int, float]:
-    """The two knots around x and the weight of the upper one; extrapolated above the last pair, clamped below the
-    first."""
+    """The two knots around x, and the upper one's weight; extrapolated above the last, clamped below the first."""
     if len(knots) == 1 or x <= knots[0]:
         return knots[0], knots[0], 0.0
     i = min(bisect_right(knots, x), len(knots) - 1)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..cache.store import last_rows, ragged
 from ..models.config import ModelConfig
+from ..models.decoder import TextModel
 from ..ops.backend import DraftRequest, DraftResult
 from ..types import Draft, KVPages, KVView
 from .acceptance_profile import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, HostDraftRequest, confident_round, padded
-from .protocols import Target
 
 PAGE = 32
 CHUNK = 512  # maximum tokens of one sequence in a pass while catching up
@@ -104,8 +104,7 @@ class DraftPages:
             track.pages.append(self.free.pop())
 
     def view(self, tracks: Sequence[Track], starts: Sequence[int], counts: Sequence[int]) -> KVView:
-        """Rows starts[b] .. starts[b] + counts[b] - 1 of each sequence. Windowed layers use the same table as the
-        others."""
+        """Rows starts[b] .. starts[b] + counts[b] - 1 of each sequence; windowed layers use the same table."""
         wide = max(len(t.pages) for t in tracks)
         table = torch.tensor(
             [t.pages + [0] * (wide - len(t.pages)) for t in tracks], dtype=torch.int32, device=self.device
@@ -119,9 +118,8 @@ class DraftPages:
 
 
 def shortlist(vocab: int, always: Iterable[int] = (), padded: bool = False) -> Tensor | None:
-    """The tokens that a draft model scores, int64 [N] ascending; None: all. padded: it has ids beyond `vocab`, which
-    are never scored. A BPE vocabulary is in the order of merging, so nearly by frequency: the shortlist is its
-    beginning, and the tokens in `always`, wherever they are. Other tokens of a text are scored for that text only."""
+    """The tokens that a draft model scores, int64 [N] ascending; None: all. A BPE vocabulary is nearly in the order of
+    frequency: its beginning, and the tokens in `always`. padded: it has ids beyond `vocab`, never scored."""
     if vocab < 2 * LISTED:
         return torch.arange(vocab) if padded else None
     return torch.tensor(
@@ -134,10 +132,9 @@ class DraftModel(Drafter):
     starts_from = "tokens"
     profile = AcceptanceProfile("", ACCEPTED, TRUST, judged=1980)
 
-    def __init__(self, model: Target, listed: Tensor | None = None, vocab: int | None = None):
-        """listed: see `shortlist`. vocab: the target's vocabulary size, if padding makes it differ from the draft
-        model's. Ids that only the draft model has are never drafted; a text with an id that only the target has gets no
-        drafts."""
+    def __init__(self, model: TextModel, listed: Tensor | None = None, vocab: int | None = None):
+        """listed: see `shortlist`. vocab: the target's, if padding makes it differ. Ids that only the draft model has
+        are never drafted; a text with an id that only the target has gets no drafts."""
         self.model, self.listed, ops = model, listed, model.ops
         self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
@@ -178,8 +175,7 @@ class DraftModel(Drafter):
 
     # ---- in one call
     def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
-        """A sequence whose text is still being read has no draft: few tokens are read per round, so that no other
-        sequence waits long for one prompt."""
+        """A text still being read has no draft: few tokens are read per round, so that no sequence waits long."""
         ids, texts, k, sampling = request.ids, request.tokens, request.k, request.sampling
         plans = request.plans
         assert self.chain is not None
@@ -217,8 +213,7 @@ class DraftModel(Drafter):
             self._pass(spans, [])  # their outputs are not read
 
     def _pass(self, spans: Sequence[tuple[Track, Sequence[int], int, int]], ends: Sequence[int]) -> Tensor:
-        """Run (start, count) of each text through the model; its track then holds their K/V. Returns hidden states of
-        the last rows of the texts with index in `ends` [len(ends), H]."""
+        """Run (start, count) of each text; its track then holds the K/V. Returns the last hidden states of `ends`."""
         view = self.pages.view([s[0] for s in spans], [s[2] for s in spans], [s[3] for s in spans])
         ids = [token for _, text, start, count in spans for token in text[start : start + count]]
         for track, text, start, count in spans:
@@ -262,8 +257,7 @@ class DraftModel(Drafter):
         return padded(drafted, k)
 
     def _scores(self, beside: Sequence[Sequence[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """hidden [F, H] -> logits [F, N], and their token ids [N] (None: all tokens). beside: each sequence's own
-        tokens that are not on the shortlist."""
+        """hidden [F, H] -> logits [F, N], and token ids [N] (None: all). beside: each sequence's unlisted tokens."""
         model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
         if listed is None and self.vocab == model.config.vocab_size:
             return model.logits, None
@@ -283,8 +277,7 @@ class DraftModel(Drafter):
         return scored, torch.cat((listed, torch.tensor(more)))
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
-        """Run the tokens that each sequence's pages do not hold, at least the newest; returns the hidden states of
-        those."""
+        """Run the tokens that each sequence's pages do not hold, at least the newest; returns its hidden states."""
         done = [min(t.agree(text), len(text) - 1) for t, text in zip(tracks, texts)]
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
@@ -313,8 +306,7 @@ class DraftModel(Drafter):
         return max(0, len(tokens) - (len(track.held) if track is not None else 0) - 2)
 
     def assume(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Treat the K/V of `tokens` as present, whatever the pages hold: for timing a step after a prompt without
-        running one."""
+        """Treat the K/V of `tokens` as present, for timing."""
         self._remember()
         track = self.tracks.setdefault(request_id, Track())
         self.pages.reserve(track, len(tokens))

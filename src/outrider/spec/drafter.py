@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.drafter import MTPNet
 from ..ops.backend import DraftResult
 from ..ops.reference import Backend
 from ..ops.trees import TreeRows
 from ..types import MAX_DRAFT, AttnSpec, Draft, DraftPlan, KVView
 from .acceptance_profile import AcceptanceProfile
 from .choose import SamplingBatch
-from .protocols import DraftNet
 
 # (j, the token before, cluster_bonus) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary)
 # and float32 logits [B, N]. cluster_bonus [B, C]: what sampling adds to the scores of a clustered head's clusters.
@@ -71,21 +71,13 @@ class HostDraftRequest:
 
 
 class Drafter:
-    """The base class of all drafters: a kind of drafter is a subclass in its own file. The engine reads these
-    attributes and never tests for a class.
+    """The base class of all drafters. The engine reads these attributes and never tests for a class.
 
-    A block drafter (DFlash, DSpark, EAGLE-3: K tokens from the target's states of all positions, not of the last alone)
-    sets
-    - `taps`: the target layers whose residual streams it reads; the target's `forward` then returns them row by row;
-    - `kv_specs`: the layers of its own K/V, with `kv_layer` counted on from the target's (`len(config.layers) + i`).
-      They are further layers of the target's `KVStore`, over the same pages and slots, so that a shared prefix
-      keeps its draft context, and a window is released with the target's;
-    - `extend`: called after each target pass, prompt chunk or verify, with the streams of all its rows and the next
-      token of each (EAGLE-3 reads it; after a verify pass it is the target's choice there). It projects them and writes
-      K/V at `kv`'s positions. A rejected row is overwritten by the next pass: there is no roll-back.
-    `propose` then attends to that context through `DraftBatch.kv` (`kv.keys[spec.kv_layer]`) and returns the K tokens
-    of its one pass; their confidences, if any, go into `Draft.confidence`.
-    """
+    A block drafter (DFlash, DSpark, EAGLE-3) reads the target's states of all positions: `taps` are the target layers
+    whose residual streams it reads; `kv_specs` the layers of its own K/V, further layers of the target's `KVStore`
+    over the same pages (`kv_layer` counts on from the target's); `extend` is called after each target pass with the
+    streams of all its rows and the next token of each, and writes K/V at `kv`'s positions. Rejected rows are
+    overwritten by the next pass."""
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose residual streams it reads
@@ -93,7 +85,7 @@ class Drafter:
     one_pass: bool = False  # one pass drafts all tokens, so a longer draft takes no more time
     starts_from: Literal["hidden", "tokens"] = "hidden"  # a draft needs the target's states, or only the text
     kv_specs: tuple[AttnSpec, ...] = ()  # its own K/V layers in the target's store
-    net: DraftNet | None = None  # a network that a backend may run inside its own decode step
+    net: MTPNet | None = None  # a network that a backend may run inside its own decode step
     in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
     host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step
     alarm: Tensor | None = None  # int32 [1] on the device, not 0 once a round in one launch has failed there
@@ -115,8 +107,7 @@ class Drafter:
         return features
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        """Draft k >= 1 tokens for every sequence, or a tree of depth k (`DraftBatch.plans`, spec.tree). Any draft may
-        be shorter."""
+        """Draft at most k >= 1 tokens for every sequence, or a tree of depth k (`DraftBatch.plans`, spec.tree)."""
         raise NotImplementedError
 
     def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
@@ -157,9 +148,8 @@ def guess_next(
     ops: Backend,
     clusters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, with
-    its own noise; and the logits they were chosen from. score(cluster_bonus): as `Score`, at this step. clusters [C,
-    S]: ids of a clustered head."""
+    """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, and
+    their logits. score(cluster_bonus): as `Score`. clusters [C, S]: ids of a clustered head."""
     ids, logits = score(sampling.cluster_bonus(clusters, at, ops))
     return sampling.guess(logits, at, ops, ids), logits
 
@@ -171,9 +161,8 @@ def draft_round(
     clusters: Tensor | None = None,
     enough: Callable[[int, Tensor, Tensor], bool] | None = None,
 ) -> Draft:
-    """k draft tokens, one after another. Each is chosen as the target will choose (the same noise at the same
-    position) and is the input of the next step. clusters [C, S]: ids of a clustered head. enough(j, guesses, logits):
-    called after every step; if true, the round ends early and fewer tokens are returned."""
+    """k draft tokens, each chosen as the target will choose and the input of the next step. clusters [C, S]: ids of a
+    clustered head. enough(j, guesses, logits): called after every step; true ends the round."""
     token, guesses = batch.last, list[Tensor]()
     for j in range(k):
         at = batch.position + 1 + j  # the position the guessed token will have
@@ -185,9 +174,8 @@ def draft_round(
 
 
 def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Tensor] = ()) -> Draft:
-    """A round of draft tokens with their confidences. Where the drafts have plans (types.DraftPlan), a confidence may
-    end one, and the round ends when no draft is worth another step. heads: where `score` puts the output of a
-    confidence head [B], step by step; empty: a confidence is the drafter's own probability of its token."""
+    """A round with confidences, which may end a draft that has a plan, and the round if no draft is worth another
+    step. heads: where `score` puts a confidence head's output [B]; empty: the drafter's probability."""
     size, trust, plans = batch.last.shape[0], batch.trust, batch.plans
     columns: Tensor | None = None  # ids of the columns of the last logits [B, N]
     confidence: list[Tensor] = []

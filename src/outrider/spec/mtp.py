@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..models.decoder import TextModel
+from ..models.drafter import MTPNet
 from ..ops.trees import BRANCH, WIDTH, Frontier, TreeRows, max_nodes
 from ..types import Draft, DraftNoise
 from .drafter import DraftBatch, Drafter, Score, draft_round
-from .protocols import DraftNet, Target
 from .tree import Step, build_fixed_tree, build_tree, spread_view, widened
 
 
@@ -21,7 +22,7 @@ class MTPDrafter(Drafter):
     name = "mtp"
     in_graph = True
 
-    def __init__(self, model: DraftNet, target: Target):
+    def __init__(self, model: MTPNet, target: TextModel):
         self.model, self.target, self.net = model, target, model
         self.taps, self.trained_for = model.config.taps, model.config.target_hash
         self.alarm = model.alarm
@@ -73,12 +74,10 @@ class MTPDrafter(Drafter):
         return step
 
     def max_nodes(self, depth: int) -> int:
-        """The most tokens that a tree of this depth can have in a captured step."""
         return BRANCH * depth if self.model.has_runner_ups else max_nodes(depth)
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
-        """A tree inside a captured step: of `nodes` tokens, `depth` deep. If whole rounds return runner-ups, the tree
-        is a chain with those as branches, at no further step; else nodes are scored step by step, several at once."""
+        """If whole rounds return runner-ups, a chain with those as branches; else scored level by level."""
         model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling
         if model.has_runner_ups and batch.last.shape[0] <= model.most and not sampling.any_filter:
             self.propose(batch, depth)

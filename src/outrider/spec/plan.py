@@ -61,7 +61,6 @@ class VerifiedTree(DraftTree):
     def of(
         parents: Sequence[int], path: Sequence[int], steps: float | None = None, tokens: Sequence[int] = ()
     ) -> VerifiedTree:
-        """Without `steps`: one step per level."""
         return VerifiedTree(tokens, parents, path, DraftTree(tokens, parents).deepest if steps is None else steps)
 
     def judged(self) -> list[tuple[int, bool]]:
@@ -76,8 +75,7 @@ class VerifiedTree(DraftTree):
 
 
 class Source(NamedTuple):
-    """Key of the acceptance statistics: a drafter, for the n-gram drafter also a range of match lengths, and for a
-    target with an adapter also the adapter."""
+    """Key of acceptance statistics: a drafter, an n-gram match's range of lengths, and the target's adapter."""
 
     drafter: str
     match: int = 0

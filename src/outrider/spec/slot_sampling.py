@@ -170,8 +170,7 @@ class SlotSampling:
         return found
 
     def commit(self, seen: SamplingBatch, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """The first `counts` of `tokens` [B, K + 1] were emitted: update the selected rows, and from them the
-        tables."""
+        """The first `counts` of `tokens` [B, K + 1] were emitted: update the selected rows and the tables."""
         seen.commit(tokens, counts)
         if seen.penalties is not None and self.penalties is not None:
             self.penalties.counts.index_copy_(0, slots, seen.penalties.counts)

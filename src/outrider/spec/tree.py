@@ -46,8 +46,7 @@ Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]
 
 
 def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = None) -> list[int]:
-    """The likeliest nodes, at most the given number and only those worth their cost, the main chain first; parents come
-    before children."""
+    """The likeliest nodes, at most `most` and worth their prices, the main chain first, parents before children."""
     # a parent is never less likely, nor later
     order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]
     if prices is not None:
@@ -143,8 +142,7 @@ def widened(kv: KVView) -> KVView:
 
 
 def spread_view(kv: KVView, seq: Tensor) -> KVView:
-    """The view of one row per sequence, for several rows of the sequences `seq` [W], which ascend; all at their
-    sequence's position."""
+    """The view of one row per sequence, for several rows of the sequences `seq` [W], ascending, at one position."""
     counts = torch.bincount(seq, minlength=kv.positions.shape[0])
     start = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
     return replace(kv, positions=kv.positions[seq], row_seq=seq, row_start=start, max_rows=int(counts.max()))

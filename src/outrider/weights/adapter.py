@@ -103,8 +103,7 @@ def fuse(
     device: torch.device,
     bases: Mapping[str, DeviceWeight],
 ) -> Mapping[str, LowRank]:
-    """Updates by canonical weight. Backends that multiply 16-bit weights next to float32 activations get the stored
-    dtype, the others the model's."""
+    """Updates by canonical weight, in the stored dtype where 16-bit weights meet float32 activations."""
     halves = ops.capabilities.holds_halves and dtype == torch.float32
     out: dict[str, LowRank] = {}
     for canonical, plan in tensor_plan(config).items():
@@ -212,8 +211,7 @@ def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default
 def _check_complete(
     folder: Path, settings: ForeignDict, updates: Mapping[str, LoraUpdate], sources: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Checks that every layer of the base has an update for the modules in the settings; otherwise the adapter belongs
-    to another base, or the file is truncated."""
+    """Every layer of the base has an update of the modules in the settings, or it is another base's, or cut."""
     listed = settings.get("target_modules")
     limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if not isinstance(listed, list) or any(settings.get(key) is not None for key in limits):

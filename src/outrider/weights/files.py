@@ -66,8 +66,7 @@ def check_supported(files: Files) -> None:
 
 
 def same_tokens(a: Files, b: Files) -> bool:
-    """Whether two tokenizers agree, so that vocabularies of two sizes differ by padding only. A few added tokens may
-    differ: a draft of one of them is rejected, as any wrong draft is."""
+    """Whether two tokenizers agree up to padding and a few added tokens, drafts of which are rejected."""
     builders = [text_files(files).build for files in (a, b)]
     if builders[0] is None or builders[1] is None:
         return False
@@ -76,8 +75,7 @@ def same_tokens(a: Files, b: Files) -> bool:
 
 
 def check_draft_model(target: Files, draft: Files) -> int:
-    """How many token ids a draft model and its target share; an error where their vocabularies differ by more than
-    padding. It needs no weights."""
+    """How many token ids a draft model and its target share; an error where more than padding differs."""
     ours, theirs = (model_config(files).vocab_size for files in (target, draft))
     if ours != theirs and not same_tokens(target, draft):
         why = f"vocabularies of {theirs} and {ours} tokens, from two tokenizers"
@@ -167,8 +165,7 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
 
 
 def sampling_of(folder: Path) -> dict[str, float]:
-    """The sampling parameters of generation_config.json. With `do_sample: false` they have no effect, as in
-    transformers."""
+    """Of generation_config.json. With `do_sample: false` they have no effect, as in transformers."""
     path = folder / "generation_config.json"
     given = read_json(path) if path.is_file() else {}
     return advised(given, {name: name for name in RANGES}, str(path)) if given.get("do_sample") is not False else {}

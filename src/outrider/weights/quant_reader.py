@@ -65,8 +65,7 @@ def groups_of(where: str, shape: Shape, group: int, row_step: int, column_step: 
 
 
 def integers(where: str, shape: Shape, bits: int, group: int, made: dict[str, Tensor], index: Tensor | None) -> Weight:
-    """made: q, scale and zero as in `IntegerFormat`. index [K]: the group of each column, if groups may not be
-    contiguous (act-order); columns are then sorted by group."""
+    """made: q, scale and zero as in `IntegerFormat`. index [K]: each column's group; columns are sorted by it."""
     columns, ordered = torch.arange(shape[-1]), False
     if index is not None and group and (index != columns // group).any():
         order, ordered = torch.argsort(index.long(), stable=True), True
@@ -177,8 +176,7 @@ def float8(method: str, block: tuple[int, int] | None = None, scale: str = "weig
 
 
 def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
-    """codes: the suffix of the packed weight. above: the suffix of the global scale, by which compressed-tensors
-    divides."""
+    """codes, above: suffixes of the packed weight and of the global scale, by which compressed-tensors divides."""
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         *rows, columns = shape

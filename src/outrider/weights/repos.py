@@ -106,8 +106,7 @@ def in_cache(repo: str) -> list[Path]:
 
 
 def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool = True) -> Path:
-    """The file that `repo:quant` means, fetched where the cache does not hold it, with the drafter and the
-    projector (mmproj) that lie next to it."""
+    """The file that `repo:quant` means, fetched if necessary, with the drafter and mmproj that lie next to it."""
     kept = {str(p): p for p in in_cache(repo)}
     if quant is not None and kept:
         try:

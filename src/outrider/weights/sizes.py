@@ -21,8 +21,7 @@ ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a quantised matrix on a GPU (that of ops/triton/repack.py, which cannot be imported without
-    Triton)."""
+    """The layout of a quantised matrix on a GPU (ops/triton/repack.py, which needs Triton)."""
 
     bits: int  # of a code
     group: int  # columns that share a 16-bit scale; 0: one per row

@@ -55,8 +55,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's location. `order`: the order in which to read its rows (of a vector its elements); Llama's GGUF files
-    store q and k permuted."""
+    """A tensor's location. `order`: of its rows (of a vector its elements); Llama's GGUF files permute q and k."""
 
     file: Mapped
     kind: str  # a dense type of ITEM_BYTES or a block format of ops.formats.BLOCKS

@@ -106,8 +106,7 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
 
 
 def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[int, ...]) -> SourceTensor | None:
-    """Separately stored experts: `experts.3.gate_proj` and `experts.3.up_proj` are the rows of entry 3 of
-    `experts.gate_up_proj`."""
+    """Separately stored experts: `experts.3.gate_proj` and `.up_proj` are entry 3 of `experts.gate_up_proj`."""
     base, _, last = name.rpartition(".")
     count, rows, columns = shape
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, (last,))

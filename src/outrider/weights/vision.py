@@ -25,8 +25,7 @@ OTHER_NAMES = {  # newer checkpoints of transformers keep the unified projection
 
 
 def vision_config(files: Files) -> VisionConfig | None:
-    """None: the checkpoint has no vision weights. Those of a GGUF model are in the projector (mmproj) next to it; an
-    unsupported projector is ignored, and the model reads text only."""
+    """None: no vision weights. Those of a GGUF model are in the mmproj next to it, if that is supported."""
     if files.gguf is None:
         return translate(VisionConfig.from_hf, files)
     path = companion(files.path, "mmproj")
@@ -39,8 +38,7 @@ def vision_config(files: Files) -> VisionConfig | None:
 def load_vision(
     files: Files, config: VisionConfig, device: torch.device | str, dtype: torch.dtype, dummy_seed: int | None = None
 ) -> dict[str, Tensor]:
-    """By the names of `VisionConfig.tensors`. Missing, left-over and wrongly shaped tensors are errors, by name.
-    dummy_seed: random weights instead of the checkpoint's."""
+    """By the names of `VisionConfig.tensors`; wrong tensors are errors. dummy_seed: random weights instead."""
     wanted = config.tensors()
     if dummy_seed is not None:
         return _dummy(wanted, device, dtype, dummy_seed)
