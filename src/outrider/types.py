@@ -1,10 +1,8 @@
-"""The types that the packages exchange: attention specs, cache views, drafts, verdicts, requests and statistics.
+"""The types that the packages exchange. Torch-free at run time, so that scheduler, page allocator and controller can
+be simulated.
 
-Torch-free at run time (torch is imported for annotations only), so that the scheduler, the page allocator
-and the controller can be simulated without it.
-
-Shapes: B sequences, R rows (a row is one token of one sequence in one forward pass), K drafted tokens,
-V vocabulary entries, H hidden size, D head size.
+Shapes: B sequences, R rows (a row is one token of one sequence in one forward pass), K drafted tokens, V vocabulary
+entries, H hidden size, D head size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""LoRA adapters of one engine: their names and paths, the loaded ones within a limit, and the model that applies them.
+"""LoRA adapters of one engine: their names and paths, the loaded ones, and the model that applies them.
 
-At most `max_adapters` are loaded. Loading one more evicts the least recently used one; its name and path stay, and it
-is loaded again when a request needs it. A request holds its adapter until it ends, so evicting an adapter, or replacing
-it under the same name, never changes a running request.
+One more than `max_adapters` evicts the least recently used, which is loaded again when needed. A request holds its
+adapter until it ends, whatever is evicted or replaced.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Measures what a cycle costs on this machine: times the executors on scratch sequences and fills the controller's cost
-table.
-
-The table is stored next to the model cache, keyed by machine, model and version, so only the first start measures.
-Later starts time a few cycles and measure again if the table is off. Where steps run as CUDA graphs the stored table is
-trusted: checking it would require capturing graphs.
+"""Measures what a cycle costs on this machine: times the executors on scratch sequences for the controller's cost
+table, which is stored by machine, model and version. Later starts time a few cycles and measure again if it is off;
+with CUDA graphs it is trusted, as a check would require captures.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Chat templates. A template is untrusted code, so it runs in jinja's sandbox, and in a server in a subprocess with
-limits.
-
-`ChatTemplate` renders in this process. `TemplateProcess` renders in a subprocess with limits on CPU time, memory and
-output: an endless loop or an exploding text kills that process and fails the request; the next request starts a new
-process. Run as a script, this file is that process: JSON frames arrive on stdin (the template, then variables) and
-leave on stdout (child_process.py).
+"""Chat templates. A template is untrusted code: it runs in jinja's sandbox, in a server in a subprocess with limits on
+CPU time, memory and output (`TemplateProcess`). Run as a script, this file is that process (child_process.py): the
+template, then variables arrive as JSON.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A script in a process of its own that answers one call after the other: for code that would hold the interpreter, or
-that is not trusted with memory and time.
+"""A script in a process of its own that answers one call after the other, for code not trusted with memory and time.
 
-A frame is 4 bytes of length and as many bytes. The script reads frames from stdin (first the set-up, where there is
-one) and writes one to stdout for each call. It imports nothing of this package, limits itself and ends with its stdin.
-It is started by the first call; one that has died or was late is replaced by the next.
+A frame is 4 bytes of length and as many bytes, on stdin (first the set-up, if any) and stdout. The script imports
+nothing of this package, limits itself and ends with its stdin. One that has died or was late is replaced by the next
+call.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Structured output: a grammar becomes token masks that advance along a draft.
+"""Structured output: a grammar becomes token masks that advance along a draft. Torch-free.
 
-A `CompiledGrammar` is compiled once and shared; each request makes its own `GrammarMatcher` from it. Before a verify
-pass the engine calls `bits(drafts)`, which returns one row per position of the draft and one for the token after it,
-with one bit per vocabulary token. The target's logits are masked row by row, so a draft is cut where it leaves the
-grammar, and the output equals that of masked plain decoding. `advance(tokens)` then commits.
-
-`GrammarCompiler` needs the optional package `llguidance` (extra `serve`); `AllowedTokens` is a grammar that does not.
-Torch-free.
+Before a verify pass the engine calls `bits(drafts)`: one row per position of the draft and one after it, so that the
+output equals that of masked plain decoding. `advance(tokens)` commits. `GrammarCompiler` needs `llguidance` (extra
+`serve`).
 """
 
 from __future__ import annotations

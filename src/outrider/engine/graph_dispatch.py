@@ -1,16 +1,7 @@
-"""Decides which decode steps a server captures before its first request, and which graph serves a step without a graph
-of its own.
-
-Capturing a step takes a tenth of a second, or more if kernels must be compiled first, and all running requests wait for
-it. So:
-
-- `warmup_keys`: a few graphs are captured before the server reports that it is ready;
-- `cheapest_covering`: a step runs in the cheapest graph that covers it. That graph may have more sequences (idle ones
-  pad the batch), more drafted tokens (a limit masks them), a longer context, or more sampling features. The tokens have
-  the same bits;
-- `padded`: a step that no graph covers is captured with padding, so that few captures are needed;
-- `oversized`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more
-  sequences (and more than `FEW_SEQS`, which cost about as much as one), gets a graph of its own.
+"""Which decode steps a server captures before its first request (`warmup_keys`), and which graph serves a step without
+a graph of its own: the cheapest that covers it, with idle sequences, masked drafts, a longer context or more sampling
+features and the same bits (`cheapest_covering`); else a capture with padding (`padded`), as all requests wait for a
+capture. A step that has run `OFTEN` times in an `oversized` graph gets its own.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""The CUDA graph executor: draft K, verify K + 1, choose, accept and the next inputs in a single launch.
+"""The CUDA graph executor: draft, verify, choose, accept and the next inputs in a single launch.
 
-The inputs of the next step (newest token, length, features) stay on the device, one row per cache slot, so a step can
-be launched before the host has read the tokens of the previous one. Tokens are copied asynchronously into pinned
-memory. The host runs one step behind: it reserves pages for the step in flight and the next one, and drops the tokens
-of a sequence that has ended meanwhile. There is one graph per `Key`, captured when it is first needed; all graphs share
-one memory pool. A batch is padded with idle rows on the scratch page to the next size that the backend captures. A
-server captures a few graphs at start and prefers an existing graph over a new capture (graph_dispatch.py).
-
-Drafts made by the host (n-gram copies) are one step old as well: the host uploads what it expects after the tokens it
-has seen, and the graph uses the part from the sequence's current position on.
-
-On a device without graphs the captured function itself runs: the same code is tested on the CPU.
+The next inputs stay on the device, one row per cache slot, and tokens are copied into pinned memory, so the host runs
+one step behind: it reserves pages for two steps, and drops tokens of a sequence that has ended meanwhile. The host's
+own drafts (n-gram copies) are uploaded from the last position it knows; the graph uses the part from the current
+position on. There is one graph per `Key`, captured when it is first needed, with idle rows up to the next batch size;
+a server captures a few at the start and prefers those (graph_dispatch.py). On a device without graphs the captured
+function itself runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The CPU executor: a step is one call of a C library (`Backend.host_cycle`), for requests that are greedy or use
 temperature, top-k, top-p and min-p, with or without logprobs.
 
-Between two passes over the weights every line of Python runs on cold caches, so this path is short: no tensor
-operations, and no 40 µs for entering inference mode. The tokens equal those of `eager`. An MTP drafter's round is part
-of the call; a draft model's round is a separate call before it. A block drafter drafts operation by operation before
-the call, and reads the call's residual streams after it.
+Between two passes over the weights every line of Python runs on cold caches, so this path is short. An MTP drafter's
+round is part of the call, a draft model's a call before it; a block drafter drafts operation by operation before it
+and reads its residual streams after it.
 """
 
 from __future__ import annotations

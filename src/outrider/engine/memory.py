@@ -1,9 +1,6 @@
-"""Plans the K/V memory: how many positions fit, given the model's context limit, the configuration and the free memory.
-
-On a CPU, K/V shares the memory with other programs, so the default is small. On a GPU it takes what weights and
-activations leave of the granted share (`EngineConfig.gpu_memory`). Full-attention layers keep every position; sliding
-layers keep only a window per sequence, so the two kinds of pages are divided such that as many sequences of a typical
-length as possible fit.
+"""Plans the K/V memory: how many positions fit. On a CPU the default is small; on a GPU it takes what weights and
+activations leave of the granted share (`EngineConfig.gpu_memory`), divided between full layers, which keep every
+position, and sliding ones such that most sequences of a typical length fit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The output of one request: detokenised text, and where it ends.
 
-A cycle emits several tokens, but an output ends at the token where plain decoding would have ended it. End tokens, the
-length limit, stop strings and a grammar's failure are checked token by token, and tokens after the end are dropped,
-with their log-probabilities and their count. So the output does not depend on the draft length.
+End tokens, the length limit, stop strings and a grammar's failure are checked token by token, and tokens of a cycle
+after the end are dropped, so the output does not depend on the draft length.
 """
 
 from __future__ import annotations

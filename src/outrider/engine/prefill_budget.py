@@ -1,11 +1,8 @@
 """How many prompt tokens a step may have. Torch-free.
 
-`PrefillBudget.of` makes one from the model and its backend; the scheduler queries it, and the engine reports step times
-to it (`observe`). In a step with decoding sequences, prompt tokens may make the step at most `LONGER` times as long (on
-a CPU up to 16 of them `LONGER_FEW` times: a pass reads the weights, however few rows it has).
-The budget estimates the time of a step without prompts and the time per prompt row, so a long prompt delays running
-streams equally little on large and small models and at every batch size. Where many sequences wait for prefill, or none
-decodes, whole prefill passes run.
+Next to decoding sequences, prompt tokens may make a step at most `LONGER` times as long (on a CPU up to 16 of them
+`LONGER_FEW` times), by the measured time of a step and of a prompt row (`observe`). Where many sequences wait for
+prefill, or none decodes, whole prefill passes run.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""Prefill passes as CUDA graphs: one launch instead of hundreds, so the host finishes long before the device.
+"""Prefill passes as CUDA graphs: one launch instead of hundreds.
 
-A pass is captured for a number of rows, a number of sequences and a context bound: when it is first needed or, in a
-server, a few before the first request (`prepare`) and none later. Chunks run in the smallest captured pass that holds
-them; if none does, their kernels are launched one by one. Padding rows belong to an idle sequence on the scratch page,
-at position 0. So only backends with independent rows have captured passes: there a row has the same bits in any pass.
-
-Padding rows cost as much device time as others. So passes are captured only up to the number of rows that the device
-computes in the time the host takes to launch kernels one by one (`max_prefill_rows`): below that, a padded graph is
-faster. On a small model, where all of `ROWS` are below it, more rows run in several captured passes; on a large one, in
-a single pass launched kernel by kernel.
-
-On a device without graphs the captured function itself runs: the same code is tested on the CPU.
+A pass is captured for a number of rows, of sequences and a context bound, when first needed or, in a server, before
+the first request. Chunks run in the smallest captured pass that holds them, else kernel by kernel. Padding rows belong
+to an idle sequence on the scratch page, so rows must be independent. They cost device time: passes are captured only
+up to the rows that the device computes while the host would launch kernel by kernel (`max_prefill_rows`). On a device
+without graphs the captured function itself runs.
 """
 
 from __future__ import annotations

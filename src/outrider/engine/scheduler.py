@@ -1,15 +1,9 @@
-"""Decides which sequences run in a step, and how many tokens of each. Torch-free: it sees tokens, positions and page
-counts.
+"""Decides which sequences run in a step, and how many tokens of each. Torch-free.
 
-A step holds the decode rows of every running sequence (the newest token and its drafts) and prompt chunks up to a
-budget, so a long prompt delays running streams by at most one chunk (on a CPU: a few tokens); if many prompts wait and
-few streams run, a step takes several chunks. An image that may not be split exceeds the budget; the next one waits
-until the steps after it have made up for that. So do prompts of a client next to streams of several others
-(`PrefillBudget.charge`): one that sends prompts without end has its share of the time. A prompt is prefilled up to its
-last token, which then runs in the first decode cycle.
-
-When pages run out the youngest sequence is preempted: it frees its pages and waits at the head of the queue. Its K/V is
-recomputed. Noise depends on (seed, position) only, so the sequence continues with the same text.
+A step holds the decode rows of every running sequence and prompt chunks up to a budget, so a long prompt delays
+streams little. An image that may not be split exceeds it, and the next waits until later steps have made up for that;
+so do prompts of a client next to streams of others (`PrefillBudget.charge`). When pages run out the youngest sequence
+is preempted: it waits at the head of the queue, and its K/V is recomputed with the same bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Shares one engine among several concurrent callers: threads, or streams that are read in turn.
 
-Each caller receives all events of its own requests, in order. A waiting caller runs the next step for all callers. One
-step runs at a time, and between two steps callers that submit requests go first. If a caller stops reading early, its
-requests are aborted. If a step fails, the affected sequences are unknown: all requests end, and every caller receives
-an error.
+A waiting caller runs the next step for all callers; those that submit requests go first. A caller that stops reading
+aborts its requests. If a step fails, all requests end with an error.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Keeps messages from forging special tokens: only those that the chat template wrote are encoded as special tokens.
 
-A template is rendered to text, and text that spells a special token encodes to it: a message with `<|im_end|>` in it
-could end its turn and forge another. So a conversation is rendered a second time, where stand-ins replace the
-characters that begin and end special tokens in all untrusted text (messages, tools, a request's variables; keys and
-values). The special tokens in that rendering were written by the template. If the plain rendering has no others, it is
-encoded as it is, so ordinary conversations keep their exact ids. Otherwise the second rendering is encoded by a copy of
-the tokenizer with unguessable names for its special tokens, so that the text of a message is encoded as ordinary text.
-
-Stand-ins are single characters that do not occur in the conversation, so templates that trim, split or measure a
-message work as before.
+A conversation is rendered a second time with stand-ins (single characters that it does not hold) for the characters
+that begin and end special tokens in all untrusted text. The special tokens of that rendering are the template's. If
+the plain rendering has no others, it is encoded as it is; otherwise the second one is, by a copy of the tokenizer with
+unguessable names for its special tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The plain data of one step, and the `Executor` protocol. Torch-free.
 
-The scheduler builds a `StepBatch` with one `ScheduledSeq` per sequence: a chunk of its prompt, or its newest token
-followed by K drafted ones. An `Executor` runs it: `plan` returns how it would run the step (None: it cannot), `launch`
-starts the plan and returns a `PendingStep`, `read` waits for it and returns the emitted tokens of each decoding
-sequence. There are three executors: `eager` is the definition and plans everything, `host` runs a cycle in one call of
-a C library, `graphs` replays a CUDA graph. `pick` chooses one per step.
+The scheduler builds a `StepBatch`; an `Executor` plans (None: it cannot), launches and reads it. `eager` is the
+definition and plans everything, `host` runs a cycle in one call of a C library, `graphs` replays a CUDA graph; `pick`
+chooses one per step.
 """
 
 from __future__ import annotations

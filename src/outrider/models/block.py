@@ -1,14 +1,9 @@
 """The networks of block and feature drafters, over the backend's operations: DFlash, DFlash 2, DSpark, EAGLE-3.
 
-A block drafter (the first three) reads the target's hidden states after some layers (taps) at every committed position:
-`context` concatenates, projects and normalises them, `write_context` stores each layer's K/V of them. A draft is one
-pass over a block of tokens, the newest token and mask tokens after it (`backbone`), whose slots attend to that context
-and to one another. EAGLE-3 has one causal layer, whose inputs are the embedding of the token after a position and the
-joined hidden states; it drafts token by token and feeds its output back. Control flow depends on shapes only, so a
-draft can be captured as a CUDA graph.
-
-The definitions are the published ones: dflash (z-lab), DeepSpec (deepseek-ai), speculators (Red Hat), EAGLE-3
-(SafeAILab). tests/parity/test_block_drafters.py compares these networks with them.
+The first three read the target's hidden states after some layers (taps) at every committed position (`context`,
+`write_context`) and draft in one pass over the newest token and mask tokens (`backbone`). EAGLE-3 has one causal
+layer, drafts token by token and feeds its output back. Control flow depends on shapes only. The definitions are the
+published ones: tests/parity/test_block_drafters.py compares with dflash, DeepSpec, speculators and SafeAILab's.
 """
 
 from __future__ import annotations

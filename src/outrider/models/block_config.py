@@ -1,10 +1,8 @@
 """Block and feature drafters (DFlash, DFlash 2, DSpark, EAGLE-3), recognised by config.json alone. Torch-free.
 
-Five layouts are in use: z-lab's (also SpecForge's, NVIDIA's and ModelOpt's), deepseek-ai's, speculators' (Red Hat), and
-the two of EAGLE-3. They name the same things differently; `BlockConfig.from_hf` translates them into one frozen object.
-`taps` are always indices of target layers whose output (residual stream) is read. `target_layer_ids` and ModelOpt's
-`eagle_config` use the same index; `aux_hidden_state_layer_ids` of vLLM and speculators name the next layer, whose input
-the stream is: one more.
+`BlockConfig.from_hf` translates the layouts of z-lab (SpecForge, NVIDIA, ModelOpt), deepseek-ai, speculators (Red Hat)
+and EAGLE-3. `taps` are target layers whose output is read, as `target_layer_ids` and ModelOpt's `eagle_config`;
+`aux_hidden_state_layer_ids` of vLLM and speculators name the next layer: one more.
 """
 
 from __future__ import annotations

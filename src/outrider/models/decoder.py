@@ -1,11 +1,8 @@
-"""A target model, whatever its family: Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen 2 (biases), Qwen 3 (q/k
-norms), Gemma 3 (norms after each sublayer too, five sliding layers to a full one, two RoPE bases) and Gemma 4, text
-only, all five sizes: dense (31B, 12B), mixture of experts (26B-A4B), edge (E2B, E4B).
+"""A target model, whatever its family: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3, Gemma 3 and Gemma 4, text only.
 
 What differs is configuration: a part that a checkpoint lacks is None in its `Block`. Gemma 4's sliding and full layers
-have their own head size, RoPE and K/V heads; full layers may take v from the k projection; edge models share the K/V of
-their last owning layers and add per-layer embeddings (PLE); a scalar multiplies the whole stream after a layer. Gemma
-3's checkpoints store norm weights minus one; the loader adds the one.
+have their own head size, RoPE and K/V heads; full layers may take v from the k projection; edge models share the K/V
+of their last owning layers and add per-layer embeddings (PLE).
 """
 
 from __future__ import annotations

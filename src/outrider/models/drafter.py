@@ -1,20 +1,10 @@
-"""An MTP drafter's network: Gemma 4's assistants (`gemma4_assistant`, `gemma4_unified_assistant`) and our own, which
-depart from their layout where that pays.
+"""An MTP drafter's network: Gemma 4's assistants and our own drafters.
 
-The drafter owns no K/V. Its inputs are the target's embedding of the newest token and the target's last hidden state
-(after the final norm); a few query-only layers attend to the target's cache at one constant position, and the output is
-fed back for the next token. If the sequence has L tokens, of which the newest is sampled but not yet run through the
-target, the view has one row per sequence at position L - 2, the last visible key. With a clustered head only the tokens
-of the best clusters are scored.
-
-Our own drafters (style "plain") differ in this:
-
-- every layer reads the K/V of a target layer chosen in the configuration (`reads`), not only of the last one;
-- the inputs are normalised to unit scale (scale-free RMSNorm), so embedding and hidden state weigh alike; residual
-  streams of further target layers at the last computed position (`taps`) may be inputs as well, once per round;
-- layers are plain pre-norm blocks: the target's K needs no q norm to be matched, and two norms per layer are saved;
-- the head is the target's own embedding (`tied_to_target`): the drafter predicts the target's next hidden state in
-  the target's space, and that prediction is both what the head reads and what is fed back.
+Its inputs are the target's embedding of the newest token and the target's last hidden state; a few query-only layers
+attend to the target's cache at one constant position, L - 2 of L tokens, and the output is fed back. With a clustered
+head only the tokens of the best clusters are scored. Our own (style "plain") read the K/V of chosen target layers
+(`reads`), normalise their inputs to unit scale, also residual streams of further layers (`taps`), have plain pre-norm
+blocks, and use the target's own embedding as head (`tied_to_target`): they predict the target's next hidden state.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""From an image file to the pixels that a vision model reads: decode, turn upright, flatten, resize.
+"""From an image file to the pixels that a vision model reads: decode, turn upright, flatten onto white, resize in 8
+bits like transformers' PIL backend (Gemma 4: bicubic, within the budget; Gemma 3: bilinear, one square). Every problem
+with a file is a `ValueError` of one line.
 
-The resize works on 8-bit values, like the PIL backend of transformers. Gemma 4: bicubic, to the largest multiple of a
-soft token's side that stays within the budget; small images are enlarged. Gemma 3: bilinear, to one square. EXIF
-orientation is applied and alpha is flattened onto white. Every problem with a file is a `ValueError` of one line.
-
-Run as a script, this file is the sandbox process that decodes untrusted files (engine/images.py): it imports
-nothing of this package, and limits its own memory and CPU time. An image that takes long gets idle processor time only:
-the system runs the engine's threads at once when they wake up, and decoding tokens does not wait for its time slice.
+Run as a script, this file is the sandbox process that decodes untrusted files (engine/images.py): it imports nothing
+of this package, limits its memory and CPU time, and gives a long decode idle processor time only.
 """
 
 from __future__ import annotations

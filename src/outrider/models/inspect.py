@@ -1,8 +1,7 @@
 """What a model costs, from its configuration alone: parameters, bytes streamed, K/V, arithmetic intensity. Torch-free.
 
-"Streamed" means: read from memory once per pass. One token reads every matrix of every layer, the head and one row of
-each embedding table; of a mixture of experts only the selected experts. Several tokens in one pass read each matrix
-once, which is why verifying a draft is cheap: `intensity` is the number of floating-point operations per byte.
+A pass reads every matrix of every layer, the head and one row of each table per token; of experts only the selected
+ones.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Tensor parallelism: which heads, columns and tokens of a model each process has. Torch-free.
 
-Every process runs the same passes on its own part of the weights. Attention heads stay with the K/V heads they read; if
-there are fewer K/V heads than processes, several processes keep the same one and divide its query heads. MLP and
-experts are divided along their inner width, embedding and head by tokens. The output of a projection back into the
-residual stream is a partial sum in each process: `Collectives.all_reduce` adds them, always in the order of the ranks,
-so that a row's sum does not depend on the other rows of the batch.
-
-Small weights are replicated: norms, the router, the projections of per-layer embeddings, and all of a drafter but its
-attention, which must run where its K/V heads are.
+Attention heads stay with the K/V heads they read (several processes may keep the same one); MLP and experts are
+divided along their inner width, embedding and head by tokens. `Collectives.all_reduce` adds partial sums in the order
+of the ranks, so a row's sum depends on no other row. Norms, router, per-layer projections and all of a drafter but its
+attention are replicated.
 """
 
 from __future__ import annotations

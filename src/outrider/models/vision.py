@@ -1,9 +1,7 @@
 """From pixels to soft tokens: Gemma 4's vision tower, the 12B's unified embedder and Gemma 3's SigLIP, in plain torch.
 
-Images are encoded one at a time and unpadded: with padding, an image's bits would depend on the other images. Soft
-tokens are rows of the text model's input as they are, not multiplied by sqrt(hidden). Gemma 4's definition is that of
-transformers 5's modeling_gemma4.py, with matrices of the same input stacked, and heads reordered so that their rotation
-is NeoX's.
+Images are encoded one at a time and unpadded, so that bits depend on no other image. Soft tokens are not multiplied by
+sqrt(hidden). Gemma 4's definition is transformers 5's, with stacked matrices and heads reordered for NeoX's rotation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The vision part of a checkpoint's configuration, translated once. Torch-free.
 
-Gemma 4 has two kinds: a tower (E2B, E4B, 26B, 31B: a bidirectional encoder whose output is pooled 3 by 3) and the
-12B's "unified" embedder (one projection of 48 x 48 pixels). Gemma 3 has SigLIP's encoder: always 896 x 896 pixels and
-256 soft tokens. `VisionConfig.from_hf` returns None for a checkpoint without vision.
+Gemma 4 has a tower (pooled 3 by 3) or the 12B's "unified" embedder; Gemma 3 SigLIP's encoder, always 256 soft tokens.
 """
 
 from __future__ import annotations

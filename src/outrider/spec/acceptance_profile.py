@@ -1,11 +1,8 @@
 """A drafter's measured acceptance, acceptance.json in its folder: the controller's prior. Torch-free.
 
-{"weights": fingerprint of the drafter, "accepted": [a_j: probability that position j is accepted given that all before
-it were], "trust": [acceptance by the drafter's confidence, 16 equal bins], "judged": number of tokens measured, "seen":
-[number of tokens measured at each position: the strength of the prior]}
-
-`outrider train` and `outrider eval-drafter --card` write it. A profile of other weights is ignored: the controller then
-starts from neutral figures and learns the same within some hundred tokens.
+{"weights": the drafter's fingerprint, "accepted": [a_j], "trust": [acceptance by confidence, 16 bins], "judged":
+tokens measured, "seen": [by position]}. `outrider train` and `eval-drafter --card` write it; one of other weights is
+ignored.
 """
 
 from __future__ import annotations

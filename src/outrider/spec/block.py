@@ -1,13 +1,8 @@
 """Block and feature drafters: DFlash, DFlash 2, DSpark and EAGLE-3 on the target's hidden states.
 
-The drafter keeps its own K/V at every committed position, as further layers of the target's store over the same pages:
-prefix sharing, preemption and release of a page include its draft context. `extend` writes it from the tapped
-streams of each target pass; rows of rejected drafts are overwritten by the next pass. The K/V of the block itself is
-never stored.
-
-Tokens are chosen with the target's own noise at their position (`draft_round`), so drafts agree at any temperature. A
-tree (except of EAGLE-3) needs one pass too: slot j scores the tokens after every node at depth j, DFlash 2 and DSpark
-also by the node's own token. Drafts never change the output: the target decides.
+The drafter's own K/V at committed positions is written by `extend`; that of the block itself is never stored. Tokens
+are chosen with the target's noise (`draft_round`), so drafts agree at any temperature. A tree (except of EAGLE-3)
+needs one pass too: slot j scores the tokens after every node at depth j.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """How the target chooses a token: a deterministic function of (logits, parameters, history, seed, position).
 
-    z     = process(logits)           penalties -> logit bias -> bad words -> grammar -> min_tokens
-                                      -> temperature -> top-k -> top-p -> min-p
-    token = argmax(z)                 at temperature 0 (below 1e-5), the lowest id on ties
-    token = argmax(z + gumbel(seed, position, token))   otherwise: an exact draw from softmax(z)
+z = process(logits): penalties, logit bias, bad words, grammar, min_tokens, temperature, top-k, top-p, min-p. The token
+is argmax(z) at temperature 0, the lowest id on ties, else argmax(z + gumbel(seed, position, token)), an exact draw
+from softmax(z). The drafter predicts with the same noise (`guess`), and a draft token is accepted while it equals the
+target's choice (`accept`), so the output depends neither on the drafter nor on K or the batch.
 
-The noise has no state: the drafter predicts with the same noise (`guess`), and a draft token is accepted while it
-equals the target's choice (`accept`). So the output does not depend on the drafter, on K or on the batch.
-
-Every row is computed from that row alone, to the bit: sums over the vocabulary (top-p) are done in integers, so that no
-order of summation can matter. Nothing here waits for the device (no `.item()`, no boolean indexing) on CUDA.
-
-Conventions (OpenAI / vLLM). Repetition penalty looks at prompt and output, presence and frequency at the output only;
-all of them see the drafted prefix, position by position. Bad words look at prompt and output. Logprobs are those of the
-raw logits. Filters are functions of the values: tokens with equal logits are kept or dropped together.
-    top-k: keep z >= the k-th largest.   min-p: keep p >= min_p * max p.
-    top-p: keep a token while the mass of the strictly likelier ones (after top-k) is < top_p.
+Every row is computed from that row alone, to the bit: top-p sums in integers. Nothing here waits for a CUDA device.
+Repetition penalty and bad words look at prompt and output, presence and frequency at the output only; all see the
+drafted prefix. Logprobs are those of the raw logits. Equal logits are kept or dropped together: top-k keeps z >= the
+k-th largest, min-p p >= min_p * max p, top-p a token while the mass of strictly likelier ones (after top-k) is <
+top_p.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Chooses drafter and K for every sequence in every cycle, so that speculation is never slower. Pure, torch-free.
 
-A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller
-picks the K in 0..16 (0 is plain decoding) with the most tokens per second, jointly over the batch. C comes from the
-measured `CostTable`. a_j, the probability that position j is right given that all before it were, is learnt from what
-the target accepted: exponentially weighted per request, drawn towards the running estimate over all requests with the
-same adapter, which itself starts from the model card's prior (an adapter's from the base model's). A rejection hides
-the positions behind it; they are not counted.
+A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller picks
+the K in 0..16 with the most tokens per second, jointly over the batch. C is the measured `CostTable`. a_j, the
+probability that position j is right given that all before it were, is learnt from what the target accepted:
+exponentially weighted per request, drawn towards the estimate over all requests with the same adapter, which starts
+from the model card's prior.
 
-Verification is coupled (same seed, same text whatever was drafted), so nothing decided here can change a text.
-
-Safety, in order: a new drafter starts with short drafts until something was accepted; plain decoding is left only
-for a predicted gain of more than `margin`; a request that has lost time to drafting must earn it back before it may
-risk more (`SeqState.loss_budget`); exploring may cost at most `explore` of all time, with intervals that double. All
-numbers are in `Tuning`.
+Safety: a new drafter starts with short drafts; plain decoding is left only for a predicted gain of more than `margin`;
+a request that has lost time must earn it back before it may risk more (`SeqState.loss_budget`); exploring costs at
+most `explore` of all time. All numbers are in `Tuning`.
 """
 
 from __future__ import annotations

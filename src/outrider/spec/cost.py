@@ -1,13 +1,8 @@
 """The cost table: measured step time by batch, K and context on this machine, plus the drafter's own time. Torch-free.
 
-A `CostTable` holds measured times at a few knots and interpolates: linear in the batch and in the context, monotone in
-K (a wider step is never cheaper: a dip is noise). `timing.measure` fills it in at most three seconds; `observe` updates
-it while the engine runs; `save` / `load` keep it between runs, keyed by machine, model and version (`key`).
-
-Two things change a step's time: the machine (another process, a hotter chip: all cells alike) and a mis-measured cell.
-Only the second matters for choosing K. So a deviation is first attributed to the machine (`drift`), and to the cell
-only if the step before was of another kind: then both were timed under the same conditions and their ratio is
-meaningful.
+A `CostTable` interpolates between a few knots: linear in batch and context, monotone in K. `timing.measure` fills it,
+`observe` updates it, `save` / `load` keep it. A deviation is first attributed to the machine (`drift`), and to a cell
+only if the step before was of another kind: then both were timed under the same conditions.
 """
 
 from __future__ import annotations

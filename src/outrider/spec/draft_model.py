@@ -1,12 +1,8 @@
 """A draft model: a small model with the target's vocabulary that drafts token by token, with its own K/V pages.
 
-It first reads the tokens it has not seen (the whole prompt, the first time), then runs K - 1 steps on its own drafts.
-K/V is written by position: a rejected token is overwritten, an accepted one is already there. Pages are allocated as
-needed and freed by `forget`; the pool grows by doubling.
-
-A draft need not be exact, so a draft model is compressed when it is loaded (outrider.assemble): weights in about four
-bits (`Backend.coarse`), and a head over a shortlist of tokens. Rounds run in one call if the backend supports that
-(`Backend.draft_chain`); requests with filters run step by step.
+It first reads the tokens it has not seen, then runs K - 1 steps on its own drafts. A rejected token's K/V is
+overwritten, an accepted one's is there. Weights have about four bits (`Backend.coarse`), the head scores a shortlist,
+and rounds run in one call if the backend supports that (`Backend.draft_chain`); with filters step by step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
-"""The drafter protocol, and the shared loop of draft steps. A drafter reads a batch of sequences and drafts K tokens
-for each.
-
-A draft never changes the output: the target decides. A drafter that raises, or returns ids outside the vocabulary, is
-switched off for the requests concerned (`engine.eager`).
-
-Each kind of drafter defines how a token is scored (`Score`). `draft_round` is the shared loop, for benchmarks and for
-drafters whose rounds are not one backend call. Its step is `guess_next`. `train/evaluate.py` runs that step from all
-positions of whole answers at once, as long as the drafts are right; `tests/e2e/test_train.py` compares the result with
-the engine's own drafts.
+"""The drafter protocol, and the shared loop of draft steps (`draft_round`), whose step is `guess_next`;
+train/evaluate.py runs that from all positions of whole answers at once. A draft never changes the output: one that
+raises, or has ids outside the vocabulary, is switched off for the requests concerned (`engine.eager`).
 """
 
 from __future__ import annotations

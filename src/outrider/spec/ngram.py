@@ -1,9 +1,7 @@
-"""The n-gram drafter: copies what followed the longest earlier occurrence of the text's last tokens, in prompt and
-output.
+"""The n-gram drafter: copies what followed the longest earlier occurrence of the text's last tokens. Torch-free.
 
-`NgramIndex` is torch-free and belongs to one sequence. A token costs a few dictionary operations, whatever the length:
-as in LZ77, a table gives the latest position of each n-gram and a chain leads to the earlier ones; a few candidates are
-compared backwards and the longest wins (on ties the running match, then the latest position).
+As in LZ77, a table gives the latest position of each n-gram and a chain leads to the earlier ones; a few candidates
+are compared backwards and the longest wins (on ties the running match, then the latest position).
 """
 
 from __future__ import annotations

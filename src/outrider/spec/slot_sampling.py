@@ -1,9 +1,5 @@
-"""Sampling state on the device, one row per slot: temperature, filters and seed; penalties with their counts, bias, bad
-words, min_tokens.
-
-A row is written when a sequence joins and updated by `commit`, inside captured steps as well, so a request with
-penalties runs in the same graph as the rest of the batch. Wide tables are allocated when the first request needs them;
-the row of a sequence without such settings is neutral. `select` returns the rows of a batch.
+"""Sampling state on the device, one row per slot, written when a sequence joins and updated by `commit`, inside
+captured steps as well. Wide tables are allocated when the first request needs them; other rows are neutral.
 """
 
 from __future__ import annotations

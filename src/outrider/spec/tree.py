@@ -1,18 +1,11 @@
 """Builds draft trees from the drafter's own scores.
 
-Level by level: the likeliest nodes of a level are scored together, as one batch of the drafter's step; the three best
-tokens after each (by the *noisy* scores when sampling: the target will add the same noise) become its children. A
-node's probability is the product of the confidences on its path, each mapped to its measured acceptance (`trust`). A
-node with a probability below `drop` is left out, one below `stop` has no children. So a tree is wide where the drafter
-is uncertain and a chain where it is sure. EAGLE-2 (Li et al. 2024) also builds trees by confidence, to a fixed size;
-here the cost of a row decides, and a chain is the tree when rows are expensive.
-
-The nodes of the main chain (the best token after the best token ...) come first: if the target agrees with it, as it
-usually does, the K/V lies as if there had been no branch.
-
-`build_tree` reads the scores on the host and makes trees of any shape. `build_fixed_tree` is for captured steps, which
-cannot: it always scores the same number of nodes per level and keeps the same number of tokens, the likeliest, and
-every choice between them is an op on the device (ops.trees).
+Level by level: the likeliest nodes are scored together, and the three best tokens after each (by the *noisy* scores
+when sampling) become its children. A node's probability is the product of the confidences on its path, mapped to their
+acceptance (`trust`); below `drop` it is left out, below `stop` it has no children. EAGLE-2 (Li et al. 2024) also
+builds trees by confidence, to a fixed size; here the cost of a row decides. The main chain comes first: if the target
+agrees with it, the K/V lies as if there had been no branch. `build_fixed_tree` is for captured steps, which cannot
+read scores on the host: always the same number of nodes, chosen on the device (ops.trees).
 """
 
 from __future__ import annotations

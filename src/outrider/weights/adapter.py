@@ -1,9 +1,7 @@
 """LoRA adapters: PEFT folders (adapter_config.json, adapter_model.safetensors) and GGUF adapters.
 
-`read_adapter` gives the two matrices and the scale of every module that an adapter changes, by the name of the tensor
-in the base checkpoint; `fuse` lays them out like the model's own (fused) weights. An adapter that needs anything but
-W + scale · B A, or that does not fit the base model, is refused in one line that names the tensor or the setting. The
-rules of ranks, scales and patterns are those of PEFT 0.21 (huggingface.co/docs/peft).
+`read_adapter` reads them by tensor of the base checkpoint; `fuse` lays them out like the model's fused weights. What
+needs anything but W + scale · B A, or does not fit, is refused by name. The rules are those of PEFT 0.21.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Translates a GGUF file: its metadata into a Hugging Face style config, its tensor names into Hugging Face names.
+"""Translates a GGUF file's metadata and tensor names into Hugging Face's.
 
-GGUF stores Llama's q and k rows permuted (interleaved rotary pairs); the row order that undoes it is attached to the
-entry. Gemma 3's norms already contain the +1. An MTP drafter is a separate file (llama.cpp's `gemma4-assistant`; files
-made before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`), and so are block drafters
-(`dflash`, which also means DSpark, and `eagle3`).
+GGUF stores Llama's q and k rows permuted; the order that undoes it is attached to the entry. Gemma 3's norms contain
+the +1. MTP drafters (llama.cpp's `gemma4-assistant`, earlier `gemma4_assistant` with `mtp.…`) and block drafters
+(`dflash`, also DSpark, and `eagle3`) are files of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The tokenizer and the chat template inside a GGUF file, rebuilt for the `tokenizers` library.
-
-Three families: byte-level BPE with stored merges ("gpt2": SmolLM2, Qwen, Llama 3), SentencePiece-like BPE with
-scores, whose merges are recovered from the scores ("llama": Llama 2, Gemma 3), and the same with stored merges
-("gemma4").
+"""The tokenizer and the chat template inside a GGUF file, rebuilt for the `tokenizers` library: byte-level BPE
+("gpt2"), and SentencePiece-like BPE with merges recovered from scores ("llama") or stored ("gemma4").
 """
 
 from __future__ import annotations

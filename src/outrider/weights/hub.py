@@ -1,9 +1,5 @@
 """Resolves a model's name to files: a folder, a .gguf file, a Hugging Face id, an alias of the user's file, or
-`smollm2`. Torch-free.
-
-Downloads go to Hugging Face's own cache (with its token and offline settings) or, for `smollm2`, to Outrider's
-(OUTRIDER_CACHE, or outrider in XDG_CACHE_HOME or ~/.cache; a temporary folder if that cannot be written). Every
-failure is a one-line error.
+`smollm2`. Torch-free. Downloads go to Hugging Face's own cache or, for `smollm2`, to Outrider's (`cache_path`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Loads weights: checks a checkpoint's tensors against the plan, then streams them in slices into fused tensors.
 
-Peak memory is the loaded size plus one slice: file pages are released as they are copied. Quantised matrices are
-offered to the ops object as they are stored (`Backend.pack_weights`); formats that it does not support are dequantised
-slice by slice. With tensor parallelism a process reads only its shard of each source tensor, a range of rows or stripes
-of columns, as views of the file.
+File pages are released as they are copied. Quantised matrices are offered to the ops object as they are stored
+(`Backend.pack_weights`), else dequantised slice by slice. A tensor-parallel process reads only its shard.
 """
 
 from __future__ import annotations

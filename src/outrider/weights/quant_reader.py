@@ -1,12 +1,9 @@
 """The storage layouts of a quantised matrix [N, K]: one `QuantReader` per layout makes a `Weight` from its tensors.
 
-- pack-quantized: `weight_packed` int32 [N, K · bits / 32], the first column in the lowest bits; scales [N, groups].
-- AWQ (layout "gemm"): `qweight` int32 [K, N / 8], the rows of a word in the order 0 2 4 6 1 3 5 7; `qzeros`
-  [groups, N / 8] likewise; `scales` [groups, N].
-- GPTQ: `qweight` int32 [K · bits / 32, N]; `qzeros` [groups, N · bits / 32], minus one unless `gptq_v2`; `scales`
-  [groups, N]; `g_idx` [K] gives each column's group.
-- int-quantized and FP8: `weight` int8 or e4m3 [N, K], one scale per tensor, row or block.
-- NVFP4: uint8 [N, K / 2], scales in e4m3 [N, K / 16], and one global scale.
+pack-quantized: `weight_packed` int32 [N, K · bits / 32], the first column in the lowest bits. AWQ ("gemm"): `qweight`
+int32 [K, N / 8], rows of a word in the order 0 2 4 6 1 3 5 7. GPTQ: `qweight` int32 [K · bits / 32, N], `qzeros` minus
+one unless `gptq_v2`, `g_idx` [K] each column's group. int-quantized and FP8: one scale per tensor, row or block.
+NVFP4: uint8 [N, K / 2], scales in e4m3 [N, K / 16], one global scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """GGUF repositories on Hugging Face, and which GGUF files of a folder belong together. Torch-free.
 
-`REPO:QUANT` names one file of a repository, as llama.cpp and Ollama write it (`hf.co/REPO:QUANT` too). A file that
-is in Hugging Face's cache is used without a request to the hub. A folder or repository may hold, next to a model, its
-MTP drafter (`…-assistant…gguf`) and its multimodal projector (`mmproj…gguf`); their names distinguish them.
+`REPO:QUANT` (also behind hf.co/) names one file. One in Hugging Face's cache is used without a request. Drafters
+(`…-assistant…gguf`) and projectors (`mmproj…gguf`) next to a model are told by their names.
 """
 
 from __future__ import annotations
