@@ -196,12 +196,14 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
     if named is None or named not in commands or not (shared or named in tables):
         return {}
     command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
-    options = {p.name: p for p in command.params if p.param_type_name == "option" and p.name}
+    typed = ((word, p) for p in command.params if p.param_type_name == "option" for word in p.opts)
+    options = {word[2:].replace("-", "_"): p for word, p in typed if word.startswith("--")}
     own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
     if wrong := [key for key in own if key not in options]:
         raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [{named}]: see `outrider {named} --help`")
     given = {key: value for key, value in (shared | own).items() if key in options}
-    return {named: {k: [v] if options[k].multiple and isinstance(v, str) else v for k, v in given.items()}}
+    read = ((options[key], value) for key, value in given.items())
+    return {named: {p.name: [v] if p.multiple and isinstance(v, str) else v for p, v in read}}
 
 
 def sampling(**given: object) -> SamplingParams:

@@ -129,6 +129,8 @@ def test_aliases_and_defaults_of_the_users_file(shell: Shell, gguf: Path, monkey
     data = json.loads(shell("inspect", "mine", "--context", "5", "--kv-dtype", "auto", "--json")[1])
     assert data["context"] == 5 and data["kv_bytes_per_token"] > narrow  # flags win
     assert "mine" in common.model_names("m") and "mine = own.gguf" in shell("list")[1]
+    shell.config("[inspect]\njson = true\n")  # by the name that --help lists
+    assert json.loads(shell("inspect", "own.gguf")[1])["model"] == "own.gguf"
 
 
 @pytest.mark.parametrize(
