@@ -43,7 +43,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """The first `limit`, or all."""
     path = Path(path)
     try:
-        with open(path, "rb", opener=_opened) as raw:
+        with open(path, "rb", opener=opened) as raw:
             file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             prompts = list(islice(parse(io.TextIOWrapper(file, UTF8), str(path)), limit))
     except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
@@ -53,8 +53,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def _opened(path: str, flags: int) -> int:
-    """Opens a file or a pipe; a pipe without a writer is empty. A device such as /dev/zero would have no end."""
+def opened(path: str, flags: int) -> int:
+    """An opener for `open`: a file or a pipe; a pipe without a writer is empty. Refuses devices: some have no end."""
     number = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISCHR(os.fstat(number).st_mode):
         os.close(number)

@@ -47,9 +47,10 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
     """
     with common.needs("batch jobs need", "serve"):
         from ..server.app import Server
-        from ..server.batch import BatchFile, answer_file, first_model
+        from ..server.batch import BatchFile, answer_file, first_model, read_lines
         from ..server.model_info import ServedModel
         from ..server.settings import ServerSettings, public_name
+    next(read_lines(asked.requests, ""), None)  # refuses what cannot be read before a model is loaded
     chosen = asked.model or first_model(asked.requests)
     settings = ServerSettings(model_name=asked.name or public_name(chosen), max_concurrent=asked.max_concurrent)
     if asked.replicas is not None and not asked.ray:

@@ -26,6 +26,7 @@ from torch import Tensor
 from ..models import image_processing
 from ..models.image_processing import HEAD, REPLY, check_size, pixels
 from ..models.vision import VisionModel
+from ..prompts import opened
 from ..types import ImageSpan, OutriderError
 from .child_process import ChildLost, ChildProcess
 
@@ -165,8 +166,8 @@ def read_file(path: Path) -> bytes:
     if str(path).startswith(("http:/", "https:/")):
         raise OutriderError("images are not fetched from the network: pass a file, or a data URL")
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)  # a device may have no end
+        with open(path, "rb", opener=opened) as file:
+            data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise OutriderError(f"{path} has more than {MAX_BYTES:,} bytes")
         return data

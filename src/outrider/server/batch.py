@@ -72,6 +72,8 @@ class BadLine(Exception):
 
 def read_lines(source: Path, salt: str) -> Iterator[BatchLine]:
     """The requests of a file; blank lines are none. `salt` is what an answer depends on besides its line."""
+    if source.exists() and not (source.is_file() or source.is_dir()):
+        raise OutriderError(f"cannot read {source}: not a plain file, and a run reads its requests more than once")
     try:
         with source.open("rb") as file:
             for number, raw in enumerate(file, 1):

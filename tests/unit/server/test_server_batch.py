@@ -145,6 +145,10 @@ def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
         run(source, Path("/dev/full"))
     with pytest.raises(OutriderError, match="cannot read"):
         run(tmp_path / "missing.jsonl", tmp_path / "new.jsonl")
+    os.mkfifo(tmp_path / "fifo")  # read once to count its lines, it had none left to answer: 0 answered, exit code 0
+    for pipe in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(OutriderError, match=f"cannot read {pipe}: not a plain file"):
+            run(pipe, tmp_path / "new.jsonl")
     with pytest.raises(OutriderError, match="holds no request"):
         run(write(tmp_path / "empty.jsonl", ""), tmp_path / "new.jsonl")
 
