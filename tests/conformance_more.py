@@ -76,7 +76,8 @@ def ollama_durations(api: Api) -> None:
     for end in (whole, json.loads(last)):
         parts = [end[name] for name in ("load_duration", "prompt_eval_duration", "eval_duration")]
         assert all(isinstance(x, int) and x >= 0 for x in parts) and end["eval_duration"] > 1000, end
-        assert sum(parts) <= end["total_duration"] and end["total_duration"] > 100_000, end
+        # the engine of these tests has a clock of its own, so its seconds may be more than the call's
+        assert parts[0] == max(0, end["total_duration"] - sum(parts[1:])) and end["total_duration"] > 100_000, end
 
 
 PREFILL: list[Any] = [*HI, {"role": "assistant", "content": "It is"}]
