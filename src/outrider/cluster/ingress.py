@@ -93,9 +93,8 @@ class _Answer:
     async def take(self, message: Message, replica: str) -> None:
         if message["type"] == "http.response.start":
             headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() not in OURS]
-            self.stream = any(
-                k.lower() == b"content-type" and not v.startswith(b"application/json") for k, v in headers
-            )
+            kind = next((v for k, v in headers if k.lower() == b"content-type"), b"application/json")
+            self.stream = not kind.startswith(b"application/json")
             self._head = {**message, "headers": [*headers, (b"x-outrider-replica", replica.encode())]}
             return
         if self._head is not None:
@@ -112,16 +111,15 @@ class Ingress:
     def __init__(self, replicas: ReplicaSet, settings: ServerSettings, retries: int, wait: float) -> None:
         self._replicas, self._retries, self._wait = replicas, retries, wait
         self.registry = CollectorRegistry()
-        r = self.registry
-        self._retried = Counter(
-            "outrider_cluster_retries", "Requests sent to another replica after a death, unseen.", registry=r
-        )
-        self._broken = Counter("outrider_cluster_broken_streams", "Streams ended by a replica's death.", registry=r)
-        self._unavailable = Counter("outrider_cluster_unavailable", "Requests that found no replica.", registry=r)
-        self._left = Counter("outrider_cluster_cancelled", "Clients that left before their answer's end.", registry=r)
-        self._answers = Counter(
-            "outrider_cluster_answers", "Answers of the ingress, by route and status.", ["route", "status"], registry=r
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"outrider_cluster_{name}", text, labels, registry=self.registry)
+
+        self._retried = counter("retries", "Requests sent to another replica after a death, unseen.")
+        self._broken = counter("broken_streams", "Streams ended by a replica's death.")
+        self._unavailable = counter("unavailable", "Requests that found no replica.")
+        self._left = counter("cancelled", "Clients that left before their answer's end.")
+        self._answers = counter("answers", "Answers of the ingress, by route and status.", "route", "status")
         self._totals = Totals()
         self._guard = RequestGuard(self._route, settings, self._count)
 

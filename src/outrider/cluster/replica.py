@@ -33,9 +33,7 @@ def load(config: ClusterConfig) -> ServedModel:
         config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE)
     )
     if llm.team is not None:
-        llm.team.watch.grace = (
-            0.0  # the ingress sends what was running here to another replica: an error of ours would end it
-        )
+        llm.team.watch.grace = 0.0  # the ingress sends on what ran here: an error of ours would end it
     return ServedModel.of(llm)
 
 

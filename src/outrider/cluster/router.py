@@ -22,9 +22,7 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = (
-                True  # full replicas are asked again after a pause, not at once
-            )
+            pending_request.routing_context.should_backoff = True  # full replicas are asked again after a pause
         known = {r.replica_id: r for r in candidate_replicas}
         loads = {id: self.replica_queue_len_cache.get(id) or 0 for id in known}
         holders = self._map.holders(_prefix(pending_request), loads) if self._by_prefix else []

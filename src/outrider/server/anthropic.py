@@ -13,7 +13,6 @@ from pydantic import Field
 
 from .answer import Answer, AnswerChoice, Delta
 from .errors import ApiError, bad
-from .prepare import Preparer
 from .schema import ChatRequest, Lenient, Strict
 from .wire import Json, arguments_of, sse
 
@@ -102,13 +101,8 @@ def parse(raw: bytes) -> ChatRequest:
         if tool.type not in (None, "custom"):
             raise bad(f"tools: '{tool.name[:64]}' is of type '{tool.type[:40]}', which can't be run here.", "tools")
     if body.tools:
-        out["tools"] = [
-            {
-                "type": "function",
-                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
-            }
-            for t in body.tools
-        ]
+        functions = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in body.tools]
+        out["tools"] = [{"type": "function", "function": function} for function in functions]
     choice = body.tool_choice
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
@@ -121,10 +115,6 @@ def parse(raw: bytes) -> ChatRequest:
     if form is not None:
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     return ChatRequest.model_validate(out)
-
-
-def count_tokens(raw: bytes, preparer: Preparer) -> Json:
-    return {"input_tokens": len(preparer.conversation(parse(raw)).ids)}
 
 
 def _messages(message: AnthropicMessage) -> list[Json]:
@@ -143,9 +133,8 @@ def _messages(message: AnthropicMessage) -> list[Json]:
         elif block.type == "text":
             text += block.text or ""
         elif block.type == "tool_use":
-            calls.append(
-                {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
-            )
+            function = {"name": block.name, "arguments": block.input or {}}
+            calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "tool_result":
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
         elif block.type not in ("thinking", "redacted_thinking"):

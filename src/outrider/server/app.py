@@ -280,9 +280,8 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
             404: f"No such route: {asked}. OpenAI's and Anthropic's routes are under /v1, Ollama's under /api.",
             405: f"{asked}: this method is not allowed here, {(error.headers or {}).get('Allow', 'another')} is.",
         }
-        response = ApiError(error.status_code, known.get(error.status_code, "The request could not be read.")).response(
-            request.state.path
-        )
+        message = known.get(error.status_code, "The request could not be read.")
+        response = ApiError(error.status_code, message).response(request.state.path)
         response.headers.update(error.headers or {})
         return response
 

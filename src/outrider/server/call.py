@@ -24,7 +24,7 @@ from ..types import OutriderError
 from .answer import Answer
 from .errors import ApiError, shutting_down
 from .model_pool import LoadedModel
-from .runner import EngineError
+from .runner import EngineError, RequestStream
 from .wire import Wire, encoded
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Call:
         self.answer, self._wire, self._taken, self._route = answer, wire, taken, route
         self._job, self._timeout = answer.job, server.settings.timeout
         self._began, self.deadline = time.monotonic(), deadline
-        self._stream = model.runner.stream(r.id for r in self._job.requests)
+        self._stream = RequestStream(model.runner, (r.id for r in self._job.requests))
         self._holding: set[str] = set()  # requests that have a place in the engine
         self._others: asyncio.Task[None] | None = None
         self._begun = self._closed = self._answering = False
@@ -133,9 +133,8 @@ class Call:
                 async for event in self._events():
                     if event is None:
                         told = self._read is not None and wire.media_type == "text/event-stream"
-                        yield (
-                            ": prompt {} of {} tokens\n\n".format(*self._read or ()) if told else ""
-                        ) + wire.still_working
+                        progress = ": prompt {} of {} tokens\n\n".format(*self._read or ()) if told else ""
+                        yield progress + wire.still_working
                         continue
                     if (new := answer.take(event)) is not None and (text := wire.delta(answer, *new)):
                         yield text  # one cycle, one write

@@ -36,10 +36,6 @@ class GrammarSource:
         """Stands for it where it is remembered: a source may have half a megabyte."""
         return hashlib.sha256(f"{self.kind} {self.field} {self.payload}".encode("utf-8", "surrogatepass")).digest()
 
-    @property
-    def too_large(self) -> bool:
-        return len(self.payload) > MAX_CHARS
-
 
 def build(source: GrammarSource) -> str:
     """The grammar in the compiler's own language. OutriderError when it can't be one."""
@@ -66,18 +62,13 @@ def build(source: GrammarSource) -> str:
         else:
             text = gemma_calls(functions, calls["most"], lambda token: int(calls["ids"][token]))
         if "format" in calls:  # a call, or an answer of this form
-            schema = {
-                **cast(dict[str, object], close_objects(calls["format"])),
-                "x-guidance": {"whitespace_pattern": WHITESPACE},
-            }
-            text = f"start: calls | answer\nanswer: %json {json.dumps(schema)}\n" + text.replace(
-                "start: ", "calls: ", 1
-            )
+            form = cast(dict[str, object], close_objects(calls["format"]))
+            schema = json.dumps({**form, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+            text = f"start: calls | answer\nanswer: %json {schema}\n" + text.replace("start: ", "calls: ", 1)
         return str(llguidance.LLMatcher.grammar_from_lark(text))
     except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise OutriderError(
-            f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}"
-        ) from e
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        raise OutriderError(f"it can't be turned into a grammar: {why}") from e
 
 
 def close_objects(schema: object) -> object:

@@ -60,12 +60,9 @@ class Grammars:
 
     async def get(self, source: GrammarSource, client: str) -> CompiledGrammar:
         """The grammar, or an ApiError. Cancel it, and what it has set going ends."""
-        if source.too_large:
-            raise bad(
-                f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar.",
-                source.field,
-                "grammar_too_complex",
-            )
+        if len(source.payload) > MAX_CHARS:
+            message = f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar."
+            raise bad(message, source.field, "grammar_too_complex")
         known = self._known(source)
         if known is not None:
             return known
@@ -106,16 +103,13 @@ class Grammars:
         return known
 
     async def _compile(self, source: GrammarSource, said: dict[str, object], client: str) -> CompiledGrammar:
-        text = str(said["text"])
-
+        text, size = str(said["text"]), said["bytes"]
+        assert isinstance(size, int)
         try:
-            grammar = await asyncio.get_running_loop().run_in_executor(
-                self._thread, lambda: self._compiler.compile(text)
-            )
+            loop = asyncio.get_running_loop()
+            grammar = await loop.run_in_executor(self._thread, lambda: self._compiler.compile(text))
         except OutriderError as e:
             raise _refusal(source, str(e)) from e
-        size = said["bytes"]
-        assert isinstance(size, int)
         self._keep(source, _Kept(grammar, size + len(text), client))
         return grammar
 
@@ -144,7 +138,6 @@ class _SandboxProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process, self._control = process, control
-        self.trials = 0  # under way
 
     @classmethod
     async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _SandboxProcess:
@@ -181,7 +174,6 @@ class _SandboxProcess:
 
     async def trial(self, source: GrammarSource) -> dict[str, object]:
         """Through a connection of its own. Cancelled, it closes, and what it has set going ends."""
-        self.trials += 1
         try:
             mine, its = socket.socketpair()
             with its:
@@ -195,8 +187,6 @@ class _SandboxProcess:
                 writer.transport.abort()
         except (OSError, ValueError):
             raise ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1) from None
-        finally:
-            self.trials -= 1
 
     async def close(self) -> None:
         if self._process.returncode is None:

@@ -31,7 +31,7 @@ log = logging.getLogger("outrider.server")
 OPEN_PATHS = ("/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version")
 LOCAL_SCHEMES = ("vscode-webview", "app", "tauri")  # pages of programs on this machine
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
+HEADERS, USUAL_HEADERS = re.compile(r"[A-Za-z0-9_, -]{1,2048}"), b"authorization, content-type, x-api-key"
 SLASHES = re.compile("/{2,}")
 # characters of a path that may be logged: never a client's text
 ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")
@@ -145,8 +145,8 @@ class RequestGuard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get("x-request-id", "")
         id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
         # as our routes have it, whatever a proxy serves us under
@@ -154,7 +154,7 @@ class RequestGuard:
         # a target in absolute form, as it is sent to proxies: its host is the one meant
         if path.startswith(("http://", "https://")):
             asked = _split(path)
-            headers[b"host"], path = asked.netloc.encode("latin-1", "replace"), asked.path or "/"
+            headers["host"], path = asked.netloc, asked.path or "/"
             scope = {**scope, "path": scope.get("root_path", "") + path}
         if len(path) > 1 and (path.endswith("/") or "//" in path):  # an address given with a / too many
             before, path = scope["path"].removesuffix(path), f"/{path.strip('/')}"
@@ -207,16 +207,16 @@ class RequestGuard:
 
         try:
             # two lengths: a proxy in between may believe the other
-            if b"content-length" in headers and b"transfer-encoding" in headers:
+            if "content-length" in headers and "transfer-encoding" in headers:
                 raise bad("Content-Length and Transfer-Encoding exclude each other.", code="two_lengths")
             self._host(headers)
-            if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers and cross:
+            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers and cross:
                 await Response(status_code=204)(scope, receive, answer)
                 return
             self._origin(headers)
             state["client"] = self._key(path, headers) or state["client"]
-            length = headers.get(b"content-length", b"0")
-            if not length.isdigit() or int(length) > self._settings.max_body:
+            length = headers.get("content-length", "0")
+            if not (length.isascii() and length.isdigit()) or int(length) > self._settings.max_body:
                 raise self._too_large()
             # a client that left in the middle of a body gets no answer, and needs no traceback
             with suppress(ClientDisconnect):
@@ -231,12 +231,11 @@ class RequestGuard:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
 
-    def _host(self, headers: dict[bytes, bytes]) -> None:
+    def _host(self, headers: dict[str, str]) -> None:
         """On loopback no foreign host names (DNS rebinding)."""
-        host = headers.get(b"host", b"").decode("latin-1")
+        host, origin = headers.get("host", ""), headers.get("origin", "")
         if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):
             raise ApiError(403, "This server listens on loopback only; call it by localhost or 127.0.0.1.")
-        origin = headers.get(b"origin", b"").decode("latin-1")
         if (
             origin
             and not self._settings.loopback
@@ -249,9 +248,9 @@ class RequestGuard:
             )
             raise ApiError(403, message, code="foreign_host")
 
-    def _origin(self, headers: dict[bytes, bytes]) -> None:
+    def _origin(self, headers: dict[str, str]) -> None:
         """A web page elsewhere must not drive this server. Its preflight is answered, so that it can read why."""
-        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        host, origin = headers.get("host", ""), headers.get("origin", "")
         if origin and _split(origin).netloc != host and not self._may_call(origin):
             raise ApiError(
                 403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin"
@@ -271,33 +270,30 @@ class RequestGuard:
             return True
         return self._settings.loopback and local_origin(origin)
 
-    def _cross(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    def _cross(self, headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
         """The CORS headers without which a browser hides our answer, or refusal, from a page of another origin. Such a
         page may send any headers: those of OpenAI's and Anthropic's browser clients are many."""
-        origin = headers.get(b"origin", b"").decode("latin-1")
+        origin = headers.get("origin", "")
         if not origin:
             return []
-        wanted = headers.get(b"access-control-request-headers", b"")
+        wanted = headers.get("access-control-request-headers", "")
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"vary", b"Origin"),
             (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
             (b"access-control-max-age", b"600"),
-            (
-                b"access-control-allow-headers",
-                wanted if HEADERS.fullmatch(wanted) else b"authorization, content-type, x-api-key",
-            ),
+            (b"access-control-allow-headers", wanted.encode() if HEADERS.fullmatch(wanted) else USUAL_HEADERS),
             (b"access-control-expose-headers", b"x-request-id, x-outrider-warning, retry-after"),
         ]
 
-    def _key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
+    def _key(self, path: str, headers: dict[str, str]) -> str | None:
         """The client, by its key; None if there are no keys or none is needed."""
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
             return None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
-        who = self._keys.find(given.strip())
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        who = self._keys.find(given.encode("latin-1").strip())
         if who is None:
             raise ApiError(401, "A valid API key is needed: send 'Authorization: Bearer KEY'.", code="invalid_api_key")
         return who

@@ -118,16 +118,14 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        return json.dumps(
-            {"time": when, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        )
+        level, message = record.levelname.lower(), record.getMessage()
+        return json.dumps({"time": when, "level": level, "logger": record.name, "message": message})
 
 
 def set_up_logs(level: str, as_json: bool) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    )
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if as_json else plain)
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 

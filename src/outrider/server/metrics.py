@@ -60,18 +60,17 @@ class ServerMetrics:
         def histogram(name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
             return Histogram(f"outrider_{name}", text, buckets=buckets, registry=r)
 
-        self.requests = Counter(
-            "outrider_http_requests", "Answers, by route and status.", ["route", "status"], registry=r
-        )
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"outrider_{name}", text, labels, registry=r)
+
+        self.requests = counter("http_requests", "Answers, by route and status.", ["route", "status"])
         self.ttft = histogram("ttft_seconds", "Arrival to first token.")
         self.per_token = histogram("token_seconds", "Mean time a token after the first cycle.", TOKEN_SECONDS)
         self.tokens_per_cycle = histogram("tokens_per_cycle", "Mean tokens per cycle, per request.", CYCLE_TOKENS)
         self.end_to_end = histogram("request_seconds", "Submission to last token of a call.")
         self.queued = histogram("queue_seconds", "Arrival of a call to its submission.")
-        self.ignored = Counter(
-            "outrider_ignored_fields", "Fields that were sent and change nothing.", ["field"], registry=r
-        )
-        self.aborted = Counter("outrider_requests_aborted", "Clients that went away, and time-outs.", registry=r)
+        self.ignored = counter("ignored_fields", "Fields that were sent and change nothing.", ["field"])
+        self.aborted = counter("requests_aborted", "Clients that went away, and time-outs.")
         flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
         flight.set_function(in_flight)
         build = Gauge("outrider_build_info", "Always 1.", ["version", "python", "torch"], registry=r)

@@ -37,6 +37,14 @@ OPTIONS = {
 }
 
 
+class OllamaChat(ChatRequest):
+    defaults = OLLAMA
+
+
+class OllamaCompletion(CompletionRequest):
+    defaults = OLLAMA
+
+
 class OllamaToolCall(Lenient):
     function: dict[str, JsonValue]
 
@@ -114,9 +122,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
             {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
         )
         messages.append({"role": m.role, "content": with_images(m.content or "", m.images), **more})
-    return ChatRequest.model_validate({**_common(body), "messages": messages, "tools": body.tools or None}).sampled_by(
-        OLLAMA
-    )
+    return OllamaChat.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
 
 
 def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
@@ -132,10 +138,10 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
         if common.get("logprobs"):
             raise bad("logprobs can't be had with raw or suffix here.", "logprobs")
         given = {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
-        return CompletionRequest.model_validate(given).sampled_by(OLLAMA)
+        return OllamaCompletion.model_validate(given)
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": with_images(body.prompt, body.images)}]
-    return ChatRequest.model_validate({**_common(body), "messages": messages}).sampled_by(OLLAMA)
+    return OllamaChat.model_validate({**_common(body), "messages": messages})
 
 
 def _common(body: OllamaRequest) -> Json:

@@ -137,10 +137,9 @@ class Preparer:
 
     def _check_answers(self, n: int, many: int) -> None:
         if n > self._settings.max_choices or many > self._settings.max_answers:
-            most = (
-                f"n can be at most {self._settings.max_choices}, prompts times n at most {self._settings.max_answers}"
-            )
-            raise bad(f"This call asks for {many} answers; {most}.", "n")
+            most = self._settings
+            allowed = f"n can be at most {most.max_choices}, prompts times n at most {most.max_answers}"
+            raise bad(f"This call asks for {many} answers; {allowed}.", "n")
 
     def check_length(self, prompt: str | list[object], field: str) -> None:
         """Refuses a text that is certainly too long before it is tokenised."""
@@ -224,9 +223,8 @@ class Preparer:
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.backend.vocab_size:
                 shown = token if isinstance(token, int) else type(token).__name__
-                raise bad(
-                    f"{field}: a token id must be an integer in 0..{self.backend.vocab_size - 1}, got {shown}.", field
-                )
+                last = self.backend.vocab_size - 1
+                raise bad(f"{field}: a token id must be an integer in 0..{last}, got {shown}.", field)
             ids.append(token)
         return ids
 
@@ -249,11 +247,8 @@ class Preparer:
             tools = None
         options: dict[str, JsonValue] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
-            options = {
-                "enable_thinking": body.reasoning_effort != "none",
-                "reasoning_effort": body.reasoning_effort,
-                **options,
-            }
+            effort = body.reasoning_effort
+            options = {"enable_thinking": effort != "none", "reasoning_effort": effort, **options}
         for name in options:
             if reserved(name):
                 raise bad(f"chat_template_kwargs can't set '{name[:40]}'.", "chat_template_kwargs")
@@ -263,11 +258,10 @@ class Preparer:
             prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
             if images:
                 prompt = replace(prompt, ids=self._with_images(prompt.ids, images))
-            return (
-                prompt
-                if not last
-                else ChatPrompt(continued(prompt.ids, self._continued(last)), prompt.written + last, prompt.text + last)
-            )
+            if not last:
+                return prompt
+            ids = continued(prompt.ids, self._continued(last))
+            return ChatPrompt(ids, prompt.written + last, prompt.text + last)
         except OutriderError as e:
             raise bad(_one_line(e), "messages", "template_error") from e
         except (UnicodeError, TypeError) as e:
@@ -292,11 +286,8 @@ class Preparer:
     def _hint(self, prediction: PredictedOutput | None) -> tuple[int, ...]:
         if prediction is None:
             return ()
-        text = (
-            prediction.content if isinstance(prediction.content, str) else "".join(p.text for p in prediction.content)
-        )
-        self._check_length(len(text), "prediction", True)
-        return tuple(self._encode(text, bos=False))
+        self._check_length(len(prediction.text), "prediction", True)
+        return tuple(self._encode(prediction.text, bos=False))
 
     def _message(self, message: Message) -> dict[str, JsonValue]:
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
@@ -316,13 +307,8 @@ class Preparer:
                 except (ValueError, RecursionError):
                     # a call that was cut off comes back as it was: the conversation can go on
                     arguments = cast(JsonValue, given)
-                calls.append(
-                    {
-                        "id": call.id,
-                        "type": "function",
-                        "function": {"name": call.function.name, "arguments": arguments},
-                    }
-                )
+                function: JsonValue = {"name": call.function.name, "arguments": arguments}
+                calls.append({"id": call.id, "type": "function", "function": function})
             out["tool_calls"] = calls
         if role == "tool":
             out["tool_call_id"] = message.tool_call_id

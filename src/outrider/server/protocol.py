@@ -19,7 +19,6 @@ import logging
 import os
 import resource
 import socket
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -36,18 +35,14 @@ PROBE_S, PROBE_MOST_S = 0.02, 5.0  # from one look for a reset to the next: at f
 RESERVE, BACKLOG = 64, 64  # file descriptors for everything else, and for connections accepted in one go
 
 
-@dataclass
 class Connections:
     """What the connections of one server share."""
 
-    settings: ServerSettings
-    most: int = field(init=False)
-    waiting: dict[BoundedProtocol, None] = field(default_factory=dict)  # for their client, the longest first
-    open: set[BoundedProtocol] = field(default_factory=set)
-    closed: int = 0  # so far
-
-    def __post_init__(self) -> None:
-        self.most = cap(self.settings.max_connections)
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings, self.most = settings, cap(settings.max_connections)
+        self.waiting: dict[BoundedProtocol, None] = {}  # for their client, the longest first
+        self.open: set[BoundedProtocol] = set()
+        self.closed = 0  # so far
 
 
 def cap(wanted: int) -> int:
@@ -58,9 +53,8 @@ def cap(wanted: int) -> int:
     need = wanted + RESERVE + BACKLOG
     if soft != resource.RLIM_INFINITY and soft < need:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
-            )
+            more = need if hard == resource.RLIM_INFINITY else min(need, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = wanted if soft == resource.RLIM_INFINITY else soft - RESERVE - BACKLOG
     most = max(8, min(wanted, room))
@@ -151,9 +145,8 @@ class BoundedProtocol(H11Protocol):
         else:
             if self.cycle.scope["state"].get("abort") is None:
                 self.cycle.scope["state"]["abort"] = self.transport.abort
-            self._enter(
-                "body" if self.cycle.more_body else "answer", settings.request_timeout if self.cycle.more_body else None
-            )
+            body = self.cycle.more_body
+            self._enter("body" if body else "answer", settings.request_timeout if body else None)
 
     def _enter(self, phase: str, seconds: float | None) -> None:
         if phase == self._phase:
@@ -183,12 +176,8 @@ class BoundedProtocol(H11Protocol):
     def _end(self, status: int, message: str) -> None:
         """An answer outside of any request, as far as the client still listens."""
         body = json.dumps(ApiError(status, message).body()).encode()
-        head = [
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-        ]
-        head += ["Connection: close", *(["Retry-After: 1"] if status == 503 else [])]
+        head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json"]
+        head += [f"Content-Length: {len(body)}", "Connection: close", *(["Retry-After: 1"] if status == 503 else [])]
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
             self.transport.close()
@@ -212,9 +201,8 @@ class BoundedProtocol(H11Protocol):
         self._stop_stall()
 
     def _stalled(self) -> None:
-        log.info(
-            "a connection was ended: its client did not read its answer for %g s", self._shared.settings.stall_timeout
-        )
+        seconds = self._shared.settings.stall_timeout
+        log.info("a connection was ended: its client did not read its answer for %g s", seconds)
         self.transport.abort()
 
     def _stop_stall(self) -> None:

@@ -15,10 +15,8 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from .answer import Answer, AnswerChoice, Delta, ToolCall
 from .errors import ApiError, bad
-from .prepare import Preparer
 from .response_store import ResponseStore
 from .schema import INERT, ChatRequest, Lenient, Strict
-from .text_routes import count_tokens
 from .wire import Json, sse
 
 BODY = TypeAdapter(dict[str, object])
@@ -147,13 +145,8 @@ def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Js
         if tool.type == "namespace" and namespace is None:
             out += offered(tool.tools or [], tool.name or "")
         elif tool.type == "function":
-            out.append(
-                {
-                    "name": full_name(tool.name or "", namespace),
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                }
-            )
+            name = full_name(tool.name or "", namespace)
+            out.append({"name": name, "description": tool.description, "parameters": tool.parameters})
     return out
 
 
@@ -171,14 +164,10 @@ def own_name(tools: list[Json], called: str) -> Json:
 
 
 def _add(messages: list[Json], item: ResponsesItem) -> None:
-    text = (
-        item.content
-        if isinstance(item.content, str)
-        else "".join(p.text or p.refusal or "" for p in item.content or [])
-    )
+    parts = [] if isinstance(item.content, str) else item.content or []
+    text = item.content if isinstance(item.content, str) else "".join(p.text or p.refusal or "" for p in parts)
     last = messages[-1] if messages else {}
     if item.type == "message":
-        parts = [] if isinstance(item.content, str) else item.content or []
         pictures = any(p.type == "input_image" for p in parts)
         if any(p.text is None and p.refusal is None and p.image_url is None for p in parts):
             raise bad("input: only text and images as URLs can be read here.", "input")
@@ -205,13 +194,8 @@ def _add(messages: list[Json], item: ResponsesItem) -> None:
     elif item.type == "function_call_output":
         parts = [] if isinstance(item.output, str) else item.output or []
         output = "".join(f"[{p.type[:40]}: can't be read here]" if p.text is None else p.text for p in parts)
-        messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": item.call_id or "",
-                "content": item.output if isinstance(item.output, str) else output,
-            }
-        )
+        output = item.output if isinstance(item.output, str) else output
+        messages.append({"role": "tool", "tool_call_id": item.call_id or "", "content": output})
     elif item.type != "reasoning":  # thoughts of earlier turns are not rendered again
         raise bad(f"input: items of type '{item.type[:40]}' can't be read here.", "input")
 
@@ -265,9 +249,6 @@ class ResponsesWire:
             out["response_format"] = {"type": form.type, **schema}
         return ChatRequest.model_validate(out)
 
-    def count(self, raw: bytes, preparer: Preparer) -> Json:
-        return count_tokens(self.parse(raw), preparer)
-
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]
         items = [_reasoning(one.reasoning)] if one.reasoning else []
@@ -278,9 +259,7 @@ class ResponsesWire:
 
     def opening(self, answer: Answer) -> str:
         response = {**self._head(answer), "status": "in_progress", "output": [], "usage": None}
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        return "".join(self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress"))
 
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         out = ""
@@ -364,11 +343,8 @@ class ResponsesWire:
         self._open = kind
         self._items.append({**item, "status": "in_progress"})
         place = {"output_index": len(self._items) - 1}
-        out += self._event(
-            "response.output_item.added",
-            item={**self._items[-1], **({"content": []} if "content" in item else {})},
-            **place,
-        )
+        empty: Json = {"content": []} if "content" in item else {}
+        out += self._event("response.output_item.added", item={**self._items[-1], **empty}, **place)
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             out += self._event("response.content_part.added", item_id=item["id"], content_index=0, part=part, **place)

@@ -30,6 +30,7 @@ PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {p.name: p for p in sorted(PAGE.iterdir()) if p.suffix in (".html", ".css", ".js", ".svg")}
 STATUSES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 ERRORS: dict[int | str, dict[str, object]] = {s: {"description": "An error object"} for s in STATUSES}
+COUNTED = "response.input_tokens"  # what OpenAI and llama.cpp call a count of tokens
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -115,26 +116,29 @@ def add_routes(app: FastAPI, server: Server) -> None:
     def look(path: str, shape: type[BaseModel] | None, work: Callable[[bytes, Preparer], Json]) -> None:
         post(path, shape, lambda request: server.look(request, work), "GET" if shape is None else "POST")
 
-    def count_chat(raw: bytes, preparer: Preparer) -> Json:
-        return text_routes.count_tokens(ChatRequest.model_validate_json(raw), preparer)
+    def count(path: str, shape: type[BaseModel], wire: Callable[[Request], Wire], **more: object) -> None:
+        """The tokens of a conversation."""
+
+        def tell(wire: Wire, raw: bytes, preparer: Preparer) -> Json:
+            body = wire.parse(raw)
+            assert isinstance(body, ChatRequest), "a conversation"
+            return {**more, "input_tokens": len(preparer.conversation(body).ids)}
+
+        post(path, shape, lambda request: server.look(request, partial(tell, wire(request))))
 
     for base in ("/v1", ""):  # some clients are given the address without /v1
         speak(f"{base}/chat/completions", ChatRequest, lambda _: OpenAIWire(ChatRequest))
-        look(f"{base}/chat/completions/input_tokens", ChatRequest, count_chat)
+        count(f"{base}/chat/completions/input_tokens", ChatRequest, lambda _: OpenAIWire(), object=COUNTED)
         speak(f"{base}/completions", CompletionRequest, lambda _: OpenAIWire(CompletionRequest))
         post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
         speak(f"{base}/responses", responses.ResponsesRequest, responses_wire)
-        post(
-            f"{base}/responses/input_tokens",
-            responses.ResponsesRequest,
-            lambda r: server.look(r, responses_wire(r).count),
-        )
+        count(f"{base}/responses/input_tokens", responses.ResponsesRequest, responses_wire, object=COUNTED)
         seen, path = bool(base), f"{base}/responses/{{id}}"
         routes.one("GET", path, lambda client, id: server.responses.get(client, id).response, seen)
         routes.one("GET", f"{path}/input_items", server.responses.items, seen)
         routes.one("DELETE", path, server.responses.delete, seen)
-    speak("/v1/messages", anthropic.MessagesRequest, lambda _: anthropic.AnthropicWire())
-    look("/v1/messages/count_tokens", anthropic.MessagesRequest, anthropic.count_tokens)
+    for path, add in (("/v1/messages", speak), ("/v1/messages/count_tokens", count)):
+        add(path, anthropic.MessagesRequest, lambda _: anthropic.AnthropicWire())
     speak_ollama("/api/chat", ollama.ChatBody, chat=True)
     speak_ollama("/api/generate", ollama.GenerateBody, chat=False)
     post("/api/embed", embeddings.EmbedBody, partial(embeddings.ollama, server))

@@ -50,9 +50,7 @@ class RequestStream:
         self._runner = runner
         self._items: deque[tuple[str, Item]] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
-        self._alarm: asyncio.TimerHandle | None = (
-            None  # one for many waits: it looks whether the one that is on has become too long
-        )
+        self._alarm: asyncio.TimerHandle | None = None  # one for many waits: looks whether the current is too long
         self._until = self._since = 0.0  # when the wait is over; since when it is being written without one
         self._paused: set[str] = set()
         self.open = set(ids)
@@ -159,10 +157,6 @@ class Runner:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join, 30.0)
 
-    def stream(self, ids: Iterable[str]) -> RequestStream:
-        """The stream of these requests' events, once they are submitted."""
-        return RequestStream(self, ids)
-
     async def submit(self, request: Request, stream: RequestStream) -> None:
         """Returns once the engine has taken it. OutriderError if it refuses."""
         if not self.healthy and not self._stopping:
@@ -253,10 +247,8 @@ class Runner:
             if event.finish_reason is None:
                 continue
             if event.finish_reason == "error":
-                out[i] = (
-                    event.id,
-                    OutriderError(event.error) if event.error else EngineError("the engine failed on this request"),
-                )
+                failed = EngineError("the engine failed on this request")
+                out[i] = (event.id, OutriderError(event.error) if event.error else failed)
             elif event.finish_reason != "abort":
                 self._failures = 0
         self._publish()

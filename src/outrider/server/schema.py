@@ -8,18 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    JsonValue,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, field_validator, model_validator
 from pydantic_core import CoreSchema
 
 from ..types import MAX_DRAFT
@@ -124,6 +115,10 @@ def image_of(given: object) -> str:
     return url
 
 
+def joined(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(p.text for p in content or ())
+
+
 class FunctionCall(Lenient):
     name: ToolName
     arguments: str | dict[str, object] | None = Field(default=None, description="JSON text")
@@ -154,9 +149,7 @@ class Message(Lenient):
 
     @property
     def text(self) -> str:
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+        return joined(self.content)
 
     @property
     def images(self) -> list[str]:
@@ -236,6 +229,10 @@ class PredictedOutput(Strict):
     type: Literal["content"]
     content: str | list[TextPart]
 
+    @property
+    def text(self) -> str:
+        return joined(self.content)
+
 
 class OutriderOptions(Strict):
     """Our own object in a request."""
@@ -296,16 +293,7 @@ class Common(Strict):
     grammar: str | None = None  # llama.cpp's GBNF, or Lark
     outrider: OutriderOptions = OutriderOptions()
     ignored: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # which of INERT were sent
-    _defaults: Mapping[str, float] = PrivateAttr(default=OPENAI)
-
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        """Sampling by the protocol that was asked in, for models that say nothing of it."""
-        return self._defaults
-
-    def sampled_by(self, defaults: Mapping[str, float]) -> Self:
-        self._defaults = defaults
-        return self
+    defaults: ClassVar[Mapping[str, float]] = OPENAI  # the protocol's sampling, for models that say nothing of it
 
     @model_validator(mode="before")
     @classmethod

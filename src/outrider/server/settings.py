@@ -29,9 +29,9 @@ class ServerSettings:
     otel_endpoint: str | None = None  # where spans go; None: there are none
     max_concurrent: int = 8  # sequences that decode at once
     max_queued: Annotated[int, "Sequences that wait behind them; more get 429."] = 64
-    timeout: Annotated[
-        float, "Seconds for a request to get its turn; then without progress in its prompt; then for its answer."
-    ] = 600.0
+    timeout: Annotated[float, "Seconds to get a turn; then without progress in the prompt; then for the answer."] = (
+        600.0
+    )
     max_body: Annotated[int, "Most bytes of a request body; more get 413."] = 4 << 20
     max_prompt: Annotated[int, "Most tokens of a prompt. 0: as many as the context holds."] = 0
     max_choices: int = 16  # the largest n
@@ -42,29 +42,17 @@ class ServerSettings:
     shutdown_grace: Annotated[float, "Seconds for running requests to finish on shutdown."] = 10.0
     allowed_origins: tuple[str, ...] = ()  # pages of these origins may call, besides our own; "*": all
     trusted_hosts: tuple[str, ...] = ()  # names we may be called by on loopback, besides localhost
-    trusted_proxies: Annotated[
-        str, "Proxies whose X-Forwarded-For is believed: addresses or networks, separated by commas."
-    ] = ""
+    trusted_proxies: Annotated[str, "Proxies (addresses, networks; by commas) whose X-Forwarded-For is believed."] = ""
     root_path: Annotated[str, "The path a proxy serves us under."] = ""
     max_connections: Annotated[int, "Open connections; at the cap the one that keeps us waiting longest goes."] = 512
     request_timeout: Annotated[float, "Seconds for a request's head to arrive, and for its body."] = 30.0
     idle_timeout: Annotated[float, "Seconds a connection stays open between requests."] = 60.0
     stall_timeout: Annotated[float, "Seconds a client may leave its answer unread."] = 20.0
-    finish_prompts: Annotated[
-        float, "Seconds that a long prompt goes on being read after its client left. 0: not at all."
-    ] = 600.0
-    allow_image_hosts: Annotated[
-        str, "Hosts that images may be fetched from, separated by commas (HOST, or HOST:PORT). Default: none."
-    ] = ""
-    runtime_adapters: Annotated[
-        bool, "Clients may load and unload LoRA adapters of this machine's files (/v1/load_lora_adapter)."
-    ] = False
-    record_prompt: Annotated[
-        Path | None, "File that keeps system prompt and tools of the longest prompt (for launch)."
-    ] = None
-    share_prefixes: Annotated[bool, "One API key's prompts may reuse K/V of another's (the answers are the same)."] = (
-        False
-    )
+    finish_prompts: Annotated[float, "Seconds that a long prompt is read on after its client left; 0: none."] = 600.0
+    allow_image_hosts: Annotated[str, "Hosts that images are fetched from: HOST or HOST:PORT, by commas."] = ""
+    runtime_adapters: Annotated[bool, "Clients may load (/v1/load_lora_adapter) and unload LoRA adapters."] = False
+    record_prompt: Annotated[Path | None, "File for the longest prompt's system text and tools (for launch)."] = None
+    share_prefixes: Annotated[bool, "One API key's prompts may reuse K/V of another's: same answers."] = False
     keep_prefixes: Annotated[float, "Minutes that a text's beginning stays in memory after its last use (CPU)."] = 5.0
 
     def __post_init__(self) -> None:
@@ -78,10 +66,8 @@ class ServerSettings:
             require(value > 0, f"--{name.replace('_', '-')} must be more than 0, got {value}")
         levels = ("debug", "info", "warning", "error")
         require(self.log_level in levels, f"--log-level must be one of {', '.join(levels)}, got {self.log_level!r}")
-        require(
-            self.root_path == "" or self.root_path.startswith("/"),
-            f"--root-path must begin with /, got {self.root_path!r}",
-        )
+        rooted = self.root_path == "" or self.root_path.startswith("/")
+        require(rooted, f"--root-path must begin with /, got {self.root_path!r}")
         for proxy in self.proxies:
             try:
                 ip_network(proxy)

@@ -70,8 +70,6 @@ Top = Annotated[int, BeforeValidator(top)]  # how many of the likeliest tokens
 
 def biases(value: object) -> object:
     """OpenAI's {"15": 1.5}, and llama.cpp's [[15, 1.5], [" text", -2], [16, false]] (false: never) as one map."""
-    if value is None:
-        return None
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list) or len(pairs) > MOST_BIASES:
         raise ValueError(f"must be an object or a list of pairs, at most {MOST_BIASES} of them")

@@ -73,11 +73,6 @@ def apply_template(raw: bytes, preparer: Preparer) -> Json:
     return {"prompt": preparer.conversation(ChatRequest.model_validate_json(raw)).text}
 
 
-def count_tokens(body: ChatRequest, preparer: Preparer) -> Json:
-    """llama.cpp's /chat/completions/input_tokens and OpenAI's /responses/input_tokens."""
-    return {"object": "response.input_tokens", "input_tokens": len(preparer.conversation(body).ids)}
-
-
 def tokenizer_info(_: bytes, preparer: Preparer) -> Json:
     """What a client needs to tokenise by us: lm-eval asks for it."""
     files, tokenizer = preparer.tokenizer.files, preparer.tokenizer

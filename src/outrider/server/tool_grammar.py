@@ -27,14 +27,8 @@ def json_calls(functions: Sequence[tuple[str, Schema]], most: int) -> str:
     for i, (name, parameters) in enumerate(functions):
         arguments = _rebase(dict(parameters), f"#/items/anyOf/{i}/properties/arguments")
         properties = {"name": {"const": name}, "arguments": arguments}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        shape = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
+        calls.append({**shape, "additionalProperties": False})
     schema = {
         "type": "array",
         "minItems": 1,
