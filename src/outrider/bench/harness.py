@@ -12,11 +12,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..prompts import Prompt, mend_end
 from ..types import OutriderError, RequestStats, SamplingParams
@@ -103,16 +103,6 @@ class BenchSettings:
     loaded: Mapping[str, object] = field(default_factory=dict)  # load options that change texts or times
 
 
-class BenchCounts(TypedDict):
-    """Sums over the answers of a cell."""
-
-    cycles: int
-    drafted: int
-    accepted: int
-    drafted_by_position: list[int]
-    accepted_by_position: list[int]
-
-
 @dataclass(frozen=True)
 class Cell:
     contestant: str
@@ -125,7 +115,41 @@ class Cell:
     tokens: int  # decoded in them
     ttft_s: float  # median over the group
     digest: str  # of all token ids: equal digests, equal answers
-    stats: BenchCounts
+    # sums over the answers
+    cycles: int
+    drafted: int
+    accepted: int
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+
+    @staticmethod
+    def of(
+        contestant: str,
+        temperature: float,
+        group: Sequence[Prompt],
+        repeat: int,
+        answers: Sequence[TimedAnswer],
+        whole: float,
+    ) -> Cell:
+        """`whole`: seconds of the batch."""
+        alone, found = len(answers) == 1, [a.stats for a in answers]
+        return Cell(
+            contestant,
+            temperature,
+            len(group),
+            group[0].category,
+            group_name(group),
+            repeat,
+            seconds=answers[0].decode_s if alone else whole,
+            tokens=answers[0].decode_tokens if alone else sum(len(a.token_ids) for a in answers),
+            ttft_s=sorted(a.ttft_s for a in answers)[len(answers) // 2],
+            digest=hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16],
+            cycles=sum(s.cycles for s in found),
+            drafted=sum(s.drafted for s in found),
+            accepted=sum(s.accepted for s in found),
+            drafted_by_position=[sum(each) for each in zip(*(s.drafted_by_position for s in found), strict=True)],
+            accepted_by_position=[sum(each) for each in zip(*(s.accepted_by_position for s in found), strict=True)],
+        )
 
     @property
     def key(self) -> tuple[str, float, int, str, int]:
@@ -191,61 +215,31 @@ def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     return out
 
 
+def group_name(group: Sequence[Prompt]) -> str:
+    return "|".join(p.id for p in group)
+
+
 def run(
-    contestants: Sequence[Contestant],
-    prompts: Sequence[Prompt],
-    settings: BenchSettings,
-    store: Store,
-    tick: Callable[[Cell | None], None],
-) -> None:
-    """Run all missing cells. `tick` is called for every cell: with the cell if it was run, with None if it was there
-    already."""
+    contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: BenchSettings, store: Store
+) -> Iterator[Cell | None]:
+    """Runs all missing cells: yields each as it is done, None for one that was there already."""
     warm: set[str] = set()
     for temperature, batch in product(settings.temperatures, settings.batches):
         for (index, group), repeat in product(enumerate(groups(prompts, batch)), range(settings.repeats)):
             turn = (index + repeat) % len(contestants)
             for contestant in [*contestants[turn:], *contestants[:turn]]:
-                name = "|".join(p.id for p in group)
-                if (contestant.name, temperature, batch, name, repeat) in store.done:
-                    tick(None)
+                if (contestant.name, temperature, batch, group_name(group), repeat) in store.done:
+                    yield None
                     continue
                 if contestant.name not in warm:
                     warm.add(contestant.name)
                     short = Prompt("warm-up", "warm-up", group[0].text[:200], 16)
                     contestant.answer([short], temperature, settings.seed)
-                figures = measured(*contestant.answer(group, temperature, settings.seed))
-                cell = Cell(contestant.name, temperature, batch, group[0].category, name, repeat, **figures)
-                store.add(cell)
-                tick(cell)
+                timed = contestant.answer(group, temperature, settings.seed)
+                store.add(cell := Cell.of(contestant.name, temperature, group, repeat, *timed))
+                yield cell
 
 
 def total(settings: BenchSettings, prompts: Sequence[Prompt]) -> int:
     per_batch = sum(len(groups(prompts, b)) for b in settings.batches)
     return per_batch * settings.repeats * len(settings.contestants) * len(settings.temperatures)
-
-
-class Figures(TypedDict):
-    seconds: float
-    tokens: int
-    ttft_s: float
-    digest: str
-    stats: BenchCounts
-
-
-def measured(answers: Sequence[TimedAnswer], whole: float) -> Figures:
-    """A cell's figures; `whole`: seconds of the batch."""
-    alone, found = len(answers) == 1, [a.stats for a in answers]
-    counts: BenchCounts = {
-        "cycles": sum(s.cycles for s in found),
-        "drafted": sum(s.drafted for s in found),
-        "accepted": sum(s.accepted for s in found),
-        "drafted_by_position": [sum(each) for each in zip(*(s.drafted_by_position for s in found), strict=True)],
-        "accepted_by_position": [sum(each) for each in zip(*(s.accepted_by_position for s in found), strict=True)],
-    }
-    return {
-        "seconds": answers[0].decode_s if alone else whole,
-        "tokens": answers[0].decode_tokens if alone else sum(len(a.token_ids) for a in answers),
-        "ttft_s": sorted(a.ttft_s for a in answers)[len(answers) // 2],
-        "digest": hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16],
-        "stats": counts,
-    }

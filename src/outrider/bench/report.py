@@ -88,9 +88,8 @@ def _row(
     seconds, tokens = sum(m.seconds for m in found.values()), sum(m.tokens for m in found.values())
     both = [g for g in found if g in plain]
     speedup, low, high = (None, None, None) if not both else _interval([(plain[g], found[g]) for g in both])
-    cycles, drafted, accepted = (sum(c.stats[k] for c in cells) for k in ("cycles", "drafted", "accepted"))
-    tried = [sum(c.stats["drafted_by_position"][j] for c in cells) for j in range(16)]
-    right = [sum(c.stats["accepted_by_position"][j] for c in cells) for j in range(16)]
+    cycles, drafted, accepted = (sum(getattr(c, k) for c in cells) for k in ("cycles", "drafted", "accepted"))
+    tried, right = (map(sum, zip(*(getattr(c, f"{k}_by_position") for c in cells))) for k in ("drafted", "accepted"))
     digests = {c.group: c.digest for c in cells}
     return Row(
         name,

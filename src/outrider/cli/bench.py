@@ -18,7 +18,6 @@ from .progress import StageProgress
 
 if TYPE_CHECKING:
     from ..bench.harness import BenchSettings, Contestant
-    from ..bench.report import Row
 
 LOADED = ("dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
 
@@ -105,18 +104,13 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
         {name: load.options()[name] for name in LOADED},
     )
     store = harness.Store(asked.output, settings, asked.resume)
-    if len(store.done) < harness.total(settings, prompts):
+    count = harness.total(settings, prompts)
+    if len(store.done) < count:
         contestants = _contestants(asked.model, ways, 0 in ks, common.parts(asked.against), max(batches), load)
-        done, count = 0, harness.total(settings, prompts)
         with StageProgress() as progress:
-
-            def tick(cell: harness.Cell | None) -> None:
-                nonlocal done
-                done += 1
+            for done, cell in enumerate(harness.run(contestants, prompts, settings, store), 1):
                 if cell is not None:
                     progress("bench", done, count, f"{cell.category} · {cell.contestant}")
-
-            harness.run(contestants, prompts, settings, store, tick)
     _report(asked.output, settings, asked.as_json)
 
 
@@ -128,24 +122,17 @@ def _report(output: Path, settings: BenchSettings, as_json: bool) -> None:
     (output / "report.html").write_text(report.html(asdict(settings), rows, common.command_line()), encoding="utf-8")
     if as_json:
         print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows]}))
-        _verdict(rows)
-        return
-    for at in sorted({(r.temperature, r.batch) for r in rows}):
-        # a pipe's 80 columns are too few
-        Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))
-    out.print(f"report: {output / 'report.html'}")
-    _verdict(rows)
-
-
-def _verdict(rows: list[Row]) -> None:
-    from ..bench.harness import PLAIN
-
-    ours = [r for r in rows if r.contestant != PLAIN and "/" in r.contestant and r.category == "all"]
-    wrong = [(r.contestant, r.identical) for r in ours if r.identical is not None and r.identical < 1.0]
-    if wrong:
-        name, same = wrong[0]
-        share = 100 * (1 - same)
-        raise OutriderError(f"{name} gave another text than plain decoding on {share:.1f} % of prompts: a bug")
+    else:
+        for at in sorted({(r.temperature, r.batch) for r in rows}):
+            # a pipe's 80 columns are too few
+            Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))
+        out.print(f"report: {output / 'report.html'}")
+    for row in rows:
+        if "/" in row.contestant and row.category == report.ALL and row.identical is not None and row.identical < 1.0:
+            share = 100 * (1 - row.identical)
+            raise OutriderError(
+                f"{row.contestant} gave another text than plain decoding on {share:.1f} % of prompts: a bug"
+            )
 
 
 @dataclass(frozen=True)

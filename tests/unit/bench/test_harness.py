@@ -1,6 +1,7 @@
 """The harness: every cell once, whatever interrupts it; figures by hand."""
 
 import json
+from itertools import islice
 
 import pytest
 from tests.unit.bench.fakes import FakeLLM
@@ -23,33 +24,21 @@ def contestants(llm):
     return [Ours(PLAIN, llm, 0, drafting=False), Ours("x/K=4", llm, 4), Ours("x/auto", llm, None)]
 
 
-class Stop(Exception):
-    pass
-
-
 def test_an_interrupted_run_resumes_without_repeating(tmp_path):
     chosen = settings()
     whole = total(chosen, PROMPTS)
-    seen = []
-
-    def tick(cell):
-        seen.append(cell)
-        if len(seen) == 13:
-            raise Stop
-
     llm = FakeLLM()
-    with pytest.raises(Stop):
-        run(contestants(llm), PROMPTS, chosen, Store(tmp_path / "r", chosen, False), tick)
+    list(islice(run(contestants(llm), PROMPTS, chosen, Store(tmp_path / "r", chosen, False)), 13))
     first = llm.engine.runs
     with (tmp_path / "r" / "cells.jsonl").open("a") as file:
         file.write('{"contestant": "x/au')  # killed in the middle of a line
-    again, ticks = FakeLLM(), []
-    run(contestants(again), PROMPTS, chosen, Store(tmp_path / "r", chosen, True), ticks.append)
+    again = FakeLLM()
+    ticks = list(run(contestants(again), PROMPTS, chosen, Store(tmp_path / "r", chosen, True)))
     cells = list(read_cells(tmp_path / "r"))
     assert len(cells) == len({c.key for c in cells}) == whole == 36
     assert ticks.count(None) == 13 and len(ticks) == whole
     assert first - 3 + again.engine.runs - 3 == whole  # each process warms its three contestants up once
-    run(contestants(again), PROMPTS, chosen, Store(tmp_path / "r", chosen, True), ticks.append)
+    assert set(run(contestants(again), PROMPTS, chosen, Store(tmp_path / "r", chosen, True))) == {None}
     assert len(list(read_cells(tmp_path / "r"))) == whole
 
 
@@ -64,14 +53,9 @@ def test_a_folder_belongs_to_one_run(tmp_path):
 
 
 def test_contestants_take_turns(tmp_path):
-    chosen, order = settings(), []
-    run(
-        contestants(FakeLLM()),
-        PROMPTS,
-        chosen,
-        Store(tmp_path, chosen, False),
-        lambda c: order.append((c.group, c.repeat, c.contestant)),
-    )
+    chosen = settings()
+    cells = run(contestants(FakeLLM()), PROMPTS, chosen, Store(tmp_path, chosen, False))
+    order = [(c.group, c.repeat, c.contestant) for c in cells]
     for i in range(0, len(order), 3):
         assert len({e[:2] for e in order[i : i + 3]}) == 1 and len({e[2] for e in order[i : i + 3]}) == 3
     assert {order[i][2] for i in range(0, len(order), 3)} == {PLAIN, "x/K=4", "x/auto"}  # nobody always comes first
@@ -85,8 +69,9 @@ def test_groups_are_of_one_category_and_full():
 
 def figures(tmp_path, llm, **changes):
     chosen = settings(**changes)
-    run(contestants(llm), PROMPTS, chosen, Store(tmp_path, chosen, False), lambda _: None)
+    ran = list(run(contestants(llm), PROMPTS, chosen, Store(tmp_path, chosen, False)))
     cells = list(read_cells(tmp_path))
+    assert cells == ran
     return cells, {(r.contestant, r.category): r for r in report.summarise(cells)}
 
 
