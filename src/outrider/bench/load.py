@@ -14,12 +14,7 @@ import httpx
 
 from ..types import OutriderError
 
-
-class Percentiles(TypedDict):
-    p50: float
-    p95: float
-    p99: float
-    max: float
+Percentiles = dict[str, float]  # p50, p95, p99, max
 
 
 class Summary(TypedDict):

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
-from typing import TypedDict
 
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..models.vision_config import IMAGE_TOKENS, VisionConfig
 from ..types import MAX_DRAFT, OutriderError
@@ -217,10 +216,10 @@ class Point:
     speedup: float
 
 
-def sweep(setup: Setup, accept: Acceptance, ks: Sequence[int] = range(MAX_DRAFT + 1)) -> list[Point]:
+def sweep(setup: Setup, accept: Acceptance) -> list[Point]:
     plain = verify_seconds(setup, 0)
     out = []
-    for k in ks:
+    for k in range(MAX_DRAFT + 1):
         seconds, tokens = draft_seconds(setup, k) + verify_seconds(setup, k), accept.tokens(k)
         out.append(Point(k, 1e3 * seconds, tokens, 1e3 * seconds / tokens, plain * tokens / seconds))
     return out
@@ -237,27 +236,8 @@ def fits(setup: Setup) -> bool:
     return memory_bytes(setup)["total"] * 1.05 < setup.on.memory * 1e9
 
 
-class Prediction(TypedDict):
+def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
     """Everything `outrider predict` shows, as plain data."""
-
-    machine: str
-    drafter: str | None
-    batch: int
-    context: int
-    memory_gb: dict[str, float]
-    fits: bool
-    acceptance: str
-    plain_ms: float
-    plain_parts_ms: dict[str, float]
-    best_k: int
-    best_ms: float
-    speedup: float
-    tokens_per_second: float
-    points: list[dict[str, float]]  # one `Point` each
-    why: list[str]
-
-
-def predict(setup: Setup, accept: Acceptance) -> Prediction:
     points = sweep(setup, accept)
     best = max(points, key=lambda p: p.speedup)
     need, moving = memory_bytes(setup), verify_parts(setup, 0)

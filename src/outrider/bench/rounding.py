@@ -60,16 +60,11 @@ class AsOnGpu(ReferenceOps):
 
 
 def measure(
-    model: str,
-    quantize: str | None = None,
-    threads: int | None = None,
-    text: str | None = None,
-    kv_dtype: str = "auto",
-    gpu: bool = False,
+    model: str, quantize: str | None = None, text: str | None = None, kv_dtype: str = "auto", gpu: bool = False
 ) -> Rounding:
     """text: None is the package's sample. gpu: rounded as there, instead of as the CPU kernels do."""
     text = text or resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
-    held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu", threads)
+    held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu")
     exact = ops_module.choose("cpu", "reference")
     rounded, ids = forced(model, held, quantize, text, kv_dtype)
     logits, _ = forced(model, exact, None, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..bench import predict as model_of
 from ..models.builtin_configs import BUILTIN_CONFIGS
-from ..models.config import DrafterConfig
+from ..models.config import DrafterConfig, ForeignDict
 from ..models.vision_config import VisionConfig
 from ..spec import acceptance_profile
 from ..types import OutriderError
@@ -42,8 +42,6 @@ class PredictOptions:
     batch: Annotated[int, "Sequences at once."] = 1
     context: Annotated[int, "Tokens before the one being decoded."] = 1024
     bits: Annotated[float | None, "Bits a weight. Default: as the checkpoint stores it."] = None
-    bandwidth: Annotated[float | None, "GB/s: instead of the table's."] = None
-    rate: Annotated[float | None, "Dense TFLOP/s: instead of the table's."] = None
     as_json: common.AsJson = False
 
 
@@ -58,9 +56,6 @@ def predict(asked: PredictOptions) -> None:
         return
     if asked.batch < 1 or asked.context < 1 or (asked.bits is not None and asked.bits <= 0):
         raise OutriderError("--batch and --context must be at least 1, --bits positive")
-    for option, given in (("--bandwidth", asked.bandwidth), ("--rate", asked.rate)):
-        if given is not None and not given > 0:
-            raise OutriderError(f"{option} must be more than 0, got {given:g}")
     if not asked.model:
         raise OutriderError("predict what? name a model: outrider predict google/gemma-4-31B-it")
     files, config, kept = read(asked.model)
@@ -71,7 +66,6 @@ def predict(asked: PredictOptions) -> None:
         on = here(size)
     else:
         on = model_of.machine(asked.gpu)
-    on = replace(on, bandwidth=asked.bandwidth or on.bandwidth, rate=asked.rate or on.rate)
     helper, known = _drafter(asked)
     stored = kept.total if asked.bits is None else None
     setup = model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored=stored)
@@ -120,7 +114,7 @@ def _accepted(
     )
 
 
-def _show(model: str, data: model_of.Prediction) -> None:
+def _show(model: str, data: ForeignDict) -> None:
     need, parts = data["memory_gb"], data["plain_parts_ms"]
     out.print(
         Text.assemble((model, "bold"), f" on {data['machine']}, batch {data['batch']}, context {data['context']}")
@@ -142,7 +136,7 @@ def _show(model: str, data: model_of.Prediction) -> None:
     for point in data["points"]:
         if point["k"] in (*shown, data["best_k"]):
             columns = ("cycle_ms", "tokens", "ms_per_token", "speedup")
-            cells = [f"{point[key]:.2f}" for key in columns]  # type: ignore[literal-required]
+            cells = [f"{point[key]:.2f}" for key in columns]
             table.add_row(
                 str(point["k"]), *cells[:3], f"{cells[3]}x", style="bold" if point["k"] == data["best_k"] else ""
             )

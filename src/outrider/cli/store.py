@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.filesize import decimal as size
 from rich.table import Table
 
 from ..config import model_of, user_file
@@ -178,12 +179,6 @@ def stored(path: Path) -> int:
     """Bytes of a file, or of a folder's files."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(p.stat().st_size for p in files if p.is_file())
-
-
-def size(nbytes: int) -> str:
-    if nbytes >= 1e9:
-        return f"{nbytes / 1e9:.2f} GB"
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
 
 
 def used() -> dict[str, dict[str, str]]:
