@@ -22,13 +22,14 @@ from outrider.prompts import read_prompts
 from outrider.spec import acceptance_profile
 from outrider.train import run
 from outrider.train.answers import read_answers
+from outrider.train.block_net import load_net
 from outrider.train.capture import DenseOps
-from outrider.train.config import TrainConfig
+from outrider.train.config import EvalConfig, TrainConfig
 from outrider.train.data import Sequences
 from outrider.train.evaluate import Judge, walk
 from outrider.train.recipes import Phase, Recipe, train_recipe
 from outrider.train.target import describe, encode, open_target
-from outrider.train.tools import EvalRequest, answers, evaluate_drafter, load_net
+from outrider.train.tools import answers, evaluate_drafter
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
 
@@ -79,7 +80,7 @@ def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path],
     bare = shutil.copytree(out / "drafter", tmp_path / "bare", ignore=shutil.ignore_patterns(acceptance_profile.FILE))
     rows = [r for r in log(out) if "loss" in r]
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
-    result = evaluate_drafter(str(target), str(bare), EvalRequest(data, max_new=32), card=True, say=QUIET)
+    result = evaluate_drafter(str(target), str(bare), EvalConfig(data, max_tokens=32), card=True, say=QUIET)
     print_of = json.loads((out / "drafter" / acceptance_profile.FILE).read_text())["weights"]
     card = acceptance_profile.read(bare, print_of)
     assert card is not None and card.judged > 100
@@ -261,16 +262,16 @@ def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 
 def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, data, out = world
-    before = evaluate_drafter(str(target), str(out / "drafter"), EvalRequest(data, max_new=24, limit=12), say=QUIET)[
+    before = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=QUIET)[
         "tokens_per_cycle"
     ][4]
     tuned = tiny.write(fine_tune(transformers.AutoModelForCausalLM.from_pretrained(target)), tmp_path / "tuned")
-    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), EvalRequest(data, max_new=24, limit=12), say=QUIET)[
+    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=QUIET)[
         "tokens_per_cycle"
     ][4]
     run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
     after = evaluate_drafter(
-        str(tuned), str(tmp_path / "run" / "drafter"), EvalRequest(data, max_new=24, limit=12), say=QUIET
+        str(tuned), str(tmp_path / "run" / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=QUIET
     )["tokens_per_cycle"][4]
     assert dropped < before - 1 and after - dropped > 0.5 * (before - dropped)  # more than half of what was lost
 
@@ -368,7 +369,7 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
         answered = Sequences.of(
             whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
         )
-        right = Judge.of(opened.model, net, full=False).drafts(answered, 3, temperature).right
+        right = Judge(opened.model, net, full=False).drafts(answered, 3, temperature).right
         took, walked = [], []
         for i in range(12):
             (made,) = llm.generate([prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
@@ -415,5 +416,5 @@ def test_eval_drafter_prints_what_it_promises(
 def test_one_prompt_can_be_answered(world: tuple[Path, Path, Path]) -> None:
     """A cache for one sequence alone: prompt, answer, and the page that the engine keeps aside."""
     target, data, _ = world
-    made = answers(describe(str(target)), read_prompts(data, 1), EvalRequest(data, max_new=24))
+    made = answers(describe(str(target)), read_prompts(data, 1), EvalConfig(data, max_tokens=24))
     assert len(made) == 1 and made.answer_tokens == 24

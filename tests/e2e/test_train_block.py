@@ -20,11 +20,13 @@ from outrider.llm import LLM
 from outrider.models.block_config import BlockConfig
 from outrider.prompts import read_prompts
 from outrider.train import run
+from outrider.train.block_net import load_net
+from outrider.train.config import EvalConfig
 from outrider.train.data import Sequences
 from outrider.train.evaluate import Judge, walk
 from outrider.train.export import block_dict
 from outrider.train.target import describe, encode, open_target
-from outrider.train.tools import EvalRequest, evaluate_drafter, export_drafter, load_net
+from outrider.train.tools import evaluate_drafter, export_drafter
 from outrider.types import OutriderError, SamplingParams
 
 torch.set_num_threads(1)
@@ -47,7 +49,7 @@ def test_a_trained_drafter_is_in_the_speculators_layout(world: tuple[Path, Path,
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in rows if "loss" in r]
     assert losses[-1] < losses[0]
-    found = evaluate_drafter(str(target), str(out / "drafter"), EvalRequest(data, limit=8, max_new=24), say=QUIET)
+    found = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, limit=8, max_tokens=24), say=QUIET)
     assert found["tokens_per_cycle"][4] > 1.0 and found["answers"] == 8
 
 
@@ -78,7 +80,7 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path, str]) -
         answered = Sequences.of(
             whole, [len(p) for p in asked], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
         )
-        right = Judge.of(opened.model, net).drafts(answered, 3, temperature).right
+        right = Judge(opened.model, net).drafts(answered, 3, temperature).right
         took, walked = [], []
         for i in range(12):
             (made,) = llm.generate([asked[i]], params[i])

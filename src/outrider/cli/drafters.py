@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,44 +11,34 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..config import LoadSettings
+from ..train.config import EvalConfig
 from ..types import OutriderError
 from . import common
 from .common import out
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    model: common.Model
-    drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")]
-    prompts: Annotated[Path, "JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'."]
-    limit: Annotated[int | None, "Use only N prompts, spread over the file."] = None
-    max_tokens: common.MaxTokens = 128
-    temperature: Annotated[float, "0: greedy; else with the engine's coupled noise."] = 0.0
-    raw: Annotated[bool, "No chat template."] = False
-    full_head: Annotated[bool, "Score the whole vocabulary even if the drafter has a clustered head."] = False
-    card: Annotated[bool, typer.Option("--card", help="Write acceptance.json into the drafter's folder.")] = False
-    as_json: common.AsJson = False
-
-
 @common.loading("device", "dtype")
-@common.taking(EvalOptions)
-def eval_drafter(asked: EvalOptions, load: LoadSettings) -> None:
+@common.taking(EvalConfig)
+def eval_drafter(
+    asked: EvalConfig,
+    load: LoadSettings,
+    model: common.Model,
+    drafter: Annotated[str, typer.Argument(help="A folder or id of an MTP, DFlash or EAGLE-3 drafter.")],
+    card: Annotated[bool, typer.Option("--card", help="Write acceptance.json into the drafter's folder.")] = False,
+    as_json: common.AsJson = False,
+) -> None:
     """Acceptance by position and by category, tokens per cycle for K = 1..16, and the K that should be fastest."""
-    import torch
-
     from ..ops import place
-    from ..train.tools import EvalRequest, evaluate_drafter
+    from ..train.tools import evaluate_drafter
 
     common.sampling(max_tokens=asked.max_tokens, temperature=asked.temperature)  # refused before anything is loaded
     where = str(place(load.device))
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
-    chat, dtype = not asked.raw, getattr(torch, kind)
-    wanted = EvalRequest(asked.prompts, asked.limit, asked.max_tokens, asked.temperature, chat, where, dtype)
-    say = common.teller(asked.as_json)
-    result = evaluate_drafter(asked.model, asked.drafter, wanted, asked.full_head, asked.card, say)
-    if asked.as_json:
+    asked = replace(asked, device=where, dtype=kind)
+    result = evaluate_drafter(model, drafter, asked, card, common.teller(as_json))
+    if as_json:
         out.print_json(data=result)
         return
     table = Table("K", "tokens per cycle", "accepted up to position K", box=SIMPLE_HEAD)

@@ -173,8 +173,8 @@ def answer_tasks(
     deadline: float = float("inf"),
     stop: Stop | None = None,
 ) -> Iterator[RecordedAnswer]:
-    """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is set, the unfinished ones
-    too."""
+    """Yields the answers that `had` lacks as they end; when `deadline` (of time.perf_counter) passes or `stop` is set,
+    the unfinished ones too."""
     had = had or {}
     finished = sum(1 for t in tasks if t.key in had and had[t.key].done)
     waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
@@ -219,25 +219,13 @@ def answer_tasks(
         report(finished, total, made, time.perf_counter() - began)
 
 
-def answer_to_file(
-    engine: Engine,
-    prompts: Sequences,
-    tasks: Sequence[Task],
-    max_new: int,
-    path: Path,
-    *,
-    report: Report | None = None,
-    deadline: float = float("inf"),
-    stop: Stop | None = None,
-) -> None:
-    """Answers what `path` does not hold yet, and appends it there."""
+def append_answers(path: Path, made: Iterator[RecordedAnswer]) -> None:
+    """Written as they are made."""
     mend_end(path)
-    had, flushed = read_answers(path), time.perf_counter()
+    flushed = time.perf_counter()
     try:
         with open(path, "a", encoding="utf-8") as file:
-            for answer in answer_tasks(
-                engine, prompts, tasks, max_new, had, report=report, deadline=deadline, stop=stop
-            ):
+            for answer in made:
                 file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")
                 if time.perf_counter() - flushed > 0.5:
                     file.flush()

@@ -18,19 +18,21 @@ from torch import Tensor
 
 from ..models.block import BlockNet, DraftLayer, Rotations
 from ..models.block_config import BlockConfig, Kind, is_block
-from ..models.config import LayerSpec, ModelConfig
+from ..models.compat import bind
+from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize
+from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..spec.block_load import block_plan, draft_size, load_block
 from ..types import AttnSpec, BlockRows, KVView, OutriderError
 from ..weights import hub
-from ..weights.load import translate
+from ..weights.load import as_tensors, load_drafter, translate
 from .capture import CapturedStates, capture
 from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .design import spread_reads
-from .net import TrainNet, rms, rotate
+from .net import DrafterModule, TrainNet, rms, rotate
 from .target import TrainTarget
 
 Keys = tuple[Tensor, Tensor]
@@ -83,23 +85,6 @@ def unused_token(data: Sequences, target: ModelConfig) -> int:
     seen[data.tokens.astype(np.int64)] = True
     free = np.nonzero(~seen)[0]
     return int(free[-1]) if len(free) else target.vocab_size - 1
-
-
-def block_config(name: str, target: ModelConfig) -> BlockConfig:
-    """The configuration of a drafter on disk, bound to this target."""
-    files = hub.resolve(name, kind="drafter")
-    if not is_block(files.config):
-        raise OutriderError(f"{name} is no block drafter: --kind mtp")
-    return translate(BlockConfig.from_hf, files).bound(target)
-
-
-def load_block_weights(name: str, target: TrainTarget) -> tuple[BlockConfig, dict[str, Tensor]]:
-    """Dense, in float32."""
-    config = block_config(name, target.config)
-    if config.kind not in TAPS or not config.tied_to_target:
-        raise OutriderError(f"{name}: a {config.kind} drafter, or one with a head of its own, cannot be trained on")
-    net = load_block(hub.resolve(name, kind="drafter"), target.model, torch.float32)
-    return config, {k: as_tensor(w).float() for k, w in net.weights.items()}
 
 
 class GroupedBlock(BlockNet):
@@ -179,9 +164,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class BlockModule(TrainNet):
     config: BlockConfig
 
-    def __init__(self, config: BlockConfig, target: ModelConfig, seed: int = 0):
+    def __init__(self, config: BlockConfig, seed: int = 0):
         super().__init__(config, block_plan(config, ()), len(config.layers), seed)
-        self.target = target
         self.taps = config.taps or ()
 
     @property
@@ -259,16 +243,42 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
     net.weight("norm").copy_(model.blocks[-1].next_norm)
 
 
+def drafter_config(name: str, target: ModelConfig, kind: str | None = None) -> DrafterConfig | BlockConfig:
+    """The configuration of a drafter on disk, of this kind of training where one is asked for; OutriderError where it
+    does not fit the target or is damaged."""
+    files = hub.resolve(name, kind="drafter")
+    block = is_block(files.config)
+    if kind is not None and block == (kind == "mtp"):
+        raise OutriderError(f"{name} is {'a block drafter: not' if block else 'no block drafter:'} --kind mtp")
+    if block:
+        return translate(BlockConfig.from_hf, files).bound(target)
+    config = load_drafter(files)[0]
+    bind(config, target)
+    return config
+
+
+def load_net(name: str, target: TrainTarget, seed: int = 0) -> TrainNet:
+    """A drafter on disk."""
+    config = drafter_config(name, target.config)
+    net: TrainNet
+    weights: Mapping[str, DeviceWeight]
+    if isinstance(config, DrafterConfig):
+        net = DrafterModule(replace(config, target_hash=target.hash), target.config, seed)
+        weights = load_drafter(name)[1]
+    elif config.kind not in TAPS or not config.tied_to_target:
+        raise OutriderError(f"{name}: a {config.kind} drafter, or one with a head of its own, cannot be trained on")
+    else:
+        net = BlockModule(config, seed)
+        weights = load_block(hub.resolve(name, kind="drafter"), target.model, torch.float32).weights
+    net.load(as_tensors(weights))
+    return net.to(target.model.device)
+
+
 def start_block(job: TrainConfig, target: TrainTarget, data: Sequences, say: Say) -> BlockModule:
     """The drafter of a run, with its initial weights."""
     model = target.model
-    if job.init is not None:
-        config, weights = load_block_weights(job.init, target)
-        warm = BlockModule(config, target.config, job.seed)
-        warm.load(weights)
-        return warm.to(model.device)
     config = new_block(job, target.config, unused_token(data, target.config))
-    net = BlockModule(config, target.config, job.seed).to(model.device)
+    net = BlockModule(config, job.seed).to(model.device)
     if (job.out / "checkpoint.pt").exists() or target.config.family != "llama" or config.kind != "dflash":
         return net  # its weights come from there, or it starts at random
     reads = spread_reads(target.config, len(config.layers))

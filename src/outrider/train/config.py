@@ -148,6 +148,20 @@ class TrainConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in FREE}
 
 
+@dataclass(frozen=True)
+class EvalConfig:
+    """The settings of an evaluation. A field with a text is an option of `eval-drafter`, as in TrainConfig."""
+
+    prompts: Annotated[Path, "JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'."]
+    limit: Annotated[int | None, "Use only N prompts, spread over the file."] = None
+    max_tokens: Annotated[int, "Most tokens to generate."] = 128
+    temperature: Annotated[float, "0: greedy; else with the engine's coupled noise."] = 0.0
+    raw: Annotated[bool, "No chat template."] = False
+    full_head: Annotated[bool, "Score the whole vocabulary even if the drafter has a clustered head."] = False
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
 # Defaults of a kind of drafter: on a GPU, on a CPU.
 OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
     "mtp": {},

@@ -247,9 +247,9 @@ def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
 def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int:
     """Clusters of tokens that are likely in the same places, on `data`; centroids fitted to tokens drawn from the full
     head's distribution before they learn along. Returns the number of states looked at."""
-    judge, clusters = Judge.of(model, net), net.config.clusters
+    judge, clusters = Judge(model, net), net.config.clusters
     g, _ = judge.states(data)
-    head, drawn = judge.head.rows, []
+    head, drawn = judge.head, []
     for part in g.split(1024):
         z = exact_logits(model, part) if net.config.tied_to_target else (part @ head.T).float()
         drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))

@@ -34,47 +34,6 @@ Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A,
 
 
 @dataclass(frozen=True)
-class EvalHead:
-    """The head that scores a draft step's states."""
-
-    rows: Tensor  # [V, h]
-    centroids: Tensor | None = None  # [C, h]: score only the best `top` clusters
-    order: Tensor | None = None  # int64 [V]
-    top: int = 0
-
-    @cached_property
-    def clusters(self) -> tuple[Tensor, Tensor] | None:
-        """Ids [C, S], and the cluster of each token [V]."""
-        if self.order is None or self.centroids is None:
-            return None
-        return self.order.view(len(self.centroids), -1), cluster_of(self.order, len(self.centroids))
-
-    def score(self, g: Tensor, cluster_bonus: Tensor | None) -> tuple[None, Tensor]:
-        """As spec.drafter.Score: logits [A, V] of states [A, h], -inf outside the best clusters."""
-        z = (g @ self.rows.T).float()
-        if self.clusters is not None and self.centroids is not None:
-            near = (g @ self.centroids.T).float()
-            best = (near if cluster_bonus is None else near + cluster_bonus).topk(self.top, dim=-1).indices
-            chosen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, best, True)
-            z = z.masked_fill_(~chosen[:, self.clusters[1]], float("-inf"))
-        return None, z
-
-    def choose(self, g: Tensor, sampling: SamplingBatch, at: Tensor, weigh: bool = True) -> tuple[Tensor, Tensor]:
-        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens
-        it scored. `at` [A]: the positions guessed. In pieces: nothing of size [A, V] is ever there."""
-        step = chunk_rows(g.device, 8 * self.rows.shape[0] * (4 if sampling.any_sampled else 1))
-        # its rules of noise and leaning are the definition
-        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()
-        out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
-        for rows in torch.arange(len(g), device=g.device).split(step):
-            some = sampling.select(rows)
-            out[rows], z = guess_next(some, at[rows], partial(self.score, g[rows]), ops, ids)
-            if weigh:
-                sure[rows] = some.likely(z, out[rows])
-        return out, sure
-
-
-@dataclass(frozen=True)
 class Judged:
     """Per answer, for each of its anchors: how many drafted tokens are right, and the drafter's confidence in each."""
 
@@ -88,23 +47,51 @@ class Judged:
 
 @dataclass(frozen=True)
 class Judge:
-    """A drafter and its target: the weights as they will be stored, and the head that scores the drafter's states."""
+    """A drafter, as it will be stored, and its target."""
 
     model: TextModel
     net: TrainNet
-    weights: dict[str, Tensor]
-    head: EvalHead
+    full: bool = True  # score all rows of the head, also where the drafter has clusters
     halt: Halt = lambda: False  # asked before each batch; True ends the evaluation with Halted
 
-    @staticmethod
-    def of(model: TextModel, net: TrainNet, full: bool = True, halt: Halt = lambda: False) -> Judge:
-        """full: by all rows of the head, also where the drafter has clusters."""
-        weights = {k: v.detach() for k, v in net.cast(model.dtype, net.config.weight_bits).items()}
-        rows = as_tensor(model.head) if net.config.tied_to_target else weights["embed"]
-        if full or not net.config.clusters:
-            return Judge(model, net, weights, EvalHead(rows), halt)
-        head = EvalHead(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top)
-        return Judge(model, net, weights, head, halt)
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        return {k: v.detach() for k, v in self.net.cast(self.model.dtype, self.net.config.weight_bits).items()}
+
+    @property
+    def head(self) -> Tensor:  # [V, h]
+        return as_tensor(self.model.head) if self.net.config.tied_to_target else self.weights["embed"]
+
+    @cached_property
+    def clusters(self) -> tuple[Tensor, Tensor] | None:
+        """Ids [C, S], and the cluster of each token [V]; None: all are scored."""
+        order, count = self.weights.get("token_ordering"), self.net.config.clusters
+        return None if self.full or not count or order is None else (order.view(count, -1), cluster_of(order, count))
+
+    def score(self, g: Tensor, cluster_bonus: Tensor | None) -> tuple[None, Tensor]:
+        """As spec.drafter.Score: logits [A, V] of states [A, h], -inf outside the best clusters."""
+        z = (g @ self.head.T).float()
+        if self.clusters is not None:
+            near = (g @ self.weights["centroids"].T).float()
+            top = self.net.config.cluster_top
+            best = (near if cluster_bonus is None else near + cluster_bonus).topk(top, dim=-1).indices
+            chosen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, best, True)
+            z = z.masked_fill_(~chosen[:, self.clusters[1]], float("-inf"))
+        return None, z
+
+    def choose(self, g: Tensor, sampling: SamplingBatch, at: Tensor, weigh: bool = True) -> tuple[Tensor, Tensor]:
+        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens
+        it scored. `at` [A]: the positions guessed. In pieces: nothing of size [A, V] is ever there."""
+        step = chunk_rows(g.device, 8 * self.head.shape[0] * (4 if sampling.any_sampled else 1))
+        # its rules of noise and leaning are the definition
+        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()
+        out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
+        for rows in torch.arange(len(g), device=g.device).split(step):
+            some = sampling.select(rows)
+            out[rows], z = guess_next(some, at[rows], partial(self.score, g[rows]), ops, ids)
+            if weigh:
+                sure[rows] = some.likely(z, out[rows])
+        return out, sure
 
     def batches(self, data: Sequences) -> Iterator[tuple[np.ndarray, TrainBatch]]:
         """On a CPU small ones: a batch ends when its last draft fails."""
@@ -148,7 +135,7 @@ class Judge:
                 if not alive.numel():
                     break
                 states = g.reshape(count * width, -1)[alive]
-                choice, likely = self.head.choose(states, sampling.select(b), at, weigh)
+                choice, likely = self.choose(states, sampling.select(b), at, weigh)
                 if record is not None:
                     record.append((states, choice))
                 sure[alive, j - 1] = likely

@@ -57,7 +57,7 @@ def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: floa
         raise Halted
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {
-        kind: scored(Judge.of(target.model, net, kind, halt).drafts(mine, 8, 0.0 if kind else temperature), 8)
+        kind: scored(Judge(target.model, net, kind, halt).drafts(mine, 8, 0.0 if kind else temperature), 8)
         for kind, mine in kinds.items()
         if len(mine)
     }
@@ -113,7 +113,7 @@ def finish(
     with suppress(Halted):
         if len(cold):
             states: Recorded = []
-            full = Judge.of(target.model, net, halt=halt)
+            full = Judge(target.model, net, halt=halt)
             last = full.drafts(cold, record=states, weigh=not net.config.clusters)
             result["full"] = scored(last, MAX_DRAFT)
             if isinstance(net, DrafterModule) and net.config.clusters:
@@ -121,11 +121,11 @@ def finish(
                 top = job.cluster_top or choose_top(curve, job.cluster_recall).top
                 net.config = replace(net.config, cluster_top=top)
                 result["recall"] = [asdict(r) for r in curve]
-                last = Judge.of(target.model, net, False, halt).drafts(cold, weigh=True)
+                last = Judge(target.model, net, False, halt).drafts(cold, weigh=True)
                 result["clustered"] = scored(last, MAX_DRAFT)
             runs = last.runs()
             if len(hot):
-                drafting = Judge.of(target.model, net, False, halt)
+                drafting = Judge(target.model, net, False, halt)
                 result["sampled"] = scored(drafting.drafts(hot, 8, job.temperature), 8)
     if job.kind == "dflash":
         result["draft_unit"] = "pass"

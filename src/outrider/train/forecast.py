@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import model_size
 from ..types import OutriderError
-from ..weights.load import load_drafter
 from ..weights.sizes import StoredSize
 from .answers import CPU_SLOTS
-from .block_net import block_config, new_block
+from .block_net import drafter_config, new_block
 from .config import TrainConfig
 from .design import new_drafter
 from .memory import EFFICIENCY, MachineSpeed, Sizes, Work, choose_sizes, free_bytes, torch_dtype
@@ -52,25 +49,14 @@ class RunPlan:
     @staticmethod
     def of(job: TrainConfig, target: ModelConfig, tokens: int) -> RunPlan:
         """For data of `tokens` tokens."""
-        item = torch_dtype(job).itemsize
         drafter: DrafterConfig | BlockConfig
-        if job.kind != "mtp":
-            drafter = new_block(job, target) if job.init is None else block_config(job.init, target)
+        if job.init is not None:
+            drafter = drafter_config(job.init, target, job.kind)
         else:
-            init = job.init
-            drafter = new_drafter(job, target, None) if init is None else load_drafter(init, "cpu", torch.float32)[0]
-        work = Work.of(drafter, target, job.unroll, item, job.anchor_share)
+            drafter = new_drafter(job, target, None) if job.kind == "mtp" else new_block(job, target)
+        work = Work.of(drafter, target, job.unroll, torch_dtype(job).itemsize, job.anchor_share)
         speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
-        sizes = choose_sizes(
-            work,
-            target.vocab_size,
-            cuda=job.cuda,
-            free=free_bytes(job.device),
-            speed=speed,
-            item=item,
-            tokens=tokens,
-            anchors=job.batch_anchors,
-        )
+        sizes = choose_sizes(job, work, target.vocab_size, speed, tokens, free_bytes(job.device))
         return RunPlan(drafter, work, speed, sizes)
 
 

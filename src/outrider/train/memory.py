@@ -130,18 +130,9 @@ class Work:
         return self.row_bytes + 2.0 * item * scored  # activations; the teacher's distribution and a gathered copy
 
 
-def choose_sizes(
-    work: Work,
-    vocab: int,
-    *,
-    cuda: bool,
-    free: int,
-    speed: MachineSpeed,
-    item: int,
-    tokens: int,
-    anchors: int | None = None,
-) -> Sizes:
-    """`free` bytes, `tokens` in the data; `anchors`: as asked for, still cut to what fits."""
+def choose_sizes(job: TrainConfig, work: Work, vocab: int, speed: MachineSpeed, tokens: int, free: int) -> Sizes:
+    """`tokens` in the data, `free` bytes: a number of anchors that the job asks for is still cut to what fits."""
+    cuda, anchors, item = job.cuda, job.batch_anchors, torch_dtype(job).itemsize
     scored = 0 if cuda or vocab <= 2 * CPU_SCORED else CPU_SCORED
     keep = not cuda and work.token_bytes * tokens < KEEP_SHARE * free
     room = SHARE * free - (KEEP_SHARE * free if keep else 0.0) * 0.5

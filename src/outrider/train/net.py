@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.block_config import BlockConfig
-from ..models.compat import bind, fits
+from ..models.compat import bind
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import DrafterSize, drafter_size
 from ..models.layers import inverse_frequencies
 from ..models.names import TensorPlan, tensor_plan
 from ..ops.reference import activation
-from ..types import OutriderError
-from ..weights.load import as_tensors, load_drafter
 from .capture import CapturedStates, causal_attention, spread_heads
 from .data import TrainBatch
 
@@ -36,7 +34,6 @@ QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bi
 class Context:
     """Shared by all steps over one batch."""
 
-    first: int  # queries are positions first..T-1
     keys: list[Tensor]  # per drafter layer [B, heads, T, D]
     values: list[Tensor]
     angles: list[tuple[Tensor, Tensor]]  # per drafter layer cos, sin [Tq, 1, D/2] float32
@@ -122,7 +119,7 @@ class DrafterModule(TrainNet):
     def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
         self.layers: tuple[LayerSpec, ...]
         super().__init__(config, tensor_plan(config), len(bind(config, target)), seed)
-        self.target, self.layers, self.taps = target, bind(config, target), config.taps
+        self.layers, self.taps = bind(config, target), config.taps
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 
     @property
@@ -143,7 +140,7 @@ class DrafterModule(TrainNet):
             values.append(spread[at][1])
             turn = positions.float()[:, None] * inverse_frequencies(layer.rope, device)[None, :]
             angles.append((turn.cos()[:, None], turn.sin()[:, None]))
-        return Context(first, keys, values, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
+        return Context(keys, values, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
 
     def step(self, w: Mapping[str, Tensor], ctx: Context, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """embedding, hidden [B, Tq, Hb] -> g for the head, next hidden [B, Tq, Hb]."""
@@ -180,15 +177,6 @@ class DrafterModule(TrainNet):
         for j in range(1, steps + 1):
             g, hidden = self.step(w, ctx, embedded[:, j : j + width], hidden)
             yield g
-
-
-def load_mtp(drafter: str, target: ModelConfig | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """An MTP drafter's configuration and dense weights; OutriderError where it does not fit the target."""
-    config, weights = load_drafter(drafter, "cpu", torch.float32)
-    reason = None if target is None else fits(config, target)
-    if reason is not None:
-        raise OutriderError(f"{drafter} does not fit the target: {reason}")
-    return config, as_tensors(weights)
 
 
 def four_bits(w: Tensor) -> Tensor:

@@ -33,8 +33,17 @@ from ..prompts import read_prompts
 from ..types import OutriderError
 from ..weights.sizes import stored_size
 from . import design, finish
-from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks, read_answers
-from .block_net import start_block
+from .answers import (
+    Task,
+    answer_tasks,
+    answering_engine,
+    append_answers,
+    as_sequences,
+    heldout_prompts,
+    plan_tasks,
+    read_answers,
+)
+from .block_net import load_net, start_block
 from .clock import Budget, Stop, listening
 from .config import CHANGEABLE, Say, TrainConfig
 from .data import Sequences, file_hash, make_batch, plan_epoch
@@ -51,7 +60,7 @@ from .forecast import (
     check,
 )
 from .memory import Sizes, torch_dtype
-from .net import DrafterModule, TrainNet, load_mtp
+from .net import DrafterModule, TrainNet
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row
 
@@ -223,7 +232,8 @@ class TrainRun:
         self.progress("loading the engine", 0, 1, "")
         with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
             ends = time.perf_counter() + self.answer_seconds
-            answer_to_file(engine, prompts, tasks, job.max_new, path, report=report, deadline=ends, stop=self.stop)
+            asked = (engine, prompts, tasks, job.max_new, read_answers(path))
+            append_answers(path, answer_tasks(*asked, report=report, deadline=ends, stop=self.stop))
         self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
 
     def tasks(self, prompts: Sequences) -> list[Task]:
@@ -340,17 +350,15 @@ class TrainRun:
 
     def start(self, target: TrainTarget, data: Sequences, anchors: int) -> TrainNet:
         job, model = self.job, target.model
+        if job.init is not None:
+            warm = load_net(job.init, target, job.seed)
+            new = job.recluster and warm.config.clusters and not (job.out / "checkpoint.pt").exists()
+            if isinstance(warm, DrafterModule) and new:
+                some = data.select(np.random.default_rng(3).permutation(len(data))[:2500])
+                self.say(f"vocabulary clustered anew from {design.cluster_by_use(warm, model, some)} states")
+            return warm
         if job.kind != "mtp":
             return start_block(job, target, data, self.say)
-        if job.init is not None:
-            config, weights = load_mtp(job.init, target.config)
-            net = DrafterModule(replace(config, target_hash=target.hash), target.config, job.seed)
-            net.load(weights)
-            net.to(model.device)
-            if job.recluster and config.clusters and not (job.out / "checkpoint.pt").exists():
-                some = data.select(np.random.default_rng(3).permutation(len(data))[:2500])
-                self.say(f"vocabulary clustered anew from {design.cluster_by_use(net, model, some)} states")
-            return net
         net = DrafterModule(design.new_drafter(job, target.config, target.hash), target.config, job.seed).to(
             model.device
         )

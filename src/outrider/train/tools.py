@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,42 +20,26 @@ from ..weights.load import translate
 from ..weights.quant_scheme import recipe
 from ..weights.source_tensor import tensor
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
-from .block_net import BlockModule, block_config, load_block_weights
-from .config import Say
+from .block_net import BlockModule, drafter_config, load_net
+from .config import EvalConfig, Say
 from .data import Sequences
 from .evaluate import Judge, best_k, summary
 from .export import LAYOUTS, Json, block_dict, read_json, write_folder
-from .net import DrafterModule, TrainNet, load_mtp
-from .target import Described, TrainTarget, describe, encode, open_target
+from .net import DrafterModule
+from .target import Described, describe, encode, open_target
 from .trainer import Row
 
 
-@dataclass(frozen=True)
-class EvalRequest:
-    """The settings of an evaluation: what the target answers, and where it runs."""
-
-    prompts: Path
-    limit: int | None = None  # prompts, spread over the file
-    max_new: int = 128
-    temperature: float = 0.0
-    chat: bool = True
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-
-    def read(self) -> list[Prompt]:
-        return spread(read_prompts(self.prompts), self.limit)
-
-
-def answers(known: Described, prompts: list[Prompt], asked: EvalRequest, drafter: str = "none") -> Sequences:
+def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter: str = "none") -> Sequences:
     """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without
     it. Each has its prompt's line as its seed."""
-    config, max_new = known.config, asked.max_new
+    config, max_new = known.config, asked.max_tokens
     most = max(1, config.max_context - max_new)
-    encoded = encode(prompts, known.text, config.vocab_size, max_tokens=most, chat=asked.chat)
+    encoded = encode(prompts, known.text, config.vocab_size, max_tokens=most, chat=not asked.raw)
     tasks = [Task(i, 0, asked.temperature, int(encoded.index[i])) for i in range(len(encoded))]
     many, helper = (GPU_SLOTS, "none") if asked.device.startswith("cuda") else (CPU_SLOTS, drafter)
     slots, longest = min(many, len(encoded)), int(encoded.lengths.max()) + max_new
-    with answering_engine(known, asked.device, asked.dtype, slots, longest, helper) as engine:
+    with answering_engine(known, asked.device, getattr(torch, asked.dtype), slots, longest, helper) as engine:
         made = list(answer_tasks(engine, encoded, tasks, max_new))
     return as_sequences(encoded, made, config.vocab_size)
 
@@ -69,38 +53,21 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
 
 
-def load_net(drafter: str, target: TrainTarget) -> TrainNet:
-    if is_block(hub.resolve(drafter, kind="drafter").config):
-        block, own = load_block_weights(drafter, target)
-        made = BlockModule(block, target.config)
-        made.load(own)
-        return made.to(target.model.device)
-    config, weights = load_mtp(drafter, target.config)
-    net = DrafterModule(config, target.config)
-    net.load(weights)
-    return net.to(target.model.device)
-
-
-def evaluate_drafter(
-    model: str, drafter: str, asked: EvalRequest, full_head: bool = False, card: bool = False, say: Say = print
-) -> Row:
+def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = False, say: Say = print) -> Row:
     """card: write the drafter's acceptance profile into its folder."""
-    listed, known = asked.read(), describe(model)
-    if is_block(hub.resolve(drafter, kind="drafter").config):
-        block_config(drafter, known.config)
-    else:
-        load_mtp(drafter, known.config)
+    listed, known = spread(read_prompts(asked.prompts), asked.limit), describe(model)
+    drafter_config(drafter, known.config)  # refused before long work
     began = time.perf_counter()
     data = answers(known, listed, asked, drafter)
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
-    target = open_target(known, asked.device, asked.dtype)
+    target = open_target(known, asked.device, getattr(torch, asked.dtype))
     net = load_net(drafter, target)
     if isinstance(net, DrafterModule):
         if asked.device.startswith("cuda"):
             net.config = replace(net.config, weight_bits=None)  # a GPU holds what the file says
-        if full_head:
+        if asked.full_head:
             net.config = replace(net.config, clusters=0)
-    found = Judge.of(target.model, net, full=False).drafts(data, temperature=asked.temperature, weigh=card)
+    found = Judge(target.model, net, full=False).drafts(data, temperature=asked.temperature, weigh=card)
     categories = [listed[i].category for i in data.index]
     result = summary(found.right, categories, MAX_DRAFT)
     if card:

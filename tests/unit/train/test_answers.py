@@ -21,7 +21,7 @@ from outrider.train.answers import (
     RecordedAnswer,
     Task,
     answer_tasks,
-    answer_to_file,
+    append_answers,
     heldout_prompts,
     plan_tasks,
     read_answers,
@@ -137,7 +137,7 @@ def test_answering_goes_on_where_it_was(
 
     engine.step = step  # type: ignore[method-assign]
     try:
-        answer_to_file(engine, prompts(), tasks, 20, path, deadline=1.0, stop=stop)
+        append_answers(path, answer_tasks(engine, prompts(), tasks, 20, deadline=1.0, stop=stop))
     except RuntimeError:
         with open(path, "a") as file:
             file.write('{"prompt": 3, "dra')
@@ -148,7 +148,7 @@ def test_answering_goes_on_where_it_was(
     again = tiny_engine(max_batch=4)
     submit = again.submit
     again.submit = lambda r: (submitted.append(len(r.prompt)), submit(r))[1]  # type: ignore[method-assign]
-    answer_to_file(again, prompts(), tasks, 20, path)
+    append_answers(path, answer_tasks(again, prompts(), tasks, 20, read_answers(path)))
     after = read_answers(path)
     assert {k: a.tokens for k, a in after.items()} == whole and all(a.done for a in after.values())
     assert len(submitted) == len(tasks) - sum(a.done for a in before.values())

@@ -38,7 +38,7 @@ def sequences(lengths: tuple[int, ...] = (19, 14), given: tuple[int, ...] = (5, 
 
 
 def random_net(config, model: TextModel) -> BlockModule:
-    net = BlockModule(config, model.config, seed=2)
+    net = BlockModule(config, seed=2)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name in net.names:
@@ -85,7 +85,7 @@ def test_training_and_inference_agree(kind: str, window: int | None, target: str
 @pytest.mark.parametrize("kind", ["dflash", "eagle3"])
 def test_every_weight_learns(kind: str, tmp_path: Path) -> None:
     model = model_of(tmp_path)
-    net = BlockModule(new_block(job(kind), model.config, mask_id=4), model.config)
+    net = BlockModule(new_block(job(kind), model.config, mask_id=4))
     batch = make_batch(sequences(), np.arange(2), 4)
     drafts = list(net.unroll(net.cast(torch.float32), model, capture(model, batch.ids, net.taps), batch, 4))
     sum((g * torch.randn(g.shape, generator=torch.Generator().manual_seed(0))).sum() for g in drafts).backward()
@@ -107,7 +107,7 @@ def test_drawn_anchors_are_a_share_of_each_sequence() -> None:
 def test_a_new_drafter_starts_from_the_target(tmp_path: Path) -> None:
     """Layers are copied, and attention has the scale that it has in the target."""
     model = model_of(tmp_path)
-    net = BlockModule(new_block(job("dflash"), model.config, mask_id=4), model.config)
+    net = BlockModule(new_block(job("dflash"), model.config, mask_id=4))
     start_from_layers(net, model, make_batch(sequences(), np.arange(2), 1), (0, 2))
     rows = net.config.layers[1].attn.heads * net.config.layers[1].attn.head_dim
     assert torch.equal(net.weight("layers.1.q"), model.blocks[2].qkv[:rows])

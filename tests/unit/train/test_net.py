@@ -20,7 +20,7 @@ from outrider.spec.slot_sampling import sampling_batch
 from outrider.train import design
 from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
-from outrider.train.evaluate import EvalHead
+from outrider.train.evaluate import Judge
 from outrider.train.export import config_dict, save_drafter
 from outrider.train.net import DrafterModule
 from outrider.types import SamplingParams
@@ -76,16 +76,12 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
                 for mine, theirs in zip((g, hidden), trained[j - 1], strict=True):
                     torch.testing.assert_close(mine, theirs[:, a - first], rtol=2e-4, atol=2e-4)
         # the head too: the tokens that training scores are those that the drafter scores
-        rows = dense.head if drafter.tied_to_target else own["embed"]
-        head = (
-            EvalHead(rows, own["centroids"], own["token_ordering"], drafter.cluster_top)
-            if drafter.clusters
-            else EvalHead(rows)
-        )
         greedy = sampling_batch([SamplingParams()] * len(g), [[]] * len(g), [[]] * len(g), config.vocab_size, "cpu")
         looked, z = model.candidates(g)
         best = z.argmax(-1) if looked is None else looked.gather(1, z.argmax(-1, keepdim=True))[:, 0]
-        assert torch.equal(head.choose(g, greedy, torch.zeros(len(g), dtype=torch.int64))[0], best)
+        assert torch.equal(
+            Judge(dense, net, full=False).choose(g, greedy, torch.zeros(len(g), dtype=torch.int64))[0], best
+        )
 
 
 def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:

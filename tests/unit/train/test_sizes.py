@@ -70,11 +70,13 @@ def drafter(target: ModelConfig = HALF) -> DrafterConfig:
     return replace(plain(target, spread_reads(target, 6)), clusters=default_clusters(target.vocab_size), cluster_top=32)
 
 
+HALF_JOB = TrainConfig("", Path(), Path(), dtype="bfloat16")
+
+
 def sizes(free: int, cuda: bool = False, rate: float = 1e11, tokens: int = 40_000, anchors: int | None = None) -> Sizes:
     work, speed = Work.of(drafter(), HALF, 5, 2), MachineSpeed(rate / EFFICIENCY, 1e10)
-    return choose_sizes(
-        work, HALF.vocab_size, cuda=cuda, free=free, speed=speed, item=2, tokens=tokens, anchors=anchors
-    )
+    asked = replace(HALF_JOB, device="cuda" if cuda else "cpu", batch_anchors=anchors)
+    return choose_sizes(asked, work, HALF.vocab_size, speed, tokens, free)
 
 
 def test_a_batch_fits_what_is_free_and_lasts_seconds() -> None:
@@ -121,7 +123,7 @@ def test_what_the_loss_does_beside_products_is_foreseen() -> None:
     chosen = sizes(20 << 30, rate=EFFICIENCY * 1e12)
     assert here.step - fast.step == pytest.approx(SUSTAINED * chosen.anchors * 5 * CPU_SCORED * 2e-8)
     work, speed = Work.of(drafter(), HALF, 5, 2), MachineSpeed(1e12, 1e10, 2e-8)
-    less = choose_sizes(work, HALF.vocab_size, cuda=False, free=20 << 30, speed=speed, item=2, tokens=40_000)
+    less = choose_sizes(HALF_JOB, work, HALF.vocab_size, speed, 40_000, 20 << 30)
     assert less.anchors < chosen.anchors
 
 
