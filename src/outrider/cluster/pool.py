@@ -55,6 +55,5 @@ class WorkerPool:
                 return await self._make()
             except WorkerLost:
                 continue
-        raise OutriderError(
-            f"{MOST_DEATHS} workers in a row were lost while loading the model; results so far are kept"
-        )
+        lost = f"{MOST_DEATHS} workers in a row were lost while loading the model"
+        raise OutriderError(f"{lost}; results so far are kept")

@@ -92,9 +92,8 @@ def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
         known = serve.status().applications.get(APP)
         reasons = " ".join(d.message for d in known.deployments.values()) if known else ""
         told = re.findall(r"OutriderError: (.*)", reasons)
-        raise OutriderError(
-            told[-1] if told else f"the replicas did not start: {_first_line(e)} {reasons[:500]}"
-        ) from None
+        unknown = f"the replicas did not start: {_first_line(e)} {reasons[:500]}"
+        raise OutriderError(told[-1] if told else unknown) from None
     return placed
 
 

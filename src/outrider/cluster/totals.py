@@ -59,9 +59,8 @@ class Totals:
                 for s in family.samples:
                     if s.name.endswith("_created"):
                         continue
-                    each.add_sample(
-                        s.name.replace("outrider_", "outrider_replica_", 1), {**s.labels, "replica": replica}, s.value
-                    )
+                    own_name = s.name.replace("outrider_", "outrider_replica_", 1)
+                    each.add_sample(own_name, {**s.labels, "replica": replica}, s.value)
                     key = _key(s.name, s.labels)
                     family_of[key] = total
                     if family.type not in COUNTS:

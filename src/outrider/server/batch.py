@@ -150,16 +150,14 @@ class Results:
 
     def append(self, rows: Sequence[Json]) -> None:
         if rows:
+            lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows]
             try:
-                self._file.write(
-                    b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows)
-                )
+                self._file.write(b"".join(lines))
                 self._file.flush()
                 os.fsync(self._file.fileno())
             except OSError as e:
-                raise OutriderError(
-                    f"cannot write {self._path}: {e.strerror}; the same command goes on where this one was"
-                ) from None
+                again = "the same command goes on where this one was"
+                raise OutriderError(f"cannot write {self._path}: {e.strerror}; {again}") from None
 
 
 async def answer_lines(
@@ -265,9 +263,8 @@ def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
 async def offline_answer(server: Server, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
     row = await answered(server, "", line, custom_id, url, body)
     if not server.pool.healthy:
-        raise OutriderError(
-            f"the engine failed {MAX_FAILURES} times in a row; results so far are kept, start again to go on"
-        )
+        kept = "results so far are kept, start again to go on"
+        raise OutriderError(f"the engine failed {MAX_FAILURES} times in a row; {kept}")
     return row
 
 

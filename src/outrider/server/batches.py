@@ -96,9 +96,8 @@ class Batches(ClientStore[Batch]):
         source = self._files.get(client, request.input_file_id)
         running = [b for b in self._of.values() if b.status in RUNNING]
         if len(running) >= MOST_RUNNING or sum(b.client == client for b in running) >= MOST_OF_CLIENT:
-            raise ApiError(
-                429, f"{len(running)} batches run here; wait for one to end.", retry_after=60, code="too_many_batches"
-            )
+            message = f"{len(running)} batches run here; wait for one to end."
+            raise ApiError(429, message, retry_after=60, code="too_many_batches")
         while len(self._of) >= MOST_KEPT:
             del self._of[next(id for id, b in self._of.items() if b.status not in RUNNING)]
         batch = Batch(client, request, source)
@@ -161,9 +160,8 @@ class Batches(ClientStore[Batch]):
         try:
             custom_id, url, body = claim(line, names)
             if url != batch.request.endpoint:
-                raise BadLine(
-                    "mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.", custom_id
-                )
+                message = f"'url' must be the batch's endpoint, {batch.request.endpoint}."
+                raise BadLine("mismatched_url", message, custom_id)
         except BadLine as e:
             return bad_row(line, e)
         body = {"priority": LAST, **seeded(body, 0, custom_id)}

@@ -199,15 +199,10 @@ class Call:
             if choice.stats is not None:
                 metrics.finished(choice.stats)
         metrics.end_to_end.observe(time.monotonic() - self._began)
-        log.info(
-            "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s",
-            self._route,
-            len(choices),
-            self.answer.prompt_tokens,
-            sum(len(c.ids) for c in choices),
-            time.monotonic() - self._began,
-            ",".join(c.finish or "abort" for c in choices),
-        )
+        counts = (len(choices), self.answer.prompt_tokens, sum(len(c.ids) for c in choices))
+        how = ",".join(c.finish or "abort" for c in choices)
+        told = "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s"
+        log.info(told, self._route, *counts, time.monotonic() - self._began, how)
 
 
 class EventStream(StreamingResponse):

@@ -127,15 +127,11 @@ def from_validation(error: ValidationError) -> ApiError:
         name = f"{name}.{last}" if name else last
         return bad(f"Unknown or unsupported field: '{name}'.", name, "unknown_field")
     if first["type"] == "json_invalid":
-        return bad(
-            f"The body is not valid JSON: {str(first.get('ctx', {}).get('error', ''))[:100]}.", None, "invalid_json"
-        )
+        why = str(first.get("ctx", {}).get("error", ""))[:100]
+        return bad(f"The body is not valid JSON: {why}.", None, "invalid_json")
     if first["type"] == "missing":
-        return bad(
-            f"Missing field: '{name}'." if name else "The body is missing; send a JSON object.",
-            name or None,
-            "missing_field",
-        )
+        message = f"Missing field: '{name}'." if name else "The body is missing; send a JSON object."
+        return bad(message, name or None, "missing_field")
     message = str(first["msg"]).removeprefix("Value error, ")
     return bad(f"Invalid value for '{name}': {message}." if name else f"{message}.", name or None, "invalid_value")
 

@@ -68,12 +68,10 @@ class Admission:
             wait = self._estimate.until_free(self.in_flight + sequences - self.most)
             raise ApiError(429, message, retry_after=wait, code="server_full")
         if mine and mine + sequences > self.share:
-            message = (
-                f"This client has {mine} of the server's {self.most} sequences in flight; {self.share} are its share."
-            )
+            held = f"This client has {mine} of the server's {self.most} sequences in flight"
             # others' places don't help it
             wait = self._estimate.until_free((mine + sequences - self.share) * self.in_flight // mine)
-            raise ApiError(429, message, retry_after=wait, code="client_full")
+            raise ApiError(429, f"{held}; {self.share} are its share.", retry_after=wait, code="client_full")
         self.in_flight += sequences
         entered, began = self.in_flight, time.monotonic()
         self._of[client] = mine + sequences
@@ -160,12 +158,8 @@ class RequestGuard:
             before, path = scope["path"].removesuffix(path), f"/{path.strip('/')}"
             path = SLASHES.sub("/", path)
             scope = {**scope, "path": before + path}
-        state = {
-            **scope.get("state", {}),
-            "request_id": id,
-            "client": str((scope.get("client") or ("local",))[0]),
-            "path": path,
-        }
+        client = str((scope.get("client") or ("local",))[0])
+        state = {**scope.get("state", {}), "request_id": id, "client": client, "path": path}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers)
         got, refused, begun = 0, False, False
@@ -185,14 +179,8 @@ class RequestGuard:
                 self._count(scope["method"], path, status)
                 if status >= 400:
                     shown = path if ROUTE.fullmatch(path) else "(other)"
-                    log.info(
-                        "refused: id %s, route %s %s, %d %s",
-                        id,
-                        scope["method"],
-                        shown,
-                        status,
-                        state.get("refusal", "refused"),
-                    )
+                    why = state.get("refusal", "refused")
+                    log.info("refused: id %s, route %s %s, %d %s", id, scope["method"], shown, status, why)
                 warning = state.get("warning")
                 told = [] if warning is None else [(b"x-outrider-warning", warning.encode("latin-1", "replace"))]
                 extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *told, *cross)
@@ -243,18 +231,15 @@ class RequestGuard:
             and not self._own(_hostname(host))
             and not self._may_call(origin)
         ):
-            message = (
-                "Pages can call this server by its address; by a name only with an API key or with --trusted-host NAME."
-            )
-            raise ApiError(403, message, code="foreign_host")
+            named = "by a name only with an API key or with --trusted-host NAME."
+            raise ApiError(403, f"Pages can call this server by its address; {named}", code="foreign_host")
 
     def _origin(self, headers: dict[str, str]) -> None:
         """A web page elsewhere must not drive this server. Its preflight is answered, so that it can read why."""
         host, origin = headers.get("host", ""), headers.get("origin", "")
         if origin and _split(origin).netloc != host and not self._may_call(origin):
-            raise ApiError(
-                403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin"
-            )
+            message = "Requests from other origins are not allowed; see --allowed-origin."
+            raise ApiError(403, message, code="foreign_origin")
 
     def _own(self, name: str) -> bool:
         """A name that no page elsewhere can have pointed to this machine (DNS rebinding): an address, this machine's

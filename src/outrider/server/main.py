@@ -100,9 +100,8 @@ def listen(host: str, port: int) -> socket.socket:
         made.listen(BACKLOG)  # so that a second server on this port fails now, too
     except OSError as e:
         made.close()
-        raise OutriderError(
-            f"cannot listen on {host}:{port}: {e.strerror or e}; choose another --port or --host"
-        ) from None
+        advice = "choose another --port or --host"
+        raise OutriderError(f"cannot listen on {host}:{port}: {e.strerror or e}; {advice}") from None
     return made
 
 

@@ -233,12 +233,10 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
 def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
     """llama.cpp's, with the sampling that each protocol's requests get where they say nothing."""
     files = preparer.tokenizer.files
-    own = bool(files.sampling)
-    settings = {
-        "n_ctx": preparer.backend.max_context,
-        "params": {"n_predict": -1, **preparer.sampling.defaults(OPENAI)},
-        "is_processing": False,
-    }
+    protocols = (("openai", OPENAI), ("anthropic", OPENAI), ("ollama", OLLAMA))
+    sampling = {name: preparer.sampling.defaults(protocol) for name, protocol in protocols}
+    params = {"n_predict": -1, **sampling["openai"]}
+    settings = {"n_ctx": preparer.backend.max_context, "params": params, "is_processing": False}
     return {
         "default_generation_settings": settings,
         "total_slots": server.max_concurrent,
@@ -249,11 +247,5 @@ def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
         "eos_token": files.specials.get("eos_token"),
         "modalities": {"vision": preparer.sees, "audio": False},
         "build_info": f"outrider-{__version__}",
-        "outrider": {
-            "sampling_from": "model" if own else "protocol",
-            "sampling": {
-                name: preparer.sampling.defaults(protocol)
-                for name, protocol in (("openai", OPENAI), ("anthropic", OPENAI), ("ollama", OLLAMA))
-            },
-        },
+        "outrider": {"sampling_from": "model" if files.sampling else "protocol", "sampling": sampling},
     }

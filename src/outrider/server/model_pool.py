@@ -167,9 +167,8 @@ class ModelPool:
             return self.first
         if name not in self.slots:
             there = ", ".join(f"'{known}'" for known in self.slots)
-            raise ApiError(
-                404, f"The model '{name[:100]}' does not exist; this server has {there}.", "model", "model_not_found"
-            )
+            message = f"The model '{name[:100]}' does not exist; this server has {there}."
+            raise ApiError(404, message, "model", "model_not_found")
         return self.slots[name]
 
     @property
@@ -239,10 +238,8 @@ class ModelPool:
         """The loaded models that must go before this one fits: idle ones first, then the least recently used."""
         if self.limit is None:
             return []
-        there = sorted(
-            (s for s in self.slots.values() if s.model is not None and s is not wanted),
-            key=lambda s: (s.users > 0, s.used),
-        )
+        there = [s for s in self.slots.values() if s.model is not None and s is not wanted]
+        there.sort(key=lambda s: (s.users > 0, s.used))
         over = sum(s.size for s in there) + wanted.size - self.limit
         out: list[PoolSlot] = []
         for slot in there:

@@ -96,9 +96,8 @@ def check_certificate(certificate: Path, key: Path | None) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
     except (OSError, ValueError) as e:  # ssl's own errors are OSErrors
         what = f"{certificate}" + (f" with {key}" if key is not None else "")
-        raise OutriderError(
-            f"can't use the certificate {what}: {e.strerror if isinstance(e, OSError) and e.strerror else e}"
-        ) from None
+        why = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise OutriderError(f"can't use the certificate {what}: {why}") from None
 
 
 def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:

@@ -183,9 +183,8 @@ class _Gemma:
 
     def _only(self, left: set[str], known: set[str], where: str) -> None:
         if left - known:
-            raise OutriderError(
-                f"{where}: the schema keyword {sorted(left - known)[0]!r} is not supported in forced tool calls"
-            )
+            keyword = sorted(left - known)[0]
+            raise OutriderError(f"{where}: the schema keyword {keyword!r} is not supported in forced tool calls")
 
     def _fresh(self) -> str:
         return f"r{len(self.rules) + len(self.refs)}"

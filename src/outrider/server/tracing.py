@@ -35,9 +35,8 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as e:
             raise OutriderError(f"--otel-endpoint needs {e.name}: pip install 'outrider[otel]'") from None
-        provider = TracerProvider(
-            resource=Resource.create({"service.name": "outrider", "service.version": __version__})
-        )
+        resource = Resource.create({"service.name": "outrider", "service.version": __version__})
+        provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
         return cls(provider)
 
