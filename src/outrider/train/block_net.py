@@ -21,10 +21,9 @@ from ..models.block_config import BlockConfig, Kind, is_block
 from ..models.compat import bind
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
-from ..models.inspect import DrafterSize
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
-from ..spec.block_load import block_plan, draft_size, load_block
+from ..spec.block_load import block_plan, load_block
 from ..types import AttnSpec, BlockRows, KVView, OutriderError
 from ..weights import hub
 from ..weights.load import as_tensors, load_drafter, translate
@@ -167,10 +166,6 @@ class BlockModule(TrainNet):
     def __init__(self, config: BlockConfig, seed: int = 0):
         super().__init__(config, block_plan(config, ()), len(config.layers), seed)
         self.taps = config.taps or ()
-
-    @property
-    def size(self) -> DrafterSize:
-        return draft_size(self.config)
 
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int

@@ -83,7 +83,7 @@ def load_best(
         return step
     try:
         last = judge(target, net, aside, job.temperature, halt)
-        trainer.log_row({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
+        trainer.hooks.log({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
         if best is None or last["score"] >= best["score"]:
             write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
             return step
@@ -131,7 +131,7 @@ def finish(
         result["draft_unit"] = "pass"
     result["draft_step_share"] = round(net.size.step / model_size(target.config).active, 4)
     if "full" in result:
-        trainer.log_row({"step": trainer.progress.step, "final": result})
+        trainer.hooks.log({"step": trainer.progress.step, "final": result})
     story = provenance(job, target, data, trainer)
     write_drafter(job.out / "drafter", net, result, runs, story, job.out / "log.jsonl")
     return result
@@ -150,12 +150,6 @@ def write_drafter(
         for path in (log, log.parent / "curve.svg"):
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
-
-
-def export(job: TrainConfig, target: TrainTarget, net: TrainNet, data: Sequences, trainer: Trainer) -> None:
-    """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured
-    or drawn for it."""
-    write_drafter(job.out / "drafter", net, {}, [], provenance(job, target, data, trainer))
 
 
 def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: Trainer) -> Row:

@@ -67,9 +67,6 @@ class LossMix:
         """The same mix for every row: float32 [count, 3]."""
         return torch.tensor([list(asdict(self).values())], dtype=torch.float32, device=device).expand(count, -1)
 
-    def __str__(self) -> str:
-        return ",".join(f"{k}={v:g}" for k, v in asdict(self).items() if v)
-
 
 @dataclass(frozen=True)
 class Scored:

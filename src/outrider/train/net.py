@@ -24,6 +24,7 @@ from ..models.inspect import DrafterSize, drafter_size
 from ..models.layers import inverse_frequencies
 from ..models.names import TensorPlan, tensor_plan
 from ..ops.reference import activation
+from ..spec.block_load import draft_size
 from .capture import CapturedStates, causal_attention, spread_heads
 from .data import TrainBatch
 
@@ -34,9 +35,9 @@ QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bi
 class Context:
     """Shared by all steps over one batch."""
 
-    keys: list[Tensor]  # per drafter layer [B, heads, T, D]
-    values: list[Tensor]
-    angles: list[tuple[Tensor, Tensor]]  # per drafter layer cos, sin [Tq, 1, D/2] float32
+    # per drafter layer: K and V [B, heads, T, D]; cos and sin [Tq, 1, D/2] float32
+    kv: list[tuple[Tensor, Tensor]]
+    angles: list[tuple[Tensor, Tensor]]
     taps: list[Tensor]  # [B, Tq, Hb] at unit scale
 
 
@@ -75,7 +76,7 @@ class TrainNet(nn.Module):
     @property
     def size(self) -> DrafterSize:
         """Weights that a draft step reads; for a block drafter, a pass that drafts all tokens."""
-        raise NotImplementedError
+        return draft_size(self.config) if isinstance(self.config, BlockConfig) else drafter_size(self.config)
 
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
@@ -122,25 +123,19 @@ class DrafterModule(TrainNet):
         self.layers, self.taps = bind(config, target), config.taps
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 
-    @property
-    def size(self) -> DrafterSize:
-        return drafter_size(self.config)
-
     def context(self, seen: CapturedStates, first: int) -> Context:
         length, device, config = seen.hidden.shape[1], seen.hidden.device, self.config
         spread: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         positions = torch.arange(first, length, device=device) + 2 - config.position_offset
-        keys, values, angles = [], [], []
+        kv, angles = [], []
         for layer in self.layers:
             at = (layer.attn.kv_layer, layer.attn.heads)
             if at not in spread:
-                k, v = (spread_heads(x[at[0]], at[1]) for x in (seen.keys, seen.values))
-                spread[at] = (k, v)
-            keys.append(spread[at][0])
-            values.append(spread[at][1])
+                spread[at] = spread_heads(seen.keys[at[0]], at[1]), spread_heads(seen.values[at[0]], at[1])
+            kv.append(spread[at])
             turn = positions.float()[:, None] * inverse_frequencies(layer.rope, device)[None, :]
             angles.append((turn.cos()[:, None], turn.sin()[:, None]))
-        return Context(keys, values, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
+        return Context(kv, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
 
     def step(self, w: Mapping[str, Tensor], ctx: Context, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """embedding, hidden [B, Tq, Hb] -> g for the head, next hidden [B, Tq, Hb]."""
@@ -153,7 +148,7 @@ class DrafterModule(TrainNet):
             if gemma:
                 q = rms(q, w[at + "q_norm"], eps)
             q = rotate(q, *ctx.angles[i]).transpose(1, 2)  # [B, heads, Tq, D]
-            y = causal_attention(q, ctx.keys[i], ctx.values[i], spec.scale, spec.window)
+            y = causal_attention(q, *ctx.kv[i], spec.scale, spec.window)
             y = F.linear(y.transpose(1, 2).flatten(2), w[at + "out"])
             x = x + (rms(y, w[at + "post_attn_norm"], eps) if gemma else y)
             gate, up = F.linear(rms(x, w[at + "mlp_norm"], eps), w[at + "gate_up"]).chunk(2, dim=-1)

@@ -297,7 +297,10 @@ class TrainRun:
         hooks = Hooks(
             evaluate=scored,
             log=partial(append_row, log_path),
-            export=lambda: finish.export(job, target, net, data, trainer),
+            # unmeasured: a run that is killed leaves its best evaluation
+            export=lambda: finish.write_drafter(
+                job.out / "drafter", net, {}, [], finish.provenance(job, target, data, trainer)
+            ),
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
         )
         trainer = Trainer(target.model, net, data, job, sizes, hooks, self.stop)

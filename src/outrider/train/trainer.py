@@ -45,7 +45,7 @@ class Hooks:
     """A run's actions in addition to training."""
 
     evaluate: Callable[[], Row] | None = None  # must hold "score": larger is better
-    log: Callable[[Row], None] | None = None
+    log: Callable[[Row], None] = lambda row: None
     export: Callable[[], None] = lambda: None  # writes the drafter: after each evaluation that is the best so far
     # share of the run that is done, and a line about it
     progress: Callable[[float, str], None] = lambda share, line: None
@@ -225,7 +225,7 @@ class Trainer:
             self.share(p.seconds),
             f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}",
         )
-        self.log_row(
+        self.hooks.log(
             {
                 "step": p.step,
                 "epoch": p.epoch,
@@ -239,10 +239,6 @@ class Trainer:
             }
         )
 
-    def log_row(self, row: Row) -> None:
-        if self.hooks.log is not None:
-            self.hooks.log(row)
-
     def judge(self, out: Path | None) -> None:
         """Evaluate; store the best weights next to the checkpoint and as a drafter."""
         if self.hooks.evaluate is None:
@@ -252,7 +248,7 @@ class Trainer:
             result = self.hooks.evaluate()
         except Halted:
             return  # the run ends before its next step
-        self.log_row({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
+        self.hooks.log({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
         if result["score"] > p.best:
             p.best = result["score"]
             if out is not None:
