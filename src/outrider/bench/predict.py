@@ -122,11 +122,6 @@ class Acceptance:
             ) from None
 
     @staticmethod
-    def nothing(said: str) -> Acceptance:
-        """No draft is ever right."""
-        return Acceptance((0.0,) * MAX_DRAFT, said)
-
-    @staticmethod
     def by_position(values: Sequence[float], said: str) -> Acceptance:
         """The probabilities that the first 1, 2, 3 … tokens are right; beyond the last they fall at the same rate."""
         out = list(values)
@@ -232,10 +227,6 @@ def memory_bytes(setup: Setup) -> dict[str, float]:
     return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
 
 
-def fits(setup: Setup) -> bool:
-    return memory_bytes(setup)["total"] * 1.05 < setup.on.memory * 1e9
-
-
 def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
     """Everything `outrider predict` shows, as plain data."""
     points = sweep(setup, accept)
@@ -247,7 +238,7 @@ def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
         "batch": setup.batch,
         "context": setup.context,
         "memory_gb": {k: v / 1e9 for k, v in need.items()},
-        "fits": fits(setup),
+        "fits": need["total"] * 1.05 < setup.on.memory * 1e9,
         "acceptance": accept.said,
         "plain_ms": points[0].cycle_ms,
         "plain_parts_ms": {"bytes": 1e3 * moving[0], "arithmetic": 1e3 * moving[1], "kernels": 1e3 * moving[2]},

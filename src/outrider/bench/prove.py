@@ -126,14 +126,8 @@ def identity(
         answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]
     else:
         answers = [llm.generate(p, params, draft_tokens=k, drafter=drafter, tree=tree)[0].token_ids for p in prompts]
-    how = (
-        "greedy"
-        if params.temperature == 0
-        else f"T = {params.temperature}" + (f", top-p {params.top_p}" if params.top_p < 1.0 else "")
-    )
-    case = f"{how}, " + (
-        "auto, one batch" if drafter is None else f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
-    )
+    drafted = "auto, one batch" if drafter is None else f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
+    case = f"{sampled(params)}, {drafted}"
     for i, (want, got) in enumerate(zip(plain, answers)):
         if want != got:
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
@@ -146,6 +140,11 @@ def identity(
                 f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}",
             )
     return ProofResult("identity", case, True, f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical")
+
+
+def sampled(params: SamplingParams) -> str:
+    filtered = f", top-p {params.top_p}" if params.top_p < 1.0 else ""
+    return "greedy" if params.temperature == 0 else f"T = {params.temperature}{filtered}"
 
 
 def _logprob_gap(
@@ -169,10 +168,9 @@ def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: 
         middle = text[len(text) // 2 : len(text) // 2 + 3]
         asked.append(replace(params, logprobs=3, stop=(middle,) if middle and llm.tokenizer is not None else ()))
     plain = [_parts(llm.generate(p, a, drafter=False)[0]) for p, a in zip(prompts, asked)]
-    how = "greedy" if params.temperature == 0 else f"T = {params.temperature}"
     for drafter in llm.engine.controller.drafters:
         for k in ks:
-            case = f"{how}, stop string, logprobs, {drafter}, K = {k}"
+            case = f"{sampled(params)}, stop string, logprobs, {drafter}, K = {k}"
             got = [_parts(llm.generate(p, a, draft_tokens=k, drafter=drafter)[0]) for p, a in zip(prompts, asked)]
             wrong = [(i, name) for i in range(len(prompts)) for name in plain[i] if plain[i][name] != got[i][name]]
             detail = f"prompt {wrong[0][0] + 1}: {wrong[0][1]} differ" if wrong else f"{len(prompts)} answers identical"

@@ -7,7 +7,6 @@ other, so that only one model is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from math import exp
@@ -18,7 +17,6 @@ from torch import Tensor
 from .. import ops as ops_module
 from ..cache.store import CacheSpec, KVStore
 from ..engine.text import Tokenizer
-from ..models.config import ModelConfig
 from ..models.decoder import TextModel
 from ..ops.formats import MODES, DeviceWeight, rounded_to
 from ..ops.reference import Backend, ReferenceOps
@@ -59,60 +57,34 @@ class AsOnGpu(ReferenceOps):
         return dense if format is None else format.quantise(dense).dense()
 
 
-def measure(
-    model: str, quantize: str | None = None, text: str | None = None, kv_dtype: str = "auto", gpu: bool = False
-) -> Rounding:
-    """text: None is the package's sample. gpu: rounded as there, instead of as the CPU kernels do."""
-    text = text or resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
+def measure(model: str, quantize: str | None, kv_dtype: str = "auto", gpu: bool = False) -> Rounding:
+    """On the package's sample text. gpu: rounded as there, instead of as the CPU kernels do."""
     held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu")
-    exact = ops_module.choose("cpu", "reference")
-    rounded, ids = forced(model, held, quantize, text, kv_dtype)
-    logits, _ = forced(model, exact, None, text)
-    return compared(rounded, logits, ids)
-
-
-def compared(rounded: Tensor, logits: Tensor, ids: Tensor) -> Rounding:
-    """Logits [T - 1, V] with rounded weights and in float32, of a text [T]."""
+    rounded, ids = forced(model, held, quantize, kv_dtype)
+    logits, _ = forced(model, ops_module.choose("cpu", "reference"), None)
     targets = ids[1:, None]
     perplexity = [exp(-float(torch.log_softmax(z, -1).gather(1, targets).double().mean())) for z in (rounded, logits)]
     spread = logits - logits.mean(-1, keepdim=True)
-    return Rounding(
-        len(targets),
-        perplexity[0],
-        perplexity[1],
-        float((rounded - logits).norm() / spread.norm()),
-        float((rounded.argmax(-1) == logits.argmax(-1)).float().mean()),
-    )
+    error = float((rounded - logits).norm() / spread.norm())
+    same = float((rounded.argmax(-1) == logits.argmax(-1)).float().mean())
+    return Rounding(len(targets), perplexity[0], perplexity[1], error, same)
 
 
-def forced(model: str, ops: Backend, quantize: str | None, text: str, kv_dtype: str = "auto") -> tuple[Tensor, Tensor]:
-    """Logits [T - 1, V] that the text's tokens [T] were predicted with."""
+def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto") -> tuple[Tensor, Tensor]:
+    """Logits [T - 1, V] that the text's tokens [T] were predicted with, in passes of 64 tokens."""
     config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize=quantize)
+    text = resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
     ids = torch.tensor(Tokenizer(files).encode(text, bos=True)[: min(MOST, config.max_context)])
     if len(ids) < 2:
-        raise OutriderError("a text of at least two tokens is needed to measure perplexity")
-    return predicted(config, weights, ops, ids, kv_dtype), ids
-
-
-def predicted(
-    config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, ids: Tensor, kv_dtype: str = "auto"
-) -> Tensor:
-    """Logits [T - 1, V] of a text [T], in passes of 64 tokens."""
-    runner = ops.compile(TextModel(config, weights, ops))
-    rows = len(ids) - 1
+        raise OutriderError("a context of at least two tokens is needed to measure perplexity")
+    runner, rows = ops.compile(TextModel(config, weights, ops)), len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)
     store.reserve(seq, rows)
-    out = []
+    slot, out = torch.tensor([seq.slot]), []
     for lo in range(0, rows, 64):
         n = min(64, rows - lo)
-        view = store.view(
-            torch.tensor([seq.slot]),
-            torch.arange(lo, lo + n),
-            torch.zeros(n, dtype=torch.int64),
-            torch.tensor([0, n], dtype=torch.int32),
-            n,
-            lo + n,
-        )
+        ends = torch.tensor([0, n], dtype=torch.int32)
+        view = store.view(slot, torch.arange(lo, lo + n), torch.zeros(n, dtype=torch.int64), ends, n, lo + n)
         out.append(runner.logits(runner.forward(ids[lo : lo + n], view).hidden))
-    return torch.cat(out)
+    return torch.cat(out), ids

@@ -24,7 +24,7 @@ LOADED = ("dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtyp
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2"
+    model: common.Model = "smollm2"
     suite: Annotated[str, "quick (47 prompts) | full (800 more) | a .jsonl file."] = "quick"
     drafters: Annotated[str, "Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL."] = "auto"
     draft_tokens: Annotated[str, "Comma-separated: 0 (plain decoding), 1..16, auto."] = "0,4,auto"

@@ -61,6 +61,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in
     float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
     int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
+    from ..weights import hub
     from ..weights.repos import companion
     from ..weights.vision import vision_config
 
@@ -76,7 +77,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     if len(named) > 1:
         LoadSettings(drafter=named)  # checks them
     small = next((name[6:] for name in named if name.startswith("draft:")), None)
-    checkpoints = {name: drafter_files(name) for name in named if small is None}
+    checkpoints = {name: hub.resolve(name, "drafter", weights=False) for name in named if small is None}
     networks = [name for name, files in checkpoints.items() if not is_block(files.config)]
     if len(checkpoints) == 2 and len(networks) != 1:
         raise OutriderError("two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
@@ -176,18 +177,13 @@ def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_ite
     return drafter_report(config.kind, reason, parameters, total, target_token, **about), total
 
 
-def drafter_files(name: str) -> Files:
-    from ..weights import hub
-
-    return hub.resolve(name, "drafter", weights=False)
-
-
 def read_drafter(name: str) -> tuple[DrafterConfig, float]:
     """A drafter's configuration and its average bytes per weight."""
+    from ..weights import hub
     from ..weights.files import translate
     from ..weights.sizes import stored_size
 
-    files = drafter_files(name)
+    files = hub.resolve(name, "drafter", weights=False)
     if is_block(files.config):
         raise OutriderError(f"{name}: predictions know MTP drafters only; --drafter none predicts plain decoding")
     config = translate(DrafterConfig.from_hf, files)

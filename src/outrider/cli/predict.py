@@ -27,7 +27,7 @@ from .inspect import per_weight, read, read_drafter
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = ""
+    model: common.Model = ""
     gpu: Annotated[
         str, typer.Option("--gpu", "--machine", help="One of the table (--gpu list), or here: measure this machine.")
     ] = "h200"
@@ -106,9 +106,8 @@ def _accepted(
     if accept is not None or (setup.drafter is not None and known is None):
         return model_of.Acceptance.parse("0.72" if accept is None else accept)
     if known is None:
-        return model_of.Acceptance.nothing(
-            "no drafter is known for this model: n-gram matches alone, whose gain depends on the text"
-        )
+        said = "no drafter is known for this model: n-gram matches alone, whose gain depends on the text"
+        return model_of.Acceptance.by_position([0.0], said)
     return model_of.Acceptance.by_position(
         list(accumulate(known.accepted, mul)), f"the drafter's card ({known.judged} tokens judged)"
     )

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal as size
 from rich.table import Table
@@ -20,8 +18,6 @@ from ..config import model_of, user_file
 from ..types import OutriderError
 from . import common
 from .common import out
-
-Name = Annotated[str, typer.Argument(help=common.NAMES, autocompletion=common.model_names)]
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ def listing(as_json: common.AsJson = False) -> None:
         out.print(f"{alias} = {model}", style="dim")
 
 
-def pull(name: Name) -> None:
+def pull(name: common.Model) -> None:
     """Fetch a model, and the drafter that belongs to it. REPO:Q4_K_M (hf.co/REPO:Q4_K_M) is one file of a GGUF
     repository.
 
@@ -69,7 +65,7 @@ def pull(name: Name) -> None:
     out.print(f"drafter: {where} ({why})" if where is not None else f"drafter: none ({why})", style="dim")
 
 
-def remove(name: Name) -> None:
+def remove(name: common.Model) -> None:
     """Remove a model from Hugging Face's cache or our own. REPO:QUANT removes one file of a repository. Your own
     files stay."""
     from ..weights import hub, repos
@@ -105,7 +101,7 @@ def remove(name: Name) -> None:
     out.print(f"{name} removed: {size(freed)} freed")
 
 
-def show(name: Name, as_json: common.AsJson = False) -> None:
+def show(name: common.Model, as_json: common.AsJson = False) -> None:
     """Where a model lies, how large it is, and which drafter and projector belong to it. `outrider inspect` says
     more of its layers."""
     from ..weights import hub, repos

@@ -121,7 +121,7 @@ def test_the_command():
 
 
 def test_without_a_drafter_nothing_is_promised():
-    found = predict(setup("31B", drafter=False), Acceptance.nothing("no drafter"))
+    found = predict(setup("31B", drafter=False), Acceptance.by_position([0.0], "no drafter"))
     assert found["best_k"] == 0 and found["speedup"] == 1.0 and found["drafter"] is None
 
 
