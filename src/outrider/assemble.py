@@ -72,9 +72,8 @@ def assemble(
             return budget
         agreed = True
         window = -1 if budget.window_tokens is None else budget.window_tokens
-        context, tokens, window, rows = team.all_reduce_min(
-            (budget.max_context, budget.tokens, window, budget.pass_rows)
-        )
+        mine = (budget.max_context, budget.tokens, window, budget.pass_rows)
+        context, tokens, window, rows = team.all_reduce_min(mine)
         return KVBudget(context, tokens, None if window < 0 else window, rows)
 
     try:
@@ -147,10 +146,8 @@ def _assemble(
         content = fingerprint(files) if load_format == "auto" else f"dummy {files.name} {seed}"
         kernels = f"{ops.name} {ops.version}"
         if ops.name != "cpu":  # its version is a hash of its sources
-            kernels += (
-                f" {__version__} {torch.__version__} "
-                f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else ''}"
-            )
+            card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+            kernels += f" {__version__} {torch.__version__} {card}"
         cut = "" if ops.capabilities.prompts_independent else f"chunk {engine.chunk}"
         identity = f"{content} {dtype} {kernels} {quantize} kv {engine.store.dtype} {engine_config.page_size} {cut}"
         identity += f" {drafter.content}" if drafter is not None and drafter.content else ""
@@ -283,9 +280,8 @@ def _load_drafter(
 
         vocab = check_draft_model(model, hub.resolve(name, weights=False))
         config, weights, _ = load_target(name, device, dtype, ops, load_format=load_format, seed=seed, keep=cheaper)
-        listed = (
-            draft_model.shortlist(vocab, always(), vocab < config.vocab_size) if ops.capabilities.shortlists else None
-        )
+        padded, lists = vocab < config.vocab_size, ops.capabilities.shortlists
+        listed = draft_model.shortlist(vocab, always(), padded) if lists else None
         how = ["its weights rounded to 4 bits"] if counts[0] else []
         how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
         small = DraftModel(ops.compile(TextModel(config, weights, ops)), listed, target.config.vocab_size)

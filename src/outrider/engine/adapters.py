@@ -42,14 +42,11 @@ class AdapterPool:
     @property
     def nbytes(self) -> int:
         """Bytes on the compute device."""
-        return (
-            self.slots.nbytes
-            if self.slots is not None
-            else sum(adapter.nbytes for adapter in list(self._loaded.values()))
-        )
+        if self.slots is not None:
+            return self.slots.nbytes
+        return sum(adapter.nbytes for adapter in list(self._loaded.values()))
 
     def add(self, name: str, path: str) -> Adapter:
-        """Load an adapter under a new name."""
         if not NAME.fullmatch(name):
             raise OutriderError(f"adapter name {name[:60]!r}: letters, digits, '.', '_' and '-' only")
         if name in self.paths:

@@ -72,7 +72,6 @@ class TemplateProcess:
         return said["text"]
 
     def close(self) -> None:
-        """A rendering that is under way ends."""
         self._child.close()
 
 

@@ -63,12 +63,9 @@ class Rows:
         return grid
 
     def positions(self, length: Tensor) -> Tensor:
-        """[R]: the position of each row's token."""
-        if not self.k:
-            return length
-        return (
-            (length[:, None] + self.offset[: self.k + 1]).reshape(-1) if self.even else length[self.seq] + self.offset
-        )
+        if not self.even:
+            return length[self.seq] + self.offset
+        return (length[:, None] + self.offset[: self.k + 1]).reshape(-1) if self.k else length
 
 
 @dataclass
@@ -85,10 +82,8 @@ class CycleInput:
 
     @property
     def positions(self) -> Tensor:
-        """[R]: the position of each row's token in its sequence."""
-        return (
-            self.rows.positions(self.position) if self.tree is None else self.position[self.rows.seq] + self.tree.depth
-        )
+        rows, tree = self.rows, self.tree
+        return rows.positions(self.position) if tree is None else self.position[rows.seq] + tree.depth
 
 
 @dataclass

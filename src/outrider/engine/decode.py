@@ -40,8 +40,6 @@ Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, lengt
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a captured decode step."""
-
     batch: int
     k: int
     context: int  # no position of a replay may reach it
@@ -102,8 +100,6 @@ class Inputs:
 
 @dataclass
 class Output:
-    """Buffers for the results that the host reads."""
-
     # int64 [B, K + 2]: emitted tokens, their number last. Of a tree [B, 2·(K + 1) + nodes + 2]: tokens, the row that
     # chose each, every row's parent, the number.
     tokens: Tensor

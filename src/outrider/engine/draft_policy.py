@@ -78,7 +78,6 @@ class DraftPolicy:
         return seq.request.drafter in (True, *(m.name for m in self.drafter.members)) and self._asked(seq) != 0
 
     def _fixed(self, seq: Seq, k: int, widest: int) -> DraftPlan:
-        """k tokens of the first drafter that has any."""
         most = min(k, self._max_draft_len(seq, widest))
         for name in self.controller.drafters:
             if offered := self._offer(seq, name, most):
@@ -87,7 +86,6 @@ class DraftPolicy:
         return NO_DRAFT
 
     def _tree(self, seq: Seq) -> int | None:
-        """The requested maximum number of tokens per draft tree; None: the fastest."""
         return seq.request.tree if seq.request.tree is not None else self.spec.tree
 
     def _nodes(self, seq: Seq, widest: int) -> int:
@@ -120,12 +118,9 @@ class DraftPolicy:
 
     def _max_draft_len(self, seq: Seq, widest: int) -> int:
         """Limited by the tokens that may be emitted, the context, and the number of independent rows."""
-        return min(
-            seq.remaining - 1 - (seq.num_inflight_tokens > 0),
-            self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1,
-            widest,
-            MAX_DRAFT,
-        )
+        ahead = seq.num_inflight_tokens
+        left = min(seq.remaining - (ahead > 0), self.max_context - len(seq.tokens) - ahead)
+        return min(left - 1, widest, MAX_DRAFT)
 
 
 def adapter_of(seq: Seq) -> str:

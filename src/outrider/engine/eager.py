@@ -36,8 +36,6 @@ def confidences(row: list[float]) -> list[float] | None:
 
 
 class EagerExecutor(Executor):
-    """It supports trees as well, and builds them node by node."""
-
     name = "eager"
 
     def __init__(self, runner: ModelRunner):
@@ -216,7 +214,6 @@ class EagerExecutor(Executor):
     def _neural(
         self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Mapping[str, Sequence[float]]
     ) -> Draft:
-        """The drafts of some sequences, all by one drafter."""
         assert self.runner.drafter is not None
         drafter = self.runner.drafter.member(scheduled[which[0]].plan.drafter)
         if len(which) < len(scheduled):

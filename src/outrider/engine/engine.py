@@ -87,10 +87,8 @@ class Engine:
         # prefixes are shared in multiples of it
         self.granularity = config.page_size if self.can.prompts_independent else self.chunk
         self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
-        rows, reuse = self.can.replay_rows, config.prefix_cache
-        self.scheduler = Scheduler(
-            self.store, self.max_batch, self.prefill, self.granularity, rows, reuse, self.max_context
-        )
+        rest = (self.granularity, self.can.replay_rows, config.prefix_cache, self.max_context)
+        self.scheduler = Scheduler(self.store, self.max_batch, self.prefill, *rest)
         self._metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
@@ -145,7 +143,6 @@ class Engine:
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def validate(self, request: Request) -> None:
-        """Raises OutriderError when this request can never run."""
         vocab, prompt = self.model.config.vocab_size, request.prompt
         require(len(prompt) > 0, "the prompt is empty: give at least one token")
         wrong = min(prompt) if min(prompt) < 0 else max(prompt)
@@ -208,7 +205,6 @@ class Engine:
         return self._seqs.get(request_id)
 
     def progress(self) -> dict[str, Progress]:
-        """How far each request is."""
         return {
             id: Progress(s.request, min(s.computed, s.prompt_len), len(s.tokens) - s.prompt_len)
             for id, s in self._seqs.items()
@@ -220,9 +216,8 @@ class Engine:
             return bool(self._events)
         # else the waiting requests wait for a command
         room = len(self.scheduler.running) < self.max_batch and self.store.free_slots > 0
-        return self._pending is not None or any(
-            not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values()
-        )
+        runs = any(not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values())
+        return runs or self._pending is not None
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
@@ -326,7 +321,7 @@ class Engine:
         self.controller.finish(seq.id)
         del self._seqs[seq.id]
         self._metrics.cached_tokens += seq.stats.cached_tokens
-        self._metrics.finished[reason] = self._metrics.finished.get(reason, 0) + 1
+        self._metrics.finished[reason] += 1
         self._events.append(event)
 
     def tidy(self, unused_s: float) -> int:

@@ -200,12 +200,9 @@ def schema_grammar(schema: object) -> str:
     """JSON that validates against `schema`. Keywords llguidance can't enforce are refused, never ignored."""
     import llguidance
 
+    make = llguidance.LLMatcher.grammar_from_json_schema
     try:
-        return str(
-            llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
-            )
-        )
+        return str(make(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}))
     except (ValueError, TypeError, RecursionError) as e:
         raise OutriderError(f"the JSON schema can't be compiled: {first_line(str(e))}") from e
 

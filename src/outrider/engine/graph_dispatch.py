@@ -20,7 +20,6 @@ WAYS: tuple[Choosing, ...] = get_args(Choosing)  # each includes the features of
 
 
 def covers(there: Key, wanted: Key) -> bool:
-    """Can the step run in this graph?"""
     same = replace(there, batch=0, k=0, context=0, choosing=wanted.choosing) == replace(wanted, batch=0, k=0, context=0)
     deep = there.k == wanted.k or (there.k > wanted.k > 0 and not wanted.nodes)
     wide = there.batch >= wanted.batch and there.context >= wanted.context
@@ -28,13 +27,11 @@ def covers(there: Key, wanted: Key) -> bool:
 
 
 def cheapest_covering(there: Iterable[Key], wanted: Key) -> Key | None:
-    """The cheapest of these graphs that covers the step."""
     fit = [key for key in there if covers(key, wanted)]
     return min(fit, key=lambda key: (key.batch * (key.k + 1), WAYS.index(key.choosing), key.context), default=None)
 
 
 def oversized(found: Key, wanted: Key) -> bool:
-    """Does the step pay for more than it needs?"""
     return found.k > wanted.k or found.batch > max(wanted.batch, FEW_SEQS)
 
 
@@ -58,11 +55,8 @@ def warmup_keys(
     of its sequences; drafters: as in `Key`."""
     batches = [*(size for size in BATCHES if size < most), most]
     shapes = [(batch, min(NEAR_CONTEXT, furthest)) for batch in batches]
-    shapes += [
-        (batch, min(NEAR_CONTEXT * FURTHER, furthest))
-        for batch in batches
-        if batch <= FAR_BATCH and furthest > NEAR_CONTEXT
-    ]
+    far = [batch for batch in batches if batch <= FAR_BATCH and furthest > NEAR_CONTEXT]
+    shapes += [(batch, min(NEAR_CONTEXT * FURTHER, furthest)) for batch in far]
     ways: tuple[Choosing, ...] = ("sampled", "greedy")
     each = [(k, *shape, way) for k in dict.fromkeys(widths) for shape in shapes for way in ways]
     keys = [Key(b, k, context, way, "drafter" if k else None) for k, b, context, way in each if b * (k + 1) <= rows]

@@ -92,7 +92,6 @@ def branched(i: int, item: ScheduledSeq, line: list[int], key: Key) -> Emitted:
 
 
 def bound_of(positions: int) -> int:
-    """The context bound that a graph for this many positions is captured for."""
     bound = CONTEXT
     while bound < positions:
         bound *= 2
@@ -167,7 +166,6 @@ class GraphExecutor(Executor):
         return True
 
     def _stand_in(self, wanted: Key) -> Key:
-        """The existing graph of a server that a step runs in."""
         found, count = self._instead.get(wanted, (None, 0))
         if found is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(found, wanted)):
             padded = graph_dispatch.padded(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
@@ -188,7 +186,6 @@ class GraphExecutor(Executor):
 
     @property
     def _most(self) -> int:
-        """Number of sequences of the largest possible step."""
         return min(self.can.bucket(self.idle), self.can.graph_batches[-1])
 
     def key(self, scheduled: Sequence[ScheduledSeq]) -> Key | None:
@@ -214,11 +211,9 @@ class GraphExecutor(Executor):
 
     @staticmethod
     def _drafters(scheduled: Sequence[ScheduledSeq]) -> set[str | None]:
-        """The network drafters of these plans."""
         return {item.plan.drafter for item in scheduled if item.plan.k and item.guess is None}
 
     def _named(self, scheduled: Sequence[ScheduledSeq]) -> str | None:
-        """`Key.drafter` of these sequences."""
         return next(iter(self._drafters(scheduled)), None) if len(self.names) > 1 else None
 
     def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
@@ -303,14 +298,12 @@ class GraphExecutor(Executor):
     # ---- one step
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
-        """Start the step and return at once."""
         assert isinstance(plan, GraphPlan)
         batch, before = plan.batch, self.prefill_graphs.ran
         if batch.prompts:
             self.runner.prompts(batch.prompts, self.prefill_graphs.run, self.prefill_graphs.pack)
-        pending = PendingStep(
-            self, batch, [item.seq.held for item in batch.decode], self.runner.clock(), self.prefill_graphs.ran - before
-        )
+        rows, holders = self.prefill_graphs.ran - before, [item.seq.held for item in batch.decode]
+        pending = PendingStep(self, batch, holders, self.runner.clock(), rows)
         if plan.graph is None:
             return pending
         key = plan.graph.key
@@ -370,7 +363,6 @@ class GraphExecutor(Executor):
         self._drop(lambda key: key.source not in ("drafter", "both"))
 
     def _drop(self, keep: Callable[[Key], bool]) -> None:
-        """Drop the other graphs."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
         self.cache.graphs = {key: made for key, made in self.cache.graphs.items() if keep(key)}
@@ -462,10 +454,8 @@ class GraphExecutor(Executor):
         nodes = min(TIMED, self.drafter.member(name).max_nodes(width)) if tree and self.drafter is not None else 0
         what: Literal["cycle", "draft"] = "cycle" if part == VERIFY or tree else "draft"
         source: DraftSource | None = "drafter" if what == "draft" or tree else "host" if width else None
-        key = Key(
-            rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes, drafter=name
-        )
-        captured = self.capture(key)
+        bound = bound_of(context + max(width, nodes) + 1)
+        captured = self.capture(Key(rows, width, bound, "greedy", source, what, nodes=nodes, drafter=name))
         if captured is None:
             return
         self._put("slots", self.inputs.slots, [self.idle] * rows)

@@ -48,13 +48,10 @@ class EncodedImage:
 
 
 class ImagePrompt(list[int]):
-    """Token ids of a prompt, and its images."""
-
     images: tuple[ImageSpan, ...] = ()
 
 
 def continued(ids: list[int], more: Sequence[int]) -> list[int]:
-    """A prompt with its continuation, and its images."""
     out = ImagePrompt([*ids, *more])
     out.images = getattr(ids, "images", ())
     return out
@@ -146,7 +143,6 @@ class ImageEncoder:
 
 
 def data_url(url: str) -> bytes:
-    """The bytes of `data:image/png;base64,...`."""
     head, comma, body = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise OutriderError("an image's data URL must be data:image/...;base64,...")
@@ -240,7 +236,6 @@ class ImageDecoder:
             return self._large.pixels(data, tokens, side)
 
     def close(self) -> None:
-        """Pending decodes are refused."""
         self._small.close()
         self._large.close()
 

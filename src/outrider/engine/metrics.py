@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 @dataclass
 class Metrics(Counts):
     requests: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    drafted_by_drafter: dict[str, int] = field(default_factory=dict)
-    accepted_by_drafter: dict[str, int] = field(default_factory=dict)
-    drafted_by_adapter: dict[str, int] = field(default_factory=dict)  # only of requests with an adapter
-    accepted_by_adapter: dict[str, int] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    drafted_by_drafter: Counter[str] = field(default_factory=Counter)
+    accepted_by_drafter: Counter[str] = field(default_factory=Counter)
+    drafted_by_adapter: Counter[str] = field(default_factory=Counter)  # only of requests with an adapter
+    accepted_by_adapter: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     drafter_failures: int = 0
     preemptions: int = 0
@@ -35,7 +36,6 @@ class Metrics(Counts):
     free_pages: dict[str, int] = field(default_factory=dict)
 
     def count(self, seq: Seq, emitted: int, brought: Emitted, drafter: str | None) -> None:
-        """Count one cycle of a sequence and the number of tokens it emitted."""
         drafted, accepted, tree = brought.drafted, len(brought.tokens) - 1, brought.branches
         for counts in (seq.stats, self):
             counts.new_tokens += emitted
@@ -49,14 +49,13 @@ class Metrics(Counts):
                     counts.trees += 1
                     counts.branched += accepted - tree.chain_accepted
         if drafted and drafter is not None:
-            self.drafted_by_drafter[drafter] = self.drafted_by_drafter.get(drafter, 0) + drafted
-            self.accepted_by_drafter[drafter] = self.accepted_by_drafter.get(drafter, 0) + accepted
+            self.drafted_by_drafter[drafter] += drafted
+            self.accepted_by_drafter[drafter] += accepted
         if seq.adapter is not None and drafted:
-            for by_name, count in ((self.drafted_by_adapter, drafted), (self.accepted_by_adapter, accepted)):
-                by_name[seq.adapter.name] = by_name.get(seq.adapter.name, 0) + count
+            self.drafted_by_adapter[seq.adapter.name] += drafted
+            self.accepted_by_adapter[seq.adapter.name] += accepted
 
     def look(self, scheduler: Scheduler, store: KVStore, runner: ModelRunner) -> None:
-        """Copy the counters of scheduler, cache and runner."""
         self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
         self.preemptions = scheduler.preemptions
         if store.disk is not None:

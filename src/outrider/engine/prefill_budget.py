@@ -32,8 +32,6 @@ LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # those that a server captu
 
 @dataclass
 class PrefillBudget:
-    """Prompt tokens per step."""
-
     chunk: int  # of one sequence
     batched: int = 0  # of all, if many wait for prefill; 0: never more than a chunk and a quarter
     idle: int = 0  # of all, if no sequence decodes, or at least a fifth of all sequences wait for prefill

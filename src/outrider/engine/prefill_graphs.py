@@ -35,8 +35,6 @@ NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
 
 @dataclass(frozen=True)
 class PrefillKey:
-    """The key of a captured pass."""
-
     rows: int
     sequences: int  # without the idle one
     context: int  # no position may reach it
@@ -56,12 +54,10 @@ class PrefillGraphs:
         self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
         self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with padding
-        self._numbers = torch.zeros(
-            size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device
-        )
+        count = size(ROWS[-1], SEQUENCES[-1]) if most else 0
+        self._numbers = torch.zeros(count, dtype=torch.int64, device=self.device)
 
     def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
-        """One pass over some chunks."""
         key = self.key(scheduled)
         graph = None if key is None else self.capture(key)
         if key is None or graph is None:
@@ -145,7 +141,6 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
 
 
 def furthest(store: KVStore) -> int:
-    """Number of positions that a table can hold."""
     return next(iter(store.tables.values())).shape[1] * store.spec.page_size
 
 
@@ -159,5 +154,4 @@ def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillK
 
 
 def size(rows: int, sequences: int) -> int:
-    """Numbers that describe a pass."""
     return 4 * rows + 3 * (sequences + 1) + 1

@@ -47,7 +47,6 @@ class Scheduler:
         self.waiting.append(seq)
 
     def remove(self, seq: Seq) -> None:
-        """A sequence has finished or was aborted."""
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -92,7 +91,6 @@ class Scheduler:
         batch.decode.append(ScheduledSeq(seq, seq.held.slot, len(seq.tokens) - 1, plan=plan, guess=guess))
 
     def _prompts(self, batch: StepBatch, decoding: list[Seq]) -> None:
-        """Prompt chunks, up to the step's budget with these decoding sequences."""
         budget, beside = self.prefill.tokens(len(decoding), sum(s.computed < len(s.tokens) - 1 for s in self.running))
         streaming = {seq.request.client for seq in decoding}
         half, waiting = budget // 2, self._by_turn() if beside else list(self.running)
@@ -107,10 +105,8 @@ class Scheduler:
             if count <= 0 or (self._overdrawn if unbroken else count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
-                ends = start + count == len(seq.tokens) - 1
-                batch.prompts.append(
-                    ScheduledSeq(seq, seq.held.slot, start, count, wanted=ends and seq.drafts_from_hidden)
-                )
+                wanted = start + count == len(seq.tokens) - 1 and seq.drafts_from_hidden
+                batch.prompts.append(ScheduledSeq(seq, seq.held.slot, start, count, wanted))
                 budget -= count
                 if beside:
                     client, self._overdrawn = seq.request.client, self._overdrawn + max(0, -budget)

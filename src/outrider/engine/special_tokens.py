@@ -93,9 +93,8 @@ class SpecialTokenGuard:
     def _stand_ins(self, text: str) -> dict[str, str]:
         """For each character to be replaced, one that does not occur in `text`, not even as a JSON escape."""
         held = set(text)
-        free: Iterator[str] = (
-            c for part in PRIVATE for c in map(chr, part) if c not in held and json.dumps(c)[1:-1] not in text
-        )
+        private = (chr(code) for part in PRIVATE for code in part)
+        free = (c for c in private if c not in held and json.dumps(c)[1:-1] not in text)
         wanted = {t[0] for t in self._ids} | {t[-1] for t in self._ids}
         try:
             return {next(free): c for c in sorted(wanted)}

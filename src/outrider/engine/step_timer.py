@@ -24,7 +24,6 @@ class StepTimer:
         self._timed: list[Seq] = []  # the batch whose last step was timed
 
     def begin(self) -> None:
-        """A step was planned and is about to be launched."""
         self._prompted = self.runner.prompt_seconds
 
     def observe(self, pending: PendingStep, now: float) -> None:

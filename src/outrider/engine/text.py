@@ -35,8 +35,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template."""
-
     def __init__(self, files: TextFiles) -> None:
         if files.build is None:
             raise OutriderError(
@@ -90,9 +88,8 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
-        text = b"".join(self.token_bytes(i) for i in ids if keep_special or i not in self.special_ids).decode(
-            "utf-8", "replace"
-        )
+        kept = (i for i in ids if keep_special or i not in self.special_ids)
+        text = b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
         return text[1:] if self.strips_space and text.startswith(" ") else text
 
     def token_bytes(self, index: int) -> bytes:
@@ -135,7 +132,6 @@ class Tokenizer:
 
     @property
     def json(self) -> str:
-        """The tokenizer in Hugging Face's own format."""
         return str(self.backend.to_str())
 
     # ---- chat -------------------------------------------------------------------------------------------------------
@@ -151,15 +147,13 @@ class Tokenizer:
         self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
     ) -> ChatPrompt:
         """A conversation encoded: special tokens come from the template, never from a message or a variable."""
-        return self._control.prompt(
-            messages, tools, variables, lambda m, t, v: self.render(m, t, add_generation_prompt, **v)
-        )
+        render = lambda m, t, v: self.render(m, t, add_generation_prompt, **v)  # noqa: E731
+        return self._control.prompt(messages, tools, variables, render)
 
     @cached_property
     def _control(self) -> SpecialTokenGuard:
-        return SpecialTokenGuard(
-            self.backend, lambda text: self.ids(text, special=False), self.files.chat_template or ""
-        )
+        encode = lambda text: self.ids(text, special=False)  # noqa: E731
+        return SpecialTokenGuard(self.backend, encode, self.files.chat_template or "")
 
     def render(
         self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
@@ -177,9 +171,8 @@ class Tokenizer:
         except OutriderError:
             raise
         except Exception as error:  # a template is untrusted code: any failure is bad input
-            raise OutriderError(
-                f"the chat template refused these messages: {' '.join(str(error).split())[:200]}"
-            ) from None
+            why = " ".join(str(error).split())[:200]
+            raise OutriderError(f"the chat template refused these messages: {why}") from None
 
     def with_image_text(self, text: str) -> str:
         return text if self.image_text is None else text.replace(*self.image_text)

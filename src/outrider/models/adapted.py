@@ -31,8 +31,7 @@ def adaptable_weights(model: TextModel) -> dict[str, DeviceWeight]:
     return found
 
 
-def weight_names(model: TextModel) -> dict[int, str]:
-    """Their names by `id` of the model's weight objects."""
+def weight_names(model: TextModel) -> dict[int, str]:  # by `id` of the weight
     return {id(weight): name for name, weight in adaptable_weights(model).items()}
 
 

@@ -68,7 +68,6 @@ def convolve(x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
 
 
 def after(conv: Conv | None, kernel: Tensor | None, y: Tensor, slots: int) -> Tensor:
-    """A sublayer's output [B·S, H], through its convolution if it has one."""
     if conv is None or kernel is None:
         return y
     return convolve(y.view(-1, slots, y.shape[1]), kernel, conv.base[1]).view(y.shape)
@@ -94,7 +93,6 @@ class BlockNet:
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:
-        """[R] -> [R, H]"""
         scale = self.target.config.embed_scale if self.config.embed_scale is None else self.config.embed_scale
         if self.table is not None:
             return self.ops.embed(ids, self.table, scale)

@@ -82,7 +82,6 @@ class BlockConfig:
 
     @property
     def tied_to_target(self) -> bool:
-        """Whether it has no head of its own and uses the target's."""
         return not self.needs_own and self.draft_vocab == self.vocab_size and self.hidden == self.target_hidden
 
     @property
@@ -91,7 +90,6 @@ class BlockConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens per draft."""
         return min(MAX_DRAFT, self.block if self.from_anchor else self.block - 1)
 
     @staticmethod

@@ -70,7 +70,6 @@ OWN: dict[str, ForeignDict] = {
 
 
 def _text(size: Size) -> ForeignDict:
-    """Fields that targets and assistants have in common."""
     return {
         **TEXT,
         "hidden_size": size.hidden,

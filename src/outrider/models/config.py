@@ -64,8 +64,6 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A target model."""
-
     model_type: str
     family: Family
     vocab_size: int
@@ -90,7 +88,6 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that own K/V."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.attn.writes)
 
     def donor(self, kind: str) -> int:
@@ -199,7 +196,6 @@ class DrafterConfig:
 
 # ---- reading one foreign dict -------------------------------------------------------------------------------------
 def supported(kind: object) -> None:
-    """Raises an error if this kind of model is not supported."""
     if kind not in (*LLAMA_TYPES, *GEMMA3_TYPES, *GEMMA4_TYPES):
         raise unsupported(kind)
 
@@ -405,9 +401,8 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
     for one in listed:
         dim, window = _field(one, "head_dim", int), one.get("window")
         heads, kv_heads, scale = _field(one, "heads", int), _field(one, "kv_heads", int), _field(one, "scale", float)
-        attn = AttnSpec(
-            heads, kv_heads, dim, -1, False, window=int(window) if window else None, scale=float(scale), eps=eps
-        )
+        window = int(window) if window else None
+        attn = AttnSpec(heads, kv_heads, dim, -1, False, window, float(scale), eps=eps)
         layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), _field(one, "intermediate", int)))
     return tuple(layers)
 
@@ -418,9 +413,8 @@ def _gemma4_shapes(raw: Foreign, kinds: list[str], heads: int, k_eq_v: bool) -> 
     head_dim, kv = int(raw.get("head_dim", 256)), int(raw.get("num_key_value_heads", 4))
     overrides = raw.get("per_layer_config")
     if overrides is not None:
-        if not isinstance(overrides, Mapping) or any(
-            not str(i).isdigit() or not isinstance(o, Mapping) for i, o in overrides.items()
-        ):
+        items = overrides.items() if isinstance(overrides, Mapping) else [("", None)]
+        if not all(str(i).isdigit() and isinstance(o, Mapping) for i, o in items):
             raise misread("per_layer_config must map layer numbers to overrides")
         unknown = sorted({key for o in overrides.values() for key in o} - {"head_dim", "num_key_value_heads"})
         if unknown:

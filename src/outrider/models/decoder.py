@@ -27,8 +27,6 @@ End = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class PerLayerBlock:
-    """The weights with which one layer adds its per-layer embedding."""
-
     gate: DeviceWeight  # [ple, H]
     out: DeviceWeight  # [H, ple]
     post_norm: Tensor
@@ -36,8 +34,6 @@ class PerLayerBlock:
 
 @dataclass(frozen=True)
 class PerLayerInput:
-    """The table and the projection that give the per-layer embeddings of all layers."""
-
     table: DeviceWeight  # [V, L·ple]
     proj: DeviceWeight  # [L·ple, H]
     norm: Tensor  # [ple]
@@ -69,9 +65,8 @@ class TextModel:
         norm = as_tensor(weights["norm"])
         self.device = norm.device
         # A packed table has no dtype of its own: ask the op what it hands out.
-        self.dtype: torch.dtype = ops.embed(
-            torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0
-        ).dtype
+        first = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.dtype: torch.dtype = ops.embed(first, self.table, 1.0).dtype
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
         self.blocks = gather_blocks(weights, config.layers, rope_of, first=tp.rank == 0)
         self.experts = [self.routed(weights, i) for i in range(len(config.layers))] if config.moe else None
@@ -98,7 +93,6 @@ class TextModel:
     def _run(
         self, x: Tensor, ids: Tensor, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
     ) -> Pass:
-        """x [R, H]: the residual stream."""
         ops, first = self.ops, self.blocks[0]
         angles = self.angles(kv.positions)
         ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)

@@ -61,7 +61,6 @@ class MTPNet:
         return self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
 
     def inputs(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> Tensor:
-        """[B, (2 + taps)·Hb]: the input of the first projection."""
         parts = [token_embedding, hidden]
         if not self.config.gemma:
             parts = [self.ops.rms_norm(part, None, self.config.norm_eps) for part in parts]
@@ -87,9 +86,8 @@ class MTPNet:
         """Ids [B, N] of the tokens worth scoring (None: all), and their float32 logits [B, N]. cluster_bonus [B, C]:
         added to the clusters' scores (ops.cluster_bonus)."""
         if self.centroids is None or self.cluster_ids is None:
-            return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(
-                g, self.head, None
-            )
+            tied = self.config.tied_to_target
+            return None, self.target.scores(g, None) if tied else self.ops.logits(g, self.head, None)
         # [B, top], [B, top, S]
         best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, cluster_bonus)
         return self.cluster_ids[best].flatten(1), z.flatten(1)

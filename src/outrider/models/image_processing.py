@@ -74,9 +74,8 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
         except MemoryError:
             raise ValueError("the image takes too much memory to decode") from None
         except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ...
-            raise ValueError(
-                f"the image is broken ({' '.join(str(error).split())[:80] or type(error).__name__})"
-            ) from None
+            why = " ".join(str(error).split())[:80] or type(error).__name__
+            raise ValueError(f"the image is broken ({why})") from None
     return image
 
 

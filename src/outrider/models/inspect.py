@@ -32,8 +32,6 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of a target model, as its tensor plan has them."""
-
     config: ModelConfig
     layers: tuple[LayerSize, ...]
     embedding: int
@@ -140,7 +138,6 @@ def work_bytes(vocab: int, rows: int) -> int:
 
 
 def row_numbers(config: ModelConfig) -> int:
-    """Activations per row in the widest layer of a pass."""
     return max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in config.layers) + 8 * config.hidden
 
 

@@ -23,8 +23,6 @@ Span = tuple[int, int]  # [lo, hi)
 
 @dataclass(frozen=True)
 class TPRank:
-    """A process's rank among `world` processes."""
-
     rank: int = 0
     world: int = 1
 
@@ -46,8 +44,6 @@ Shards = dict[str, tuple[Shard, ...]]
 
 
 class Collectives(Protocol):
-    """The collective operations of the processes that share a model."""
-
     @property
     def tp(self) -> TPRank: ...
 
@@ -61,8 +57,6 @@ class Collectives(Protocol):
 
 
 class Solo:
-    """The collectives of a single process: identities."""
-
     tp = TPRank()
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -83,7 +77,6 @@ def piece(size: int, index: int, parts: int, alignment: int = 1) -> Span:
 
 
 def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
-    """The query heads and the K/V heads of a process."""
     group = heads // kv_heads  # query heads that read one K/V head
     if kv_heads >= tp.world:
         lo, hi = tp.of(kv_heads)
@@ -125,10 +118,9 @@ def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int
 def split_drafter(config: DrafterConfig, tp: TPRank) -> tuple[DrafterConfig, Shards]:
     """An MTP drafter attends to the target's K/V, so its heads stay with theirs; everything else is kept whole."""
     cuts: Shards = {}
-    layers = [
-        _attention(cuts, f"layers.{i}.", layer, tp, f"the drafter's layer {i}") for i, layer in enumerate(config.layers)
-    ]
-    return replace(config, layers=tuple(layers)), cuts
+    each = enumerate(config.layers)
+    layers = tuple(_attention(cuts, f"layers.{i}.", layer, tp, f"the drafter's layer {i}") for i, layer in each)
+    return replace(config, layers=layers), cuts
 
 
 def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str) -> LayerSpec:

@@ -31,7 +31,6 @@ class ShapeGraphs:
         self._made: dict[torch.Size, tuple[Tensor, torch.cuda.CUDAGraph, Tensor]] = {}
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """pixels: on the GPU."""
         if pixels.shape not in self._made:
             if pixels.shape not in self._seen or len(self._made) >= GRAPHS or pixels.numel() > 3 * GRAPH_PIXELS:
                 self._seen = {*self._seen, pixels.shape} if len(self._seen) < 1024 else set()
@@ -190,7 +189,6 @@ class VisionModel:
         return ops.residual_norm(x, y, after, None, following, config.eps)
 
     def _gather(self, here: str) -> TowerLayer:
-        """A layer's weights, taken out of `weights`."""
         config, q = self.config, self.config.head_dim // 4
         pairs = torch.arange(config.head_dim, device=self.device).view(2, 2, q).transpose(0, 1).reshape(-1)
         take = lambda name: self.weights.pop(f"{here}{name}.weight").float()  # noqa: E731

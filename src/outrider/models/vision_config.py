@@ -43,7 +43,6 @@ class VisionConfig:
 
     @property
     def placeholder_id(self) -> int:
-        """The token that chat templates write for an image."""
         return self.boi_id if self.kind == "siglip" else self.image_id
 
     def image_text(self, token: Callable[[int], str | None]) -> tuple[str, str] | None:
@@ -60,7 +59,6 @@ class VisionConfig:
 
     @property
     def side(self) -> int:
-        """Pixels of a soft token's side."""
         return self.patch * self.pool
 
     @staticmethod
@@ -141,7 +139,6 @@ class VisionConfig:
         return total
 
     def nbytes(self, item: int = 2) -> int:
-        """Bytes of the weights."""
         return item * sum(prod(shape) for shape in self.tensors().values())
 
 

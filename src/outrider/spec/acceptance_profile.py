@@ -62,9 +62,7 @@ def measure(answers: Iterable[Runs], weights: str) -> AcceptanceProfile:
     if not judged:
         raise OutriderError("no drafts to judge: the answers are too short")
     accepted: list[float] = []
-    for g, s in zip(
-        good, seen, strict=True
-    ):  # a position that was hardly reached is taken to be like the one before it
+    for g, s in zip(good, seen, strict=True):  # a position hardly reached is like the one before it
         before = accepted[-1] if accepted else FIRST
         accepted.append(round((g + NEIGHBOUR * before) / (s + NEIGHBOUR), 4))
     trust = tuple(round(g / s, 4) for g, s in bins)

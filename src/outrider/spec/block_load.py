@@ -184,7 +184,6 @@ def _layer(plan: PlanBuilder, layer: LayerSpec, config: BlockConfig) -> None:
 def dummy_block(
     config: BlockConfig, target: TextModel, dtype: torch.dtype, seed: int, quantize: str | None = None
 ) -> dict[str, DeviceWeight]:
-    """Seeded random weights of the right shapes, for measuring without a checkpoint."""
     generator = torch.Generator(device=target.device)
     generator.manual_seed(seed)
     weights: dict[str, DeviceWeight] = {}
@@ -211,7 +210,6 @@ def draft_size(config: BlockConfig) -> DrafterSize:
 
 
 def block_bytes(files: Files, config: BlockConfig) -> tuple[int, float]:
-    """Parameters, and the bytes of the weights, by the configuration alone."""
     how, item, total, parameters = recipe(files.config, files.name), item_bytes(files.config), 0.0, 0
     for plan in block_plan(config, ()).values():
         for source, shape in zip(plan.sources, plan.source_shapes, strict=True):

@@ -114,8 +114,7 @@ class SamplingBatch:
         row_offset: Tensor,  # int64 [R] index inside the sequence's verify block: the token is output out_len + offset
         drafts: Tensor,  # int64 [B, K]; row j sees drafts[:, :j]
         grammar: Tensor | None = None,  # bool [R, V] True: allowed
-        lines: Tensor
-        | None = None,  # int64 [R, D] of a tree: row r, at depth row_offset[r], sees lines[r, :row_offset[r]]
+        lines: Tensor | None = None,  # int64 [R, D] of a tree: row r sees lines[r, :row_offset[r]]
         ops: Backend | None = None,  # its kernel for filters, where it has one
     ) -> Tensor:
         """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned itself."""
@@ -130,9 +129,8 @@ class SamplingBatch:
             z = z.masked_fill(~grammar, -math.inf)
         if self.stops is not None and self.min_tokens is not None and self.out_len is not None:
             early = self.out_len[row_seq] + row_offset < self.min_tokens[row_seq]  # [R]
-            kept = z.scatter_add(
-                1, self.stops.ids[row_seq], torch.where(early[:, None], self.stops.values[row_seq], 0.0)
-            )
+            added = torch.where(early[:, None], self.stops.values[row_seq], 0.0)
+            kept = z.scatter_add(1, self.stops.ids[row_seq], added)
             # if only a stop token is left (a finished grammar), min_tokens is ignored
             z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
         if self.any_sampled:
@@ -200,11 +198,8 @@ class SamplingBatch:
         if not self.any_sampled:
             return logits
         tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-        return torch.where(
-            self.sampled[:, None],
-            self.apply_temperature(logits) + gumbel(self.seed[:, None], position[:, None], tokens),
-            logits,
-        )
+        noise = gumbel(self.seed[:, None], position[:, None], tokens)
+        return torch.where(self.sampled[:, None], self.apply_temperature(logits) + noise, logits)
 
     # ---- the pieces of process ------------------------------------------------------------------------------------
     @staticmethod

@@ -209,7 +209,7 @@ class Controller:
         tuning, k = self.tuning, max(2, self.cost.reach(choice.drafter, size, context, self.tuning.sure))
         verify, whole = self.cost.curve(None, size, context), self.cost.curve(choice.drafter, size, context)
         row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
-        stop, drop = min(tuning.most_stop, rate * token / tuning.next_token), min(tuning.most_drop, rate * row)
+        stop, drop = rate * token / tuning.next_token, rate * row
         if not choice.nodes:
             return choice._replace(stop=stop, drop=drop)
         prices = tuple(rate * (t - verify[0]) for t in verify)
@@ -227,12 +227,10 @@ class Controller:
         return cap, source, shared
 
     def _first_offered(self, view: DraftContext) -> DraftPlan | None:
-        """The probe of a sequence in a batch."""
         name = next((name for name in self.drafters if self._offer(view, name) is not None), None)
         return DraftPlan(name, 1) if name is not None else None
 
     def _expected(self, seq: SeqState, source: Source, shared: DrafterStats) -> list[float]:
-        """E(0..16): tokens of a cycle by K."""
         expected = seq.expected.get(source)
         if expected is None:
             arm = seq.arms.get(source)
@@ -307,8 +305,7 @@ class Controller:
         after which a token is worth less than its row costs. Also the best plan of another network drafter."""
         size, tuning = len(seqs), self.tuning
         verify = np.asarray(self.cost.curve(None, size, context))
-        margin = min(tuning.batch_margin[0] + tuning.batch_margin[1] * size, tuning.batch_margin[2])
-        best, used = Candidate(size / verify[0] * (1.0 + margin), [NO_DRAFT] * size), None
+        best, used = Candidate(size / verify[0] * (1.0 + tuning.batch_margin), [NO_DRAFT] * size), None
         by_name: dict[str, Candidate] = {}
         dear = [name for name in self.drafters if not self.cost.free(name)]
         for runs in [*dear, None]:  # at most one drafter that takes time runs in a cycle; free ones always may

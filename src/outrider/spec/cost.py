@@ -22,7 +22,7 @@ from .plan import CostPart
 
 CURVE_LENGTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, CURVE_LENGTH entries
-FORMAT = 7  # of stored tables: raised when what is timed changes, or how
+FORMAT = 8  # of stored tables: raised when what is timed changes, or how
 DRIFT_GAIN = 0.1  # share of a deviation that is attributed to the machine
 CELL_GAIN = 0.15  # share that is attributed to the cell, if the step before was of another kind
 CLAMP = 0.25  # log of the largest deviation applied at once: one interrupted step must not move the table
@@ -118,7 +118,6 @@ class CostTable:
         return CostPart("draft", drafter) not in self._draft
 
     def has_trees(self, drafter: str) -> bool:
-        """Whether trees of a fixed size were timed for this drafter."""
         return CostPart("tree", drafter) in self._draft
 
     def _build(self, part: CostPart | None, batch: int, context: int) -> Curve:
@@ -212,41 +211,28 @@ class CostTable:
 
     # ---- keeping ---------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, object]:
-        drafts = {
-            kind: {
-                part.drafter: [{"batch": b, "seconds": t} for b, t in sorted(curves.items())]
-                for part, curves in self._draft.items()
-                if part.kind == kind
-            }
-            for kind in ("draft", "tree")
-        }
+        drafts = [[*part, b, t] for part, curves in self._draft.items() for b, t in sorted(curves.items())]
         return {
             "key": self.key,
-            "verify": [{"batch": b, "context": c, "seconds": t} for (b, c), t in sorted(self._verify.items())],
-            **drafts,
+            "verify": [[b, c, t] for (b, c), t in sorted(self._verify.items())],
+            "draft": drafts,
             "reading": self.reading,
-            "factor": [{"part": part, "batch": b, "by_k": f} for (part, b), f in self._factor.items()],
+            "factor": [[part, b, by_k] for (part, b), by_k in self._factor.items()],
         }
 
     @staticmethod
     def from_json(raw: Foreign) -> CostTable:
         try:
-            draft, trees = (
-                {n: {int(e["batch"]): e["seconds"] for e in es} for n, es in raw[kind].items()}
-                for kind in ("draft", "tree")
-            )
-            table = CostTable(
-                {(int(e["batch"]), int(e["context"])): e["seconds"] for e in raw["verify"]},
-                draft,
-                raw["key"],
-                {str(n): float(t) for n, t in raw["reading"].items()},
-                trees,
-            )
-            for entry in raw["factor"]:
-                if len(entry["by_k"]) != CURVE_LENGTH:
+            by_kind: dict[str, dict[str, dict[int, Curve]]] = {"draft": {}, "tree": {}}
+            for kind, name, batch, seconds in raw["draft"]:
+                by_kind[kind].setdefault(name, {})[int(batch)] = seconds
+            verify = {(int(b), int(c)): t for b, c, t in raw["verify"]}
+            reading = {str(n): float(t) for n, t in raw["reading"].items()}
+            table = CostTable(verify, by_kind["draft"], raw["key"], reading, by_kind["tree"])
+            for part, batch, by_k in raw["factor"]:
+                if len(by_k) != CURVE_LENGTH:
                     raise ValueError("by_k")
-                part = CostPart(*entry["part"]) if entry["part"] is not None else None
-                table._factor[part, int(entry["batch"])] = [float(f) for f in entry["by_k"]]
+                table._factor[CostPart(*part) if part is not None else None, int(batch)] = [float(f) for f in by_k]
         except (KeyError, TypeError, ValueError) as error:
             raise OutriderError(f"not a cost table ({error}): delete it and it is measured again") from error
         return table

@@ -51,7 +51,6 @@ class Track:
     checked: int = 0  # positions below this were looked through for such ids
 
     def agree(self, tokens: Sequence[int]) -> int:
-        """How many positions hold the K/V of `tokens`."""
         while self.sure < min(len(self.held), len(tokens)) and self.held[self.sure] == tokens[self.sure]:
             self.sure += 1
         return self.sure
@@ -72,9 +71,8 @@ class DraftPages:
     """K/V of every layer over one pool of pages. Page 0 stays unused, as in the target's cache."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
-        self.shapes = {
-            i: (config.layers[i].attn.kv_heads, PAGE, config.layers[i].attn.head_dim) for i in config.kv_layers
-        }
+        specs = {i: config.layers[i].attn for i in config.kv_layers}
+        self.shapes = {i: (spec.kv_heads, PAGE, spec.head_dim) for i, spec in specs.items()}
         self.keys: list[Tensor | None] = [None] * len(config.layers)
         self.values: list[Tensor | None] = [None] * len(config.layers)
         self.dtype, self.device, self.count = dtype, device, 0
@@ -102,9 +100,8 @@ class DraftPages:
     def view(self, tracks: Sequence[Track], starts: Sequence[int], counts: Sequence[int]) -> KVView:
         """Rows starts[b] .. starts[b] + counts[b] - 1 of each sequence; windowed layers use the same table."""
         wide = max(len(t.pages) for t in tracks)
-        table = torch.tensor(
-            [t.pages + [0] * (wide - len(t.pages)) for t in tracks], dtype=torch.int32, device=self.device
-        )
+        rows = [t.pages + [0] * (wide - len(t.pages)) for t in tracks]
+        table = torch.tensor(rows, dtype=torch.int32, device=self.device)
         places, owners, firsts = ragged(list(zip(starts, counts)))
         positions = torch.tensor(places, dtype=torch.int64, device=self.device)
         row_seq = torch.tensor(owners, dtype=torch.int64, device=self.device)
@@ -118,9 +115,8 @@ def shortlist(vocab: int, always: Iterable[int] = (), padded: bool = False) -> T
     frequency: its beginning, and the tokens in `always`. padded: it has ids beyond `vocab`, never scored."""
     if vocab < 2 * LISTED:
         return torch.arange(vocab) if padded else None
-    return torch.tensor(
-        sorted({*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64
-    )
+    listed = {*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}
+    return torch.tensor(sorted(listed), dtype=torch.int64)
 
 
 class DraftModel(Drafter):
@@ -134,10 +130,8 @@ class DraftModel(Drafter):
         self.model, self.listed, ops = model, listed, model.ops
         self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
-        self.known = (
-            bytearray(b"\1" * model.config.vocab_size) if listed is None else bytearray(model.config.vocab_size)
-        )
-        for token in listed.tolist() if listed is not None else ():
+        self.known = bytearray(model.config.vocab_size)
+        for token in listed.tolist() if listed is not None else range(len(self.known)):
             self.known[token] = 1
         self.chain = ops.draft_chain(model, self.head, listed)
         self.host_rounds = self.chain is not None
@@ -215,12 +209,10 @@ class DraftModel(Drafter):
         for track, text, start, count in spans:
             track.held[start:] = text[start : start + count]
         wanted = last_rows(view, ends) if len(ends) < len(ids) else None
-        return self.model.forward(
-            torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted=wanted
-        ).hidden
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self.pages.device)
+        return self.model.forward(tokens, view, wanted=wanted).hidden
 
     def _one_call(self, batch: DraftBatch, k: int) -> Draft:
-        """`draft_on_host` as tensors."""
         made = self.draft_on_host(
             HostDraftRequest(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.plans, len(batch.ids) == 1)
         )
@@ -231,7 +223,6 @@ class DraftModel(Drafter):
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
-        """For the sequences `fit`: k tokens [F, k]."""
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)

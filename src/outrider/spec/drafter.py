@@ -46,7 +46,6 @@ class DraftBatch:
 
     @property
     def branches(self) -> bool:
-        """Some sequence's draft may be a tree."""
         return self.plans is not None and any(plan.nodes for plan in self.plans)
 
 
@@ -92,7 +91,6 @@ class Drafter:
         return (self,)
 
     def member(self, name: str | None) -> Drafter:
-        """The drafter of a plan."""
         return self
 
     def features_of(self, drafter: Drafter, features: Tensor) -> Tensor:
@@ -115,7 +113,6 @@ class Drafter:
         return 0
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
-        """A tree inside a captured step: of `nodes` tokens, `depth` deep."""
         raise NotImplementedError(f"{self.name} builds no trees in captured steps")
 
     def unread(self, request_id: str, tokens: Sequence[int]) -> int:
@@ -199,6 +196,5 @@ def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Ten
 
 
 def padded(draft: Draft, k: int) -> Draft:
-    """The same draft as tensors of k tokens."""
     more, sure = (0, k - draft.tokens.shape[1]), draft.confidence
     return replace(draft, tokens=F.pad(draft.tokens, more), confidence=None if sure is None else F.pad(sure, more))

@@ -47,7 +47,6 @@ class MTPDrafter(Drafter):
         self.model.most, self.model.has_runner_ups = 0, False
 
     def score(self, batch: DraftBatch) -> Score:
-        """The steps of one round."""
         model, state = self.model, self.model.start(batch.kv, batch.features)
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
 

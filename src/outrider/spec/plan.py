@@ -17,8 +17,6 @@ AUTO_NODES = MAX_DRAFT
 
 
 class DraftContext(NamedTuple):
-    """The controller's input for a sequence before its next cycle."""
-
     id: str
     drafter_available: Mapping[str, int]  # maximum tokens each could draft now (an n-gram drafter: 0 without a match)
     match_len: int  # length of the suffix that the n-gram drafter found again
@@ -33,8 +31,6 @@ class DraftContext(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A plan of a batch that the controller may choose."""
-
     rate: float  # tokens per second
     plans: list[DraftPlan]
 
@@ -52,8 +48,6 @@ VERIFY = CostPart("verify")
 
 @dataclass(frozen=True)
 class VerifiedTree(DraftTree):
-    """A tree that was verified."""
-
     path: Sequence[int]  # the rows that were accepted, in order
     steps: float  # of the drafter: how often it ran, a further row in a step counted as a part of one
 
@@ -87,8 +81,6 @@ class Source(NamedTuple):
 
 
 class SeqState:
-    """The controller's state of one request."""
-
     def __init__(self, wait: int) -> None:
         self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
         # tokens per cycle for K = 0..16, by source; forgotten when one is observed

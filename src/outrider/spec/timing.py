@@ -194,9 +194,8 @@ def _assemble(
         for b in {*batches, *(b for _, b, _ in groups)}
     }
     timed = {b for p, b, _ in groups if p == VERIFY}  # batches between two of these are interpolated
-    verify: dict[tuple[int, int], Curve] = {
-        (b, base_context): monotone(same_rows[b]) for b in batches if b > max(timed) or b in timed
-    }
+    known_batches = [b for b in batches if b > max(timed) or b in timed]
+    verify = {(b, base_context): monotone(same_rows[b]) for b in known_batches}
     for (part, batch, context), known in groups.items():
         if part == VERIFY:  # ... and gives the shape in K between the few widths that were timed
             verify[batch, context] = monotone(_follow(same_rows[batch], known))
@@ -204,11 +203,8 @@ def _assemble(
     for batch in {b for b, _ in verify if b != base_batch}:  # attention's share grows with batch and context alike
         for context, curve in far.items():
             if (batch, context) not in verify and (batch, base_context) in verify:
-                extra = [
-                    max(0.0, f - n) * batch / base_batch
-                    for f, n in zip(curve, verify[base_batch, base_context], strict=True)
-                ]
-                verify[batch, context] = [t + e for t, e in zip(verify[batch, base_context], extra, strict=True)]
+                near = zip(verify[batch, base_context], curve, verify[base_batch, base_context], strict=True)
+                verify[batch, context] = [t + max(0.0, f - n) * batch / base_batch for t, f, n in near]
     draft: dict[str, dict[int, Curve]] = {}
     trees: dict[str, dict[int, Curve]] = {}
     for d in drafters:

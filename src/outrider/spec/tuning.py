@@ -44,8 +44,7 @@ class Tuning:
     # the same while the drafter is unproven: 3 % of an output of 32 tokens
     unproven_risk: tuple[float, float] = (0.25, 0.02)
     margin: float = 0.01  # predicted gain below which a single sequence keeps decoding plainly
-    # The same for a batch: so much, more for each sequence (all pay for a wrong guess), and no more than this.
-    batch_margin: tuple[float, float, float] = (0.02, 0.006, 0.12)
+    batch_margin: float = 0.05  # the same for a batch, in which all pay for a wrong guess
     hysteresis: float = 0.01  # predicted gain below which the last choice is kept
     explore: float = 0.008  # share of all time that probing may cost
     probe_first: int = 8  # cycles between probes: doubles while they fail,
@@ -64,12 +63,8 @@ class Tuning:
     next_token: float = 0.7  # chance of a token that is not drafted yet, given that all before it are right
     # chance of each token in a stretch that the drafter is sure of: says how far a draft that ends itself may reach
     sure: float = 0.96
-    # A token that the drafter is nearly sure of is drafted and verified whatever the rate.
-    most_stop: float = 0.95
-    most_drop: float = 0.8
     rival: float = 1.02  # minimum advantage of another drafter for a sequence of a batch
 
 
 def match_range(length: int) -> int:
-    """Match lengths in five ranges."""
     return 0 if length <= 2 else 1 if length <= 4 else 2 if length <= 8 else 3 if length <= 20 else 4

@@ -142,9 +142,8 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
                 specials[key] = content
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
-        template = next(
-            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
-        )
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if (folder / "chat_template.jinja").is_file():
         try:
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")

@@ -142,7 +142,6 @@ class _Meta:
         return value
 
     def base(self) -> ForeignDict:
-        """The fields that every model has."""
         numbers: ForeignDict = {name: self.whole(key) for name, key in NUMBERS.items()}
         return numbers | {"rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
 
@@ -248,7 +247,6 @@ def _block(file: GGUF) -> ForeignDict:
 
 
 def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
-    """llama, qwen2, qwen3, gemma3."""
     tensors = meta.file.tensors
     head_dim = meta.whole("attention.key_length", hidden // heads)
     config: ForeignDict = {

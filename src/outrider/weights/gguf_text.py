@@ -71,7 +71,6 @@ def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -
 
 
 def build(file: GGUF) -> Tokenizer:
-    """A `tokenizers.Tokenizer`."""
     family = file.meta.get("tokenizer.ggml.model")
     tokens = file.meta["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)  # `text` builds only of those
@@ -93,10 +92,8 @@ def build(file: GGUF) -> Tokenizer:
     from tokenizers import AddedToken
 
     typed = list(zip(tokens, types.tolist(), strict=True))
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, kind in typed if kind == CONTROL and t]
-    )
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, kind in typed if kind == USER and t])
+    for kind, add in ((CONTROL, tokenizer.add_special_tokens), (USER, tokenizer.add_tokens)):
+        add([AddedToken(t, special=kind == CONTROL, normalized=False) for t, its in typed if its == kind and t])
     return tokenizer
 
 
@@ -114,9 +111,8 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
         first = [] if split is None else [pre_tokenizers.Split(Regex(split), behavior="isolated")]
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
-    )
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

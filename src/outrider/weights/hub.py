@@ -151,9 +151,8 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
     if quant is not None:
         return from_gguf(repos.gguf_file(repo, quant, drafter, weights), name)
     if kept := [p for p in repos.in_cache(repo) if repos.is_drafter(p) == drafter]:
-        return from_gguf(
-            repos.gguf_file(repo, repos.quantisation(kept[0]) if len(kept) == 1 else None, drafter, weights), name
-        )
+        only = repos.quantisation(kept[0]) if len(kept) == 1 else None
+        return from_gguf(repos.gguf_file(repo, only, drafter, weights), name)
     folder = snapshot(repo, SETTINGS)
     if not (folder / "config.json").is_file():
         return from_gguf(repos.gguf_file(repo, None, drafter, weights), name)

@@ -37,8 +37,6 @@ HALVES = (DenseFormat(torch.float16), DenseFormat(torch.bfloat16))
 
 
 class LoadOptions(TypedDict, total=False):
-    """Load options besides device and dtype."""
-
     quantize: str | None  # format to which dense matrices are quantised
     load_format: LoadFormat
     seed: int  # of dummy weights
@@ -154,7 +152,6 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
 
 
 def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
-    """A process's shard of a source tensor. where: names it in errors."""
     try:
         return shard_weight(piece.read(), cut)
     except OutriderError as error:
@@ -162,7 +159,6 @@ def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
 
 
 def shard_weight(weight: Weight, cut: Shard) -> Weight:
-    """The shard's columns, or rows (of each expert)."""
     if cut.columns:
         ((lo, hi),) = cut.spans
         return weight.columns(lo, hi)
@@ -171,14 +167,11 @@ def shard_weight(weight: Weight, cut: Shard) -> Weight:
         parts = [bits(t)[..., lo:hi, :] if t.dim() > 1 else t[lo:hi] for lo, hi in cut.spans]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
         tensors[name] = t if units[name].shared else joined.view(t.dtype)
-    at = max(0, len(weight.shape) - 2)
-    return Weight(
-        weight.format, (*weight.shape[:at], sum(hi - lo for lo, hi in cut.spans), *weight.shape[at + 1 :]), tensors
-    )
+    at, rows = max(0, len(weight.shape) - 2), sum(hi - lo for lo, hi in cut.spans)
+    return Weight(weight.format, (*weight.shape[:at], rows, *weight.shape[at + 1 :]), tensors)
 
 
 def shard_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Shard]) -> Tensor:
-    """The shard of a tensor in memory (dummy weights)."""
     sources = whole.split([shape[0] for shape in plan.source_shapes])
     return torch.cat([shard_weight(dense_weight(each), cut).tensors["values"] for each, cut in zip(sources, cuts)])
 
@@ -247,7 +240,6 @@ def held(config: Config, name: str, quantize: str | None) -> str | None:
 
 
 def transform(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:
-    """The ops object's form of a dense weight."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
     if quantize is not None and (ops.capabilities.quantizes_tables or roundable(name, plan)):

@@ -54,7 +54,6 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
 
 
 def _merge_shard(source: Path, to: Path, file: LoraFile) -> set[str]:
-    """One file; returns the tensors that were changed."""
     tensors, changed = {}, set[str]()
     with safe_open(source, framework="pt") as stored:
         metadata = stored.metadata() or {"format": "pt"}

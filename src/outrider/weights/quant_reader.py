@@ -103,14 +103,13 @@ def awq(group: int) -> QuantReader:
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         rows, columns = shape
         groups = groups_of(where, shape, group, 8, 1)
-        words = (
-            expect(where, tensors, "qweight", (columns, rows // 8), "int32"),
-            expect(where, tensors, "qzeros", (groups, rows // 8), "int32"),
-        )
+
+        def rows_of(name: str, count: int) -> Tensor:
+            words = expect(where, tensors, name, (count, rows // 8), "int32")
+            return unpack(words, 4).view(count, -1, 8)[:, :, AWQ_PLACES].reshape(count, rows).t().contiguous()
+
+        q, zero = rows_of("qweight", columns), rows_of("qzeros", groups)
         scale = expect(where, tensors, "scales", (groups, rows), FLOATS)
-        q, zero = (
-            unpack(w, 4).view(len(w), -1, 8)[:, :, AWQ_PLACES].reshape(len(w), rows).t().contiguous() for w in words
-        )
         return integers(where, shape, 4, group, {"q": pairs(q), "scale": scale.t().contiguous(), "zero": zero}, None)
 
     made = IntegerFormat(4, group, has_zero_point=True, scale=torch.float16)

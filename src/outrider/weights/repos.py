@@ -73,7 +73,6 @@ def companion(model: Path, kind: str) -> Path | None:
 
 
 def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = False) -> str:
-    """The file of a repository that a name means."""
     every = sorted(name for name in names if name.lower().endswith(".gguf") and not is_mmproj(name))
     files = [name for name in every if is_drafter(name) == drafter] or every
     if not files:
@@ -92,7 +91,6 @@ def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = F
 
 
 def in_cache(repo: str) -> list[Path]:
-    """The GGUF files of a repository that Hugging Face's cache holds."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -127,9 +125,8 @@ def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool =
             hf_hub_download(repo, choose([n for n in names if is_drafter(n)], repo, None, drafter=True))
         projectors = {quantisation(n) or "": n for n in sorted(names) if is_mmproj(n) and n.lower().endswith(".gguf")}
         if not drafter and projectors:
-            hf_hub_download(
-                repo, next((projectors[q] for q in ("BF16", "F16") if q in projectors), min(projectors.values()))
-            )
+            best = next((projectors[q] for q in ("BF16", "F16") if q in projectors), min(projectors.values()))
+            hf_hub_download(repo, best)
         return path
 
 

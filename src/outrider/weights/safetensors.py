@@ -60,10 +60,8 @@ def open_folder(folder: Path, config: ForeignDict) -> TensorSource:
         for listed, shard in read_json(folder / INDEX)["weight_map"].items():
             if normalise(listed) not in entries:
                 raise OutriderError(f"tensor {listed} should be in {folder / shard} and is not: fetch the shard again")
-    header = json.dumps(
-        {k: v for k, v in config.items() if not k.startswith("_") and k not in VOLATILE}, sort_keys=True
-    )
-    return TensorSource(str(folder), entries, header.encode())
+    lasting = {k: v for k, v in config.items() if not k.startswith("_") and k not in VOLATILE}
+    return TensorSource(str(folder), entries, json.dumps(lasting, sort_keys=True).encode())
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

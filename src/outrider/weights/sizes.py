@@ -69,15 +69,12 @@ class StoredSize:
 
     @property
     def mean(self) -> float:
-        """Average bytes per weight."""
         return self.total / max(1, self.parameters)
 
 
 def item_bytes(config: Mapping[str, object]) -> float:
-    named = [
-        c[key] for c in (config, text_part(config)) for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)
-    ]
-    return ITEM.get(str(named[0]), 2.0) if named else 2.0
+    named = [c.get(key) for c in (config, text_part(config)) for key in ("dtype", "torch_dtype")]
+    return ITEM.get(next((name for name in named if isinstance(name, str)), ""), 2.0)
 
 
 def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
@@ -116,7 +113,6 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
 
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:
-    """How much of a weight one token reads."""
     if only_looked_up(config, name):
         return 1.0 / plan.shape[0]
     if isinstance(config, ModelConfig) and config.moe is not None and ".experts_" in name:

@@ -32,7 +32,6 @@ class SourceTensor:
         return sum(entry.nbytes for entry in self.entries)
 
     def release(self) -> None:
-        """Releases the file's pages."""
         for entry in self.entries:
             entry.file.release(entry.start, entry.nbytes)
 
@@ -79,15 +78,11 @@ def _read_plain(entry: TensorEntry) -> Weight:
 
 
 def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple[int, ...]) -> SourceTensor | None:
-    """A quantised matrix [N, K]: its container's tensors by suffix."""
     stored = recipe(module)
     if stored is None:
         return None
-    there = {
-        s: source.entries[f"{module}.{s}"]
-        for s in (*stored.suffixes, *stored.optional)
-        if f"{module}.{s}" in source.entries
-    }
+    every = {s: source.entries.get(f"{module}.{s}") for s in (*stored.suffixes, *stored.optional)}
+    there = {s: entry for s, entry in every.items() if entry is not None}
     if not there:
         return None
     for suffix in stored.suffixes:

@@ -19,9 +19,7 @@ from .source import FLOATS
 from .source_tensor import tensor
 
 PREFIXES = ("vision_tower.", "embed_vision.", "vision_embedder.", "multi_modal_projector.")
-OTHER_NAMES = {  # newer checkpoints of transformers keep the unified projection with its embedder
-    "embed_vision.embedding_projection.weight": "vision_embedder.multimodal_embedder.embedding_projection.weight"
-}
+UNIFIED = "vision_embedder.multimodal_embedder."  # where newer checkpoints of transformers keep the projection
 
 
 def vision_config(files: Files) -> VisionConfig | None:
@@ -55,19 +53,17 @@ def load_vision(
 
 
 def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
-    """The file of the weights, and a reader for each."""
     if files.gguf is not None:
         path = companion(files.path, "mmproj")
         assert path is not None, "it was there when the configuration was read"
         return str(path), read_mmproj(read(path), config)
     source, wanted = open_source(files), config.tensors()
-    others = {other: name for name, other in OTHER_NAMES.items()}
     stored: dict[str, Callable[[], Tensor]] = {}
     for full, entry in source.entries.items():
         name = full.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        name = name.replace(UNIFIED, "embed_vision.")
         if not name.startswith(PREFIXES):
             continue
-        name = others.get(name, name)
         shape = wanted.get(name)
         if shape is not None and (entry.shape not in (shape, shape or (1,)) or entry.kind not in FLOATS):
             found = f"is {entry.kind} {list(entry.shape)}, the config asks for {list(shape)}"
@@ -78,9 +74,8 @@ def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable
 
 def has_vision(files: Files) -> bool:
     """Some checkpoints keep the configuration and leave the weights out."""
-    return files.gguf is not None or any(
-        name.removeprefix("model.").startswith(PREFIXES) for name in open_source(files).entries
-    )
+    names = () if files.gguf is not None else open_source(files).entries
+    return files.gguf is not None or any(name.removeprefix("model.").startswith(PREFIXES) for name in names)
 
 
 def _dummy(
