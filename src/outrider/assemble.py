@@ -218,7 +218,25 @@ def pick_drafter(
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
     tokens that a draft model scores whatever their index in the vocabulary."""
-    picked = [_pick(model, one, settings, target, dtype, always, adapters) for one in settings.drafters]
+
+    def pick(drafter: str) -> tuple[Drafter | None, str]:
+        if drafter == "none":
+            return None, "drafter: none (plain decoding)"
+        if drafter == "ngram":
+            return None, "drafter: ngram (suffix matches in prompt and answer)"
+        where, note = hub.auto_drafter(model, adapters) if drafter == "auto" else (drafter, "as asked")
+        if where is None:
+            return None, f"drafter: ngram ({note})"
+        try:
+            return _load_drafter(model, where, note, target, dtype, settings, always)
+        except OutriderError as error:
+            if drafter != "auto":
+                named = "/" in drafter or Path(drafter).exists()
+                kinds = "" if named else " (a drafter may also be auto, none, ngram or draft:MODEL)"
+                raise OutriderError(f"{error}{kinds}") from None
+            return None, f"drafter: ngram ({where} cannot be used: {error})"
+
+    picked = [pick(one) for one in settings.drafters]
     found = [(drafter, note) for drafter, note in picked if drafter is not None]
     drafter, note = found[0] if found else picked[0]
     if len(found) == 2:
@@ -229,33 +247,6 @@ def pick_drafter(
         raise OutriderError(f"--quantize-drafter rounds a block drafter (DFlash, DSpark, EAGLE-3); {note}")
     names = () if settings.drafter == "none" else (*(member.name for member in members), "ngram")
     return drafter, names, note
-
-
-def _pick(
-    model: Files,
-    drafter: str,
-    settings: LoadSettings,
-    target: TextModel,
-    dtype: torch.dtype,
-    always: Callable[[], Iterable[int]],
-    adapters: Sequence[str],
-) -> tuple[Drafter | None, str]:
-    """As `pick_drafter`, for one of the drafters."""
-    if drafter == "none":
-        return None, "drafter: none (plain decoding)"
-    if drafter == "ngram":
-        return None, "drafter: ngram (suffix matches in prompt and answer)"
-    where, note = hub.auto_drafter(model, adapters) if drafter == "auto" else (drafter, "as asked")
-    if where is None:
-        return None, f"drafter: ngram ({note})"
-    try:
-        return _load_drafter(model, where, note, target, dtype, settings, always)
-    except OutriderError as error:
-        if drafter != "auto":
-            named = "/" in drafter or Path(drafter).exists()
-            kinds = "" if named else " (a drafter may also be auto, none, ngram or draft:MODEL)"
-            raise OutriderError(f"{error}{kinds}") from None
-        return None, f"drafter: ngram ({where} cannot be used: {error})"
 
 
 def _load_drafter(

@@ -147,19 +147,17 @@ class Engine:
         require(len(prompt) > 0, "the prompt is empty: give at least one token")
         wrong = min(prompt) if min(prompt) < 0 else max(prompt)
         require(0 <= wrong < vocab, f"prompt token id {wrong} is outside the vocabulary (0..{vocab - 1})")
-        if len(prompt) >= self.max_context:
-            most = self.model.config.max_context
-            more = f" or raise --max-context (the model knows up to {most})" if self.max_context < most - 1 else ""
-            raise OutriderError(
-                f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: shorten it{more}"
-            )
+        size, context, most = len(prompt), self.max_context, self.model.config.max_context
+        more = f" or raise --max-context (the model knows up to {most})" if context < most - 1 else ""
+        require(size < context, f"prompt has {size} tokens; the context holds {context}: shorten it{more}")
         for span in request.images:
-            if not 0 < span.end - span.start <= self.image_rows or span.end >= len(prompt):
-                raise OutriderError(f"an image of {span.end - span.start} tokens; this engine takes {self.image_rows}")
+            rows = span.end - span.start
+            fits = 0 < rows <= self.image_rows and span.end < size
+            require(fits, f"an image of {rows} tokens; this engine takes {self.image_rows}")
         SpecConfig(request.draft_tokens, tree=request.tree)  # checks them
         require(request.id not in self._seqs, f"request id {request.id!r} is already running")
-        if self.tokenizer is None and request.params.stop:
-            raise OutriderError("stop strings need a tokenizer; use stop_token_ids")
+        stops = self.tokenizer is not None or not request.params.stop
+        require(stops, "stop strings need a tokenizer; use stop_token_ids")
         request.params.validate(vocab)
 
     def submit(self, request: Request) -> None:

@@ -396,7 +396,7 @@ class GraphExecutor(Executor):
         fresh = [item for item in scheduled if not item.seq.num_inflight_tokens]
         self.runner.join([item.seq for item in scheduled], key.asks)
         if key.asks != NO_FEATURES:
-            self.runner.moved_on()
+            self.runner.batch_sampling = None
         if fresh:
             told = [(item.slot, item.seq.tokens[-1], item.start) for item in fresh]
             where, last, position = upload([*zip(*told)], torch.int64, self.device)

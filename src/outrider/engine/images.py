@@ -27,7 +27,7 @@ from ..models import image_processing
 from ..models.image_processing import HEAD, REPLY, check_size, pixels
 from ..models.vision import VisionModel
 from ..prompts import opened
-from ..types import ImageSpan, OutriderError
+from ..types import ImageSpan, OutriderError, require
 from .child_process import ChildLost, ChildProcess
 
 DECODE_SECONDS = 60.0  # of wall time for one file: on a busy machine a long decode gets little processor time
@@ -117,13 +117,9 @@ class ImageEncoder:
     def expand(self, ids: Sequence[int], images: Sequence[object]) -> ImagePrompt:
         """The prompt with every image token replaced by an image: there must be as many."""
         config, out = self.config, ImagePrompt()
-        if len(images) > self.max_images:
-            raise OutriderError(f"{len(images)} images; at most {self.max_images} are allowed in a prompt")
-        places = ids.count(config.placeholder_id)
-        if places != len(images):
-            raise OutriderError(
-                f"{len(images)} images for {places} places in the prompt: does its template take images?"
-            )
+        count, places = len(images), ids.count(config.placeholder_id)
+        require(count <= self.max_images, f"{count} images; at most {self.max_images} are allowed in a prompt")
+        require(count == places, f"{count} images for {places} places in the prompt: does its template take images?")
         spans, left = [], iter(images)
         for i, token in enumerate(ids):
             if token != config.placeholder_id:
@@ -144,16 +140,10 @@ class ImageEncoder:
 
 def data_url(url: str) -> bytes:
     head, comma, body = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise OutriderError("an image's data URL must be data:image/...;base64,...")
-    return from_base64(body)
-
-
-def from_base64(text: str) -> bytes:
-    if len(text) > MAX_BYTES * 4 // 3 + 4:
-        raise OutriderError(f"the image has more than {MAX_BYTES:,} bytes")
+    require(bool(comma) and head.lower().endswith(";base64"), "an image's data URL must be data:image/...;base64,...")
+    require(len(body) <= MAX_BYTES * 4 // 3 + 4, f"the image has more than {MAX_BYTES:,} bytes")
     try:
-        return base64.b64decode("".join(text.split()), validate=True)
+        return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError):
         raise OutriderError("the image is not valid base64") from None
 
@@ -226,10 +216,8 @@ class ImageDecoder:
 
     def pixels(self, data: bytes, tokens: int, side: int) -> np.ndarray:
         """uint8 [h, w, 3] as a vision model reads it. Thread-safe; blocks until done."""
-        if not data:
-            raise OutriderError("the image is empty")
-        if len(data) > MAX_BYTES:
-            raise OutriderError(f"the image file has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
+        require(len(data) > 0, "the image is empty")
+        require(len(data) <= MAX_BYTES, f"the image file has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
         try:
             return self._small.pixels(data, tokens, side)
         except OutriderError:  # it is too large, takes too long or is broken

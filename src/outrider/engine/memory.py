@@ -49,7 +49,9 @@ class KVBudget:
         """For an engine on this device with K/V of this type. extra: a drafter's own K/V layers."""
         batch, passes, budget = config.max_batch or can.sequences, max_prefill_rows(model, can), None
         if device.type == "cuda":
-            budget = gpu_budget(config, model, device, min(can.graph_rows, batch * (MAX_DRAFT + 1)), passes)
+            free, total = torch.cuda.mem_get_info(device)
+            work = work_bytes(model.vocab_size, min(can.graph_rows, batch * (MAX_DRAFT + 1)))
+            budget = int(free - (1.0 - config.gpu_memory) * total) - work - captured_bytes(model, passes)
         found = plan_kv_memory(config, model, dtype, free_bytes(device), batch, budget, extra)
         return replace(found, pass_rows=passes)
 
@@ -91,13 +93,6 @@ def container_bytes(root: Path) -> int:
                 taken = int((root / used).read_text(encoding="ascii")) - int(counts.get(files, 0))
                 return max(0, int(most) - max(0, taken))
     return UNKNOWN
-
-
-def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int) -> int:
-    """Bytes for K/V: free memory less activations and the share not granted. rows: of a step; pass_rows: of a pass."""
-    free, total = torch.cuda.mem_get_info(device)
-    work = work_bytes(model.vocab_size, rows) + captured_bytes(model, pass_rows)
-    return int(free - (1.0 - config.gpu_memory) * total) - work
 
 
 def captured_bytes(model: ModelConfig, rows: int) -> int:

@@ -45,7 +45,7 @@ class ModelRunner:
     slot_sampling: SlotSampling = field(init=False)
     _joined: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `slot_sampling` holds, by slot
     _sampled: list[Seq] = field(default_factory=list)  # the last batch,
-    _sampling: SamplingBatch | None = None  # and its rows; None: a graph has updated them
+    batch_sampling: SamplingBatch | None = None  # and its rows; None: a graph has updated them
 
     def __post_init__(self) -> None:
         self.slot_sampling = SlotSampling(self.features.shape[0], self.vocab, self.eos, self.device)
@@ -208,15 +208,15 @@ class ModelRunner:
 
     def sampling(self, seqs: list[Seq]) -> SamplingBatch:
         """Gathered only when the batch has changed: `SlotSampling.commit` keeps it up to date in between."""
-        if self._sampling is None or self._sampled != seqs:
+        if self.batch_sampling is None or self._sampled != seqs:
             params = [seq.request.params for seq in seqs]
             asks = SamplingFeatures.of(params, len(self.eos))
             self.join(seqs, asks)
             slots = torch.tensor([seq.held.slot for seq in seqs], device=self.device)
             position = torch.tensor([len(seq.tokens) - 1 for seq in seqs], device=self.device)
-            self._sampling = self.slot_sampling.select(slots, position, filters_of(params, self.vocab), asks)
+            self.batch_sampling = self.slot_sampling.select(slots, position, filters_of(params, self.vocab), asks)
             self._sampled = seqs
-        return self._sampling
+        return self.batch_sampling
 
     def join(self, seqs: Sequence[Seq], asks: SamplingFeatures) -> None:
         """Ensure that `slot_sampling` has the rows of these sequences, with all features they need."""
@@ -230,10 +230,6 @@ class ModelRunner:
                 fresh.append(Joining(seq.held.slot, params, seq.request.prompt, seq.tokens[seq.prompt_len :]))
         if fresh:
             self.slot_sampling.join(fresh)
-
-    def moved_on(self) -> None:
-        """A graph has advanced the history of its batch in `slot_sampling`."""
-        self._sampling = None
 
     def scratch_slots(self, count: int, positions: int) -> list[int]:
         """Scratch sequences with `positions` reserved and any content; what does not fit uses the scratch page."""

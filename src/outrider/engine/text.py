@@ -84,7 +84,9 @@ class Tokenizer:
         try:
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except TypeError:
-            raise OutriderError(_no_text(text)) from None
+            odd = "a text holds what is no Unicode: half of a surrogate pair, or a byte that was not UTF-8"
+            kind = f"a text is needed, got {type(text).__name__}"
+            raise OutriderError(odd if isinstance(text, str) else kind) from None
         return ids
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
@@ -232,9 +234,3 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:n]):
             return n
     return 0
-
-
-def _no_text(given: object) -> str:
-    if not isinstance(given, str):
-        return f"a text is needed, got {type(given).__name__}"
-    return "a text holds what is no Unicode: half of a surrogate pair, or a byte that was not UTF-8"

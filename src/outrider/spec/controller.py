@@ -26,6 +26,9 @@ from .cost import CostTable
 from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, Source, VerifiedTree
 from .tuning import Tuning, match_range
 
+# of one sequence's draft: request, drafter, tokens verified, accepted, confidences, tree
+Outcome = tuple[str, str | None, int, int, Sequence[float] | None, VerifiedTree | None]
+
 
 class Controller:
     """`plan` before a cycle, `observe` per sequence and `observe_step` once after it, `finish` at a request's end."""
@@ -77,7 +80,8 @@ class Controller:
             plans, probes = [best], [least]
         else:
             rate, plans, rival = self._rate_batch(seqs, states, context)
-            probes = [self._first_offered(view) for view in seqs]
+            first = [next((n for n in self.drafters if self._offer(view, n) is not None), None) for view in seqs]
+            probes = [DraftPlan(name, 1) if name is not None else None for name in first]
         if comparing := rival is not None and self._compares(plans, rival, rate, context):
             plans = rival.plans
         plans = [self._ending(view, plan, context, size, rate) for view, plan in zip(seqs, plans, strict=True)]
@@ -226,10 +230,6 @@ class Controller:
             cap = min(cap, 2 + shared.accepted)  # unproven: drafts grow as tokens are accepted
         return cap, source, shared
 
-    def _first_offered(self, view: DraftContext) -> DraftPlan | None:
-        name = next((name for name in self.drafters if self._offer(view, name) is not None), None)
-        return DraftPlan(name, 1) if name is not None else None
-
     def _expected(self, seq: SeqState, source: Source, shared: DrafterStats) -> list[float]:
         expected = seq.expected.get(source)
         if expected is None:
@@ -367,11 +367,9 @@ class Controller:
     ) -> None:
         """The outcome of one sequence's draft (None or 0: a plain step). `drafted` counts all tokens of a tree."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
-            raise OutriderError(
-                f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}"
-            )
+            raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens, at most {MAX_DRAFT} in all")
         if self.planned:
-            self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
+            self._untold.append(partial(self._learn, (id, drafter, drafted, accepted, confidence, tree)))
 
     def observe_step(
         self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool = False
@@ -391,15 +389,8 @@ class Controller:
         for learn in told:
             learn()
 
-    def _learn(
-        self,
-        id: str,
-        drafter: str | None,
-        drafted: int,
-        accepted: int,
-        confidence: Sequence[float] | None,
-        tree: VerifiedTree | None,
-    ) -> None:
+    def _learn(self, outcome: Outcome) -> None:
+        id, drafter, drafted, accepted, confidence, tree = outcome
         steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
         self._cycle.append((drafter, drafted, steps))
         seq = self._seqs.get(id)

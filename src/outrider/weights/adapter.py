@@ -1,6 +1,6 @@
 """LoRA adapters: PEFT folders (adapter_config.json, adapter_model.safetensors) and GGUF adapters.
 
-`read_adapter` reads them by tensor of the base checkpoint; `fuse` lays them out like the model's fused weights. What
+`read_adapter` reads them by tensor of the base checkpoint; `load_adapter` lays them out like the fused weights. What
 needs anything but W + scale · B A, or does not fit, is refused by name. The rules are those of PEFT 0.21.
 """
 
@@ -90,18 +90,7 @@ def load_adapter(
     """An adapter in the backend's layout, on its device; in host memory if the device has slots for adapters in use.
     bases: the weights that it changes, by canonical name; the backend may hold the adapter in as few bits."""
     file, device = read_adapter(path, config), torch.device("cpu") if ops.capabilities.adapter_slots else device
-    return Adapter(name, file.digest(), fuse(file, config, ops, dtype, device, bases))
-
-
-def fuse(
-    file: LoraFile,
-    config: ModelConfig,
-    ops: Backend,
-    dtype: torch.dtype,
-    device: torch.device,
-    bases: Mapping[str, DeviceWeight],
-) -> Mapping[str, LowRank]:
-    """Updates by canonical weight, in the stored dtype where 16-bit weights meet float32 activations."""
+    # 16-bit weights next to float32 activations keep the stored dtype
     halves = ops.capabilities.holds_halves and dtype == torch.float32
     out: dict[str, LowRank] = {}
     for canonical, plan in tensor_plan(config).items():
@@ -122,7 +111,7 @@ def fuse(
             row += rows
             pieces.append((rows, update.a.shape[0] if update is not None else 0))
         out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces, bases.get(canonical))
-    return ops.pack_adapter(out)
+    return Adapter(name, file.digest(), ops.pack_adapter(out))
 
 
 def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
