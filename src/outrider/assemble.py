@@ -175,8 +175,7 @@ def _assemble(
 def load_images(
     files: Files, settings: LoadSettings, ops: Backend, device: torch.device, dtype: torch.dtype, leads: bool
 ) -> tuple[ImageEncoder | str, int]:
-    """The model's image encoder (or the reason why there is none), and the maximum rows of an image. leads: this
-    process is rank 0, which encodes images for all ranks."""
+    """The image encoder (or why there is none), and the most rows of an image. leads: this is rank 0, which encodes."""
     if not settings.vision:
         return "images are off: the model was loaded without its vision weights (--no-vision)", 0
     config = vision_config(files)
@@ -263,8 +262,7 @@ def _load_drafter(
         name, counts = where[6:], [0, 0]
 
         def cheaper(part: str, weight: DeviceWeight) -> DeviceWeight:
-            """A draft model's weight, quantised where that makes drafting faster: a draft need not be exact. The
-            embedding stays as it is, since a step reads only one row of it."""
+            """A draft need not be exact: quantised, but for the embedding, of which a step reads one row."""
             made = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
             counts[made is weight] += 1
             return made

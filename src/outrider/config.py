@@ -205,8 +205,7 @@ class LoadSettings:
         return cls(**outer, engine=EngineConfig(**inner))  # type: ignore[arg-type]
 
     def changed(self, changes: Mapping[str, object]) -> LoadSettings:
-        """A copy with these fields changed, including the engine's and names of other engines (`ALIASES`); an engine
-        of None changes nothing."""
+        """A copy with these fields changed, also the engine's and `ALIASES`; an engine of None changes nothing."""
         given: dict[str, object] = {}
         inner = [f.name for f in fields(self.engine)]
         known = [*(f.name for f in fields(self)), *inner, *ALIASES]

@@ -166,8 +166,7 @@ class LLM:
         tree: int | str | None = None,
         adapter: str | None = None,
     ) -> list[Completion]:
-        """All answers, in order (n per prompt). `draft_tokens`, `tree`: None keeps the loaded settings. `adapter`: the
-        name of a loaded LoRA adapter."""
+        """All answers, n per prompt. `draft_tokens`, `tree`: None keeps the loaded settings. `adapter`: its name."""
         requests = [
             r
             for p in each_prompt(prompts)

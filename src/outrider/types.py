@@ -121,11 +121,9 @@ class KVPages:
 
 @dataclass
 class KVView(KVPages):
-    """The cache as one forward pass may access it. The target writes through it; a drafter only reads.
-
-    Row r belongs to sequence `row_seq[r]`, sits at `positions[r]` and sees the keys of that sequence at positions
-    <= `positions[r]` (and within the window). Rows of a sequence are contiguous: `row_start[b] .. row_start[b+1]`.
-    """
+    """The cache as one forward pass may access it. Row r of sequence `row_seq[r]` sits at `positions[r]` and sees the
+    sequence's keys up to there, within the window. Rows of a sequence are contiguous: `row_start[b] ..
+    row_start[b+1]`."""
 
     positions: Tensor  # int64 [R]
     row_seq: Tensor  # int64 [R]
@@ -141,8 +139,7 @@ class KVView(KVPages):
 
 @dataclass(frozen=True, eq=False)
 class BlockAttn:
-    """Attention of a block drafter's layer: the rows of a block attend to the committed positions before it, whose K/V
-    is in the store, and to one another."""
+    """Attention of a block drafter's layer: to the stored positions before the block, and within it."""
 
     spec: AttnSpec  # `kv_layer` and `window` are the store's: where it keeps K/V, and how far back
     window: int | None  # the layer's own: a row sees keys less than this many positions away
@@ -231,11 +228,9 @@ class DraftNoise(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over
-    the tokens so far, a token that brings path below `drop` is left out and ends the draft; one that brings it below
-    `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences. With `nodes` the
-    draft may branch (spec.tree): at most `nodes` tokens, at most k deep; `stop` and `drop` then apply to every branch.
-    Of the drafted tokens the n likeliest are verified, for the n that maximises the sum of their probabilities minus
+    """Draft up to k tokens, or a tree of at most `nodes` tokens, k deep. With path = Π trust[confidence]
+    (`Controller.trust`), a token or branch that brings it below `drop` is left out, one below `stop` is the last; 0:
+    off. Of a tree's tokens the n likeliest are verified that maximise the sum of their probabilities minus
     prices[n]."""
 
     drafter: str | None

@@ -153,9 +153,8 @@ def cut(draft: Draft, k: int) -> Draft:
 
 
 def verify(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
-    """The target chooses at every row with noise that depends on (seed, position) alone; a draft token is accepted if
-    it equals the choice. In a tree (SpecInfer, Miao et al. 2023) a row sees its own ancestors alone, as in plain
-    decoding; the accepted path starts at row 0 and continues to the child that holds the choice, while there is one."""
+    """The target's choice at every row, by (seed, position) alone; drafts are accepted while they equal it. In a tree
+    (SpecInfer, Miao et al. 2023) a row sees its own ancestors, and the path follows children that hold the choice."""
     rows, sampling, tree = x.rows, x.sampling, x.tree
     position = x.positions + 1 if sampling.any_sampled else x.position  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None

@@ -30,10 +30,8 @@ REHEARSED = 48  # tokens that a grammar is tested with before it is served
 
 
 class GrammarMatcher:
-    """The state of one request in its grammar.
-
-    A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow
-    end tokens only, and the engine ends this request with an error."""
+    """The state of one request in its grammar. If that turns out too complex, `failed` says why, masks allow end
+    tokens only, and the engine ends this request alone."""
 
     def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._start, self._inner = start, start.deep_copy()

@@ -51,8 +51,7 @@ def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
 def warmup_keys(
     most: int, furthest: int, rows: int, widths: Sequence[int], drafters: Sequence[str | None] = (None,)
 ) -> list[Key]:
-    """The steps that a server will need, those of most rows first, so that the others reuse their memory. widths: the K
-    of its sequences; drafters: as in `Key`."""
+    """A server's steps, those of most rows first, whose memory the others reuse. widths: the K; drafters: of `Key`."""
     batches = [*(size for size in BATCHES if size < most), most]
     shapes = [(batch, min(NEAR_CONTEXT, furthest)) for batch in batches]
     far = [batch for batch in batches if batch <= FAR_BATCH and furthest > NEAR_CONTEXT]

@@ -369,8 +369,7 @@ class GraphExecutor(Executor):
         self._instead.clear()
 
     def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key, draft: CapturedGraph | None) -> None:
-        """The grammars' masks after each drafted token. The drafts come first, from a graph of their own or from the
-        host."""
+        """The grammars' masks after each drafted token; the drafts come first, from a graph or from the host."""
         drafts = [list(item.guess or ()) for item in scheduled]
         if draft is not None:
             self._upload(scheduled, draft.key)
@@ -391,8 +390,7 @@ class GraphExecutor(Executor):
                 self.bits[i * width : i * width + len(rows)].copy_(rows, non_blocking=True)
 
     def _upload(self, scheduled: Sequence[ScheduledSeq], key: Key) -> None:
-        """Upload what changed since the last step. The state of a sequence with nothing in flight comes from the host;
-        that of the others is on the device, ahead of the host."""
+        """Upload what changed. A sequence with tokens in flight has its state on the device, ahead of the host."""
         fresh = [item for item in scheduled if not item.seq.num_inflight_tokens]
         self.runner.join([item.seq for item in scheduled], key.asks)
         if key.asks != NO_FEATURES:
@@ -417,8 +415,7 @@ class GraphExecutor(Executor):
             inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:
-        """Upload one value per batch row, unless the device has them already. Rows past the batch are not read, so the
-        device's values may be longer, as long as they begin with these."""
+        """Upload one value per batch row, unless the device's values begin with these already."""
         if self._uploaded.get(name, ())[: len(values)] != tuple(values):
             to[: len(values)].copy_(upload(values, to.dtype, self.device))
             self._uploaded[name] = tuple(values)
@@ -445,8 +442,7 @@ class GraphExecutor(Executor):
 
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
-        """Run to completion, on the scratch page: one verify pass of drafts from the host, one draft, or a cycle with a
-        tree of the given depth."""
+        """Run on the scratch page: a verify pass, a draft, or a cycle with a tree of the given depth."""
         width = next(w for w in self.widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = part.kind == "tree"

@@ -184,8 +184,7 @@ class ModelRunner:
     def score(
         self, cache: SeqCache, tokens: list[int], begin: int, logits: bool, adapter: Adapter | None = None
     ) -> Tensor:
-        """Hidden states [R, H] (or logits [R, V]) of the tokens of one sequence from position `begin` on; their K/V is
-        written."""
+        """Hidden states [R, H] or logits [R, V] of one sequence's tokens from `begin` on; their K/V is written."""
         if self.scored is not None:
             self.scored(cache, tokens, begin, logits)
         view = self.view([cache.slot], [(begin, len(tokens))])

@@ -56,23 +56,20 @@ class PrefillBudget:
         return cls(chunk, batched, prefill_idle(model, batched, can.packed_rows, spare), beside, choices)
 
     def tokens(self, decoding: int, waiting: int) -> tuple[int, bool]:
-        """Prompt tokens of a step, given the number of decoding sequences and of sequences that wait for prefill; and
-        whether decoding sequences limit them."""
+        """Prompt tokens of a step, and whether decoding sequences limit them."""
         crowd = self._crowd(decoding, waiting)
         if decoding and 0 < self.with_decodes >= crowd:
             return self.with_decodes, True
         return max(self.chunk + self.chunk // 4, crowd), False  # a quarter: short prompts ride along with a long one
 
     def _crowd(self, decoding: int, waiting: int) -> int:
-        """Prompt tokens when many sequences wait for prefill: `idle` if they are a fifth of all, because large passes
-        use the tensor cores best; fewer the smaller their share."""
+        """`idle` if a fifth of all sequences wait for prefill, fewer the smaller their share."""
         if 4 * waiting >= decoding and waiting:
             return self.idle
         return min(self.batched, self.batched * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def charge(self, rows: int, others: int) -> int:
-        """Prompt rows that count against a client when this many of its own ran in a step with streams of `others`:
-        on a CPU it has the time of one of them, not of all."""
+        """Rows charged to a client for its prompt next to `others`' streams: on a CPU it has the time of one."""
         return rows * min(others, CLIENTS) if self._few else 0
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -102,8 +99,7 @@ def max_batched_prefill(model: ModelConfig, most: int) -> int:
 
 
 def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) -> int:
-    """Prompt tokens of a step with decoding sequences: `rows`, or up to `most` if the model is so small that these take
-    no more operations than `work`."""
+    """Prompt tokens next to decoding: `rows`, or up to `most` if these take at most `work` operations."""
     size = model_size(model)
     while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
         rows *= 2
@@ -111,8 +107,7 @@ def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) 
 
 
 def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
-    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as their activations take at most a
-    quarter of `spare` bytes, and never fewer than `rows`."""
+    """Prompt tokens while none decodes: `rows` to `most`, their activations at most a quarter of `spare` bytes."""
     while most > rows and 2 * most * row_numbers(model) > spare // 4:
         most //= 2
     return max(rows, most)

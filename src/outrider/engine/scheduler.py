@@ -145,8 +145,7 @@ class Scheduler:
             self.running.append(seq)
 
     def _next_chunk(self, seq: Seq) -> tuple[int, int]:
-        """First position and length of the next chunk. Chunk borders lie on a grid from position 0, so that a prompt is
-        always cut in the same places."""
+        """First position and length. Borders lie on a grid: a prompt is always cut in the same places."""
         start, end = seq.computed, len(seq.tokens) - 1
         count = min(self.prefill.chunk - start % self.prefill.chunk, end - start)
         if self.replay_rows < self.prefill.chunk:

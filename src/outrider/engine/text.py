@@ -79,8 +79,7 @@ class Tokenizer:
         return self.ids_here(text, special) if elsewhere is None or len(text) <= LONG else elsewhere(text, special)
 
     def ids_here(self, text: str, special: bool) -> list[int]:
-        """The tokenizer's own ids. Its `encode` of a single text would block all other threads; of a list it does
-        not."""
+        """The tokenizer's own ids. Its `encode` of one text, not of a list, would block all other threads."""
         try:
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except TypeError:

@@ -118,10 +118,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """An MTP drafter: query-only layers over the target's K/V, fed by [embedding; hidden] of the last position.
-
-    `reads[i]` names the target layer whose K/V layer i attends to; None (Gemma 4's assistants) means the donor of the
-    layer's kind, resolved when the drafter meets its target (`bind`)."""
+    """An MTP drafter: query-only layers over the target's K/V. Layer i attends to that of target layer `reads[i]`;
+    None (Gemma 4's assistants): to the donor of its kind (`compat.bind`)."""
 
     model_type: str
     backbone_hidden: int

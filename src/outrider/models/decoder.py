@@ -150,8 +150,7 @@ class TextModel:
     def mixed(
         self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The dense MLP and the experts, and the residual step after them. h, router_in, expert_in [R, H]: norms of the
-        residual stream x, the inputs of MLP, router and experts."""
+        """MLP, experts and the residual step. h, router_in, expert_in [R, H]: norms of x, their inputs."""
         ops, layer = self.ops, experts.layer
         if self.together.tp.world == 1:
             return ops.moe_with_shared_mlp(router_in, expert_in, h, x, layer)
@@ -179,8 +178,7 @@ class TextModel:
         return self.rows(ids, self.table, self.config.embed_scale)
 
     def rows(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        """[R] -> [R, width]: rows of a vocabulary-parallel table. Each rank looks up its own tokens, with 0 for the
-        others; the sum is exact."""
+        """[R] -> [R, width] of a vocabulary-parallel table: a rank looks up its tokens, 0 for others; exact."""
         if len(self.tokens) == 1:
             return self.ops.embed(ids, table, scale)
         lo, hi = self.tokens[self.together.tp.rank]

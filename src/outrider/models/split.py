@@ -90,8 +90,7 @@ def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
 
 
 def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int]) -> tuple[ModelConfig, Shards]:
-    """The configuration of this process's part (its heads, its inner widths; the vocabulary stays whole), and its shard
-    of each weight. alignment(name): columns of a weight may be cut at multiples of it."""
+    """This process's configuration, and its shard of each weight. alignment(name): where columns may be cut."""
     tokens = (Shard((tp.of(config.vocab_size),)),)
     cuts: Shards = {"embed": tokens}
     if not config.tied:

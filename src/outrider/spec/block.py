@@ -82,8 +82,7 @@ class BlockDrafter(Drafter):
         return None if ids is None else ids.expand(z.shape[0], -1), z
 
     def _slots(self, batch: DraftBatch, wide: int) -> Tensor:
-        """One pass over the block: the head's inputs at the predicting slots [B, K, H]. If no slot sees later ones, the
-        last slots are left out."""
+        """One pass over the block: the head's inputs at the predicting slots [B, K, H], without unseen ones."""
         config, size, before = self.config, batch.last.shape[0], 0 if self.config.from_anchor else 1
         count = wide + before if all(config.causal) else config.block
         masks = batch.last.new_full((size, count - 1), config.mask_id)

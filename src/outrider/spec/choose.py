@@ -193,8 +193,7 @@ class SamplingBatch:
         return (z.gather(1, places[:, None])[:, 0] - z.logsumexp(1)).exp()
 
     def scores(self, logits: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """The scores that `guess` maximises: float32 [B, N], the logits with filters and, where sampled, the target's
-        own noise."""
+        """The scores that `guess` maximises: float32 [B, N], with filters and, where sampled, noise."""
         if not self.any_sampled:
             return logits
         tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids

@@ -96,8 +96,7 @@ class Controller:
         return plans
 
     def _compares(self, plans: Sequence[DraftPlan], rival: Candidate, rate: float, context: int) -> bool:
-        """Is this a cycle for the network drafter that is not in use? Without such cycles nothing would be learnt about
-        it. They count as probes and become rarer, until the other drafter is in use."""
+        """Is this a cycle for the network drafter not in use? They teach about it, count as probes, become rarer."""
         tuning, free = self.tuning, self.cost.free
         used = next((plan.drafter for plan in plans if plan.drafter is not None and not free(plan.drafter)), None)
         if used is not None and used != self._used:
@@ -185,8 +184,7 @@ class Controller:
                 yield k, nodes, rates[k - 1], k <= limit
 
     def _catch_up_cost(self, view: DraftContext, name: str) -> float:
-        """Seconds per output token that a drafter's reading of the text so far will cost. Starting to draft with it
-        must pay within the tokens that are left, or within an assumed number if that is unknown."""
+        """Seconds per output token that a drafter's reading of the text costs within the tokens left."""
         if not view.unread:
             return 0.0
         return view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, self.tuning.horizon))
@@ -374,8 +372,7 @@ class Controller:
     def observe_step(
         self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool = False
     ) -> None:
-        """The wall time of a cycle without prompt rows. `k`: drafted tokens per sequence (their mean); `tree`: depth of
-        trees of a fixed size."""
+        """The wall time of a cycle without prompt rows. k: tokens per sequence; tree: depth of fixed trees."""
         if not self.planned:
             return
         self._untold.append(partial(self._time_step, batch, k, context, seconds, drafter, tree))

@@ -123,8 +123,7 @@ class Drafter:
         """Treat `tokens` as read, for timing a round after a long text without running it."""
 
     def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
-        """Write its own K/V of a target pass (`kv_specs`). streams [R, H] each: the tapped layers, in order; following
-        [R]: the next token of each row. Rows of rejected drafts are overwritten by the next pass."""
+        """Write its own K/V of a target pass. streams [R, H] each: tapped layers; following [R]: next tokens."""
         raise NotImplementedError(f"{self.name} keeps no K/V")
 
     def forget(self, request_id: str) -> None:

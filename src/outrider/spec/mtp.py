@@ -58,8 +58,7 @@ class MTPDrafter(Drafter):
         return step
 
     def branching(self, batch: DraftBatch) -> Step:
-        """The steps of a tree: several nodes of a sequence in one batch. The drafter writes no K/V, so a node is a
-        token and a state."""
+        """The steps of a tree, several nodes at once: without K/V of its own a node is a token and a state."""
         model, ops, clusters = self.model, batch.ops, self.model.cluster_ids
         hidden = batch.features[:, : self.target.config.hidden]  # [W, H] of the level before
 

@@ -62,13 +62,11 @@ def measure(
     whole: bool = False,
     alone: bool = False,
 ) -> CostTable:
-    """Time the most informative cells first and stop within the budget; other cells are derived from the measured ones.
+    """Time the most informative cells within the budget; others are derived.
 
-    `whole`: a drafter's probe runs a cycle with it, not the draft alone (that of a tree always does). `alone`: no other
-    process uses the device, so the least sample of a cell is its time. Otherwise it is the median of its samples'
-    ratios to the plain step of the same round: next to a busy process a short step often runs undisturbed and a long
-    one never, so their least samples cannot be compared.
-    """
+    whole: a drafter's probe runs a cycle (that of a tree always does). alone: no other process uses the device, so a
+    cell's least sample is its time; otherwise the median of its ratios to the plain step of the same round, as next to
+    a busy process only short steps run undisturbed."""
     batches, ks = grid.batches, grid.ks
     start, first = clock(), min(grid.contexts)
     order = _order(drafters, grid)
@@ -135,10 +133,8 @@ def agrees(
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
 ) -> bool:
-    """Is a stored table still valid on this machine? Times a plain and a drafted cycle side by side: a common slowdown
-    changes no choice, so only their ratio counts (its median, as in `measure`). Without a drafter whose time counts,
-    the drafted cycle is a verify pass over k free draft tokens. Close agreement needs few samples, since the first
-    request waits meanwhile."""
+    """Is a stored table still valid? Times a plain and a drafted cycle side by side (without a drafter that takes
+    time, a verify pass over k tokens): only their ratio counts. Close agreement needs few samples."""
     drafted = [] if whole and drafter is not None else [(VERIFY, 1, k, context)]
     drafted += [(CostPart("draft", drafter), 1, k, context)] if drafter is not None else []
     cells = [(VERIFY, 1, 0, context), *drafted]
