@@ -152,10 +152,8 @@ class LLM:
         draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
         asked = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
         asked.images = ids.images if isinstance(ids, ImagePrompt) else ()
-        return [
-            replace(asked, id=f"{group}.{i}", params=replace(params, seed=int(params.seed) + i, n=1))
-            for i in range(params.n)
-        ]
+        each = [replace(params, seed=int(params.seed) + i, n=1) for i in range(params.n)]
+        return [replace(asked, id=f"{group}.{i}", params=own) for i, own in enumerate(each)]
 
     def generate(
         self,
@@ -167,11 +165,8 @@ class LLM:
         adapter: str | None = None,
     ) -> list[Completion]:
         """All answers, n per prompt. `draft_tokens`, `tree`: None keeps the loaded settings. `adapter`: its name."""
-        requests = [
-            r
-            for p in each_prompt(prompts)
-            for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree, adapter)
-        ]
+        how = (params or SamplingParams(), draft_tokens, drafter, tree, adapter)
+        requests = [request for prompt in each_prompt(prompts) for request in self.requests(prompt, *how)]
         done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}
         with closing(self._shared.run(requests)) as events:
             for event in events:

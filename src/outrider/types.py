@@ -60,9 +60,13 @@ class AttnSpec:
 
     @property
     def qkv_rows(self) -> int:
-        """Output rows of the fused projection: q, then k, then v (v absent when k_eq_v; both when not writes)."""
-        extra = 0 if not self.writes else (1 if self.k_eq_v else 2)
-        return (self.heads + extra * self.kv_heads) * self.head_dim
+        """Output rows of the fused projection: q, then k, then v."""
+        return (self.heads + self.kv_parts * self.kv_heads) * self.head_dim
+
+    @property
+    def kv_parts(self) -> int:
+        """Parts of the fused projection besides q: k and v, only k where that is v, none where it does not write."""
+        return (1 if self.k_eq_v else 2) if self.writes else 0
 
 
 @dataclass(frozen=True)

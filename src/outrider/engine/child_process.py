@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 
 LENGTH = struct.Struct("<I")
+# one arena: what a thread has freed goes back to the system
+ONE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX")
 
 
 class ChildLost(Exception):
@@ -79,11 +81,7 @@ class ChildProcess:
                     stdout=its.fileno(),
                     stderr=subprocess.DEVNULL,
                     process_group=0,
-                    # one arena: what a thread has freed goes back to the system
-                    env={
-                        **os.environ,
-                        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"),
-                    },
+                    env={**os.environ, **dict.fromkeys(ONE, "1")},
                 )
             if self._setup is not None:
                 self._send(self._setup())

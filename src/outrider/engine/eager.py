@@ -48,7 +48,7 @@ class EagerExecutor(Executor):
         batch = plan.batch
         if batch.prompts:
             self.runner.prompts(batch.prompts)
-        pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], self.runner.clock())
+        pending = PendingStep(self, batch, self.runner.clock())
         if batch.decode:
             pending.payload, scheduled = self._run(batch), batch.decode
             pending.width = sum(each.drafted for each in pending.payload) / len(scheduled)
@@ -80,9 +80,8 @@ class EagerExecutor(Executor):
             x.tree, parents = TreeRows.of(trees, draft.tokens), [tree.parents for tree in trees]
         if any(s.answer.matcher for s in seqs):
             matchers = [s.answer.matcher for s in seqs]
-            x.masks = lambda drafts: grammar_masks(
-                matchers, list(map(DraftTree, drafts.tolist(), parents)), runner.vocab
-            ).to(runner.device)
+            trees_of = lambda drafts: list(map(DraftTree, drafts.tolist(), parents))  # noqa: E731
+            x.masks = lambda drafts: grammar_masks(matchers, trees_of(drafts), runner.vocab).to(runner.device)
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
         model = runner.model_for([s.adapter for s in seqs], [k + 1 for k in widths])

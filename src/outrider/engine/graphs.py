@@ -221,13 +221,8 @@ class GraphExecutor(Executor):
         too wide, or the step has penalties, masks, logprobs or drafts from the host."""
         # pages are reserved for this many rows of each; a sequence without a draft keeps its root
         asked = min(item.plan.nodes for item in scheduled if item.plan.k)
-        if (
-            self.drafter is None
-            or not self.trees
-            or not depth < asked
-            or depth > DEEPEST
-            or len(scheduled) * furthest > APART
-        ):
+        narrow = depth < asked and depth <= DEEPEST and len(scheduled) * furthest <= APART
+        if self.drafter is None or not self.trees or not narrow:
             return 0
         drafter = self.drafter.member(self._named(scheduled))
         nodes = min(max((n for n in NODES if n <= asked), default=0), drafter.max_nodes(depth))
@@ -302,8 +297,7 @@ class GraphExecutor(Executor):
         batch, before = plan.batch, self.prefill_graphs.ran
         if batch.prompts:
             self.runner.prompts(batch.prompts, self.prefill_graphs.run, self.prefill_graphs.pack)
-        rows, holders = self.prefill_graphs.ran - before, [item.seq.held for item in batch.decode]
-        pending = PendingStep(self, batch, holders, self.runner.clock(), rows)
+        pending = PendingStep(self, batch, self.runner.clock(), self.prefill_graphs.ran - before)
         if plan.graph is None:
             return pending
         key = plan.graph.key
@@ -435,10 +429,8 @@ class GraphExecutor(Executor):
         if not self.cache.graphs:
             self.broken = "no step can be captured"
         passes = self.prefill_graphs.prepare()
-        return (
-            f"{len(self.cache.graphs)} steps and {passes} passes over prompts captured in "
-            f"{self.runner.clock() - began:.1f} s"
-        )
+        seconds = self.runner.clock() - began
+        return f"{len(self.cache.graphs)} steps and {passes} passes over prompts captured in {seconds:.1f} s"
 
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:

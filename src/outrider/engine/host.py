@@ -62,7 +62,7 @@ class HostExecutor(Executor):
         batch, runner = plan.batch, self.runner
         if batch.prompts:
             runner.prompts(batch.prompts)
-        pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], runner.clock())
+        pending = PendingStep(self, batch, runner.clock())
         if batch.decode:
             runner.store.flush()
             sampling = runner.sampling([item.seq for item in batch.decode])

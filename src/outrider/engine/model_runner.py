@@ -83,11 +83,9 @@ class ModelRunner:
         scheduled = sorted(scheduled, key=lambda item: item.count > can.replay_rows)
         while at < len(scheduled):
             rows, end, long = scheduled[at].count, at + 1, scheduled[at].count > can.replay_rows
-            while (
-                end < len(scheduled)
-                and rows + scheduled[end].count <= fit
-                and (scheduled[end].count > can.replay_rows) == long
-            ):
+            while end < len(scheduled) and (scheduled[end].count > can.replay_rows) == long:
+                if rows + scheduled[end].count > fit:
+                    break
                 rows, end = rows + scheduled[end].count, end + 1
             began = self.clock()
             (run or self.run)(scheduled[at:end])

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache.store import KVStore, ragged, upload
+from ..cache.store import ragged, upload
 from ..types import OutputRows
 from .capture import Graph, GraphCache, GraphPool
 from .model_runner import ModelRunner
@@ -50,7 +50,8 @@ class PrefillGraphs:
         self.runner, self.device = runner, runner.device
         self.cache: GraphCache[PrefillKey, Graph] = GraphCache(self.device, pool)
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
-        self.most, self.furthest = most, furthest(runner.store)
+        table, page = next(iter(runner.store.tables.values())), runner.store.spec.page_size
+        self.most, self.furthest = most, table.shape[1] * page  # positions that a table can hold
         self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
         self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with padding
@@ -138,10 +139,6 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
     last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
     seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
     runner.features.index_copy_(0, ends, runner.forward(ids, kv, OutputRows(last, seen), following=after))
-
-
-def furthest(store: KVStore) -> int:
-    return next(iter(store.tables.values())).shape[1] * store.spec.page_size
 
 
 def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:

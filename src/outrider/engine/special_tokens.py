@@ -79,10 +79,8 @@ class SpecialTokenGuard:
             return ChatPrompt(ids, written, plain)
         ids = self._encode_apart(written, back)
         if not self._no_more(ids, found):
-            raise OutriderError(
-                "a message spells control tokens, and this tokenizer cannot tell them from the template's: leave them "
-                "out"
-            )
+            odd = "a message spells control tokens, and this tokenizer cannot tell them from the template's"
+            raise OutriderError(f"{odd}: leave them out")
         return ChatPrompt(ids, written, plain)
 
     def _no_more(self, ids: Iterable[int], found: Iterable[str]) -> bool:

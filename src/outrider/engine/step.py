@@ -184,7 +184,6 @@ class PendingStep:
 
     executor: Executor
     batch: StepBatch
-    holders: list[SeqCache]
     began: float  # when its decode rows were started: prompt chunks come before
     rows: int = 0  # prompt rows of this step, with the padding of captured passes
     width: float = 0.0  # drafted tokens per sequence, as the cost table counts them
@@ -192,6 +191,10 @@ class PendingStep:
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
     inflight_tokens: list[int] = field(default_factory=list)
     payload: object = None  # the executor's own
+    holders: list[SeqCache] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.holders = [item.seq.held for item in self.batch.decode]
 
 
 class Executor(Protocol):

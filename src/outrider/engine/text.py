@@ -125,11 +125,8 @@ class Tokenizer:
         """Tokens of any text that may be far back in a vocabulary: Latin characters, which SentencePiece puts last,
         end tokens, and special ones unless there are thousands."""
         letters = {self.backend.token_to_id(c) for c in ["▁", *map(chr, range(32, 256))]}
-        return (
-            {i for i in letters if i is not None}
-            | set(self.eos_ids)
-            | (self.special_ids if len(self.special_ids) < 512 else set())
-        )
+        special = self.special_ids if len(self.special_ids) < 512 else frozenset[int]()
+        return {i for i in letters if i is not None} | special | set(self.eos_ids)
 
     @property
     def json(self) -> str:

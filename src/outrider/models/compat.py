@@ -23,10 +23,8 @@ def reads(config: DrafterConfig, target: ModelConfig) -> tuple[int, ...]:
 def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
     """None when the drafter can run on this target, else the reason why not."""
     if config.backbone_hidden != target.hidden:
-        return (
-            f"the drafter was made for a hidden size of {config.backbone_hidden}, {target.model_type} has "
-            f"{target.hidden}"
-        )
+        made, has = config.backbone_hidden, f"{target.model_type} has {target.hidden}"
+        return f"the drafter was made for a hidden size of {made}, {has}"
     if config.vocab_size != target.vocab_size:
         return f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
     if any(not 0 <= tap < len(target.layers) for tap in config.taps):
@@ -50,9 +48,8 @@ def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
             if mine != its:
                 return f"drafter layer {i} expects {what} {mine}, target layer {at} has {its}"
         if ours.heads % theirs.kv_heads:
-            return (
-                f"drafter layer {i} has {ours.heads} heads, not a multiple of the target's {theirs.kv_heads} K/V heads"
-            )
+            multiple = f"not a multiple of the target's {theirs.kv_heads} K/V heads"
+            return f"drafter layer {i} has {ours.heads} heads, {multiple}"
         if layer.rope != target.layers[at].rope:
             return f"drafter layer {i} rotates its queries otherwise than target layer {at} its keys (rope differs)"
     return None
@@ -69,10 +66,8 @@ def other_weights(target: str, drafter: str, trained_for: str | None, is_now: st
     first, second = ("qat" in re.split(r"[-_.]", name) for name in names)
     if first == second or not all("gemma" in name for name in names):  # a folder called otherwise says nothing
         return None
-    return (
-        f"the {'target' if first else 'drafter'} is quantisation-aware (QAT), the other is not: drafts may hardly "
-        f"ever be accepted"
-    )
+    which = "target" if first else "drafter"
+    return f"the {which} is quantisation-aware (QAT), the other is not: drafts may hardly ever be accepted"
 
 
 def bind(config: DrafterConfig, target: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -80,7 +75,5 @@ def bind(config: DrafterConfig, target: ModelConfig) -> tuple[LayerSpec, ...]:
     reason = fits(config, target)
     if reason is not None:
         raise OutriderError(f"drafter {config.model_type} does not fit the target: {reason}")
-    return tuple(
-        replace(layer, attn=replace(layer.attn, kv_layer=at))
-        for at, layer in zip(reads(config, target), config.layers, strict=True)
-    )
+    pairs = zip(reads(config, target), config.layers, strict=True)
+    return tuple(replace(layer, attn=replace(layer.attn, kv_layer=at)) for at, layer in pairs)

@@ -78,11 +78,8 @@ def only_looked_up(config: Config, name: str) -> bool:
 
 def roundable(name: str, plan: TensorPlan) -> bool:
     """A matrix that `--quantize` rounds on a GPU: embeddings, heads and routers stay dense."""
-    return (
-        plan.role in ("matrix", "embedding")
-        and name not in ("embed", "ple_embed", "head")
-        and not name.endswith(".router")
-    )
+    dense = name in ("embed", "ple_embed", "head") or name.endswith(".router")
+    return plan.role in ("matrix", "embedding") and not dense
 
 
 def tensor_plan(config: Config) -> dict[str, TensorPlan]:

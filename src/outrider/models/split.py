@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..types import OutriderError
 from .config import DrafterConfig, LayerSpec, ModelConfig
@@ -43,30 +43,21 @@ class Shard:
 Shards = dict[str, tuple[Shard, ...]]
 
 
-class Collectives(Protocol):
-    @property
-    def tp(self) -> TPRank: ...
+class Collectives:
+    """The collective operations of the processes that share a model; of a single process: identities."""
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of all processes' tensors, in the order of the ranks; the same bits everywhere."""
-        ...
-
-    def gather(self, mine: Tensor, widths: Sequence[int]) -> Tensor:
-        """[R, widths[rank]] of each -> [R, sum(widths)], in the order of the ranks."""
-        ...
-
-
-class Solo:
     tp = TPRank()
 
     def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of all processes' tensors, in the order of the ranks; the same bits everywhere."""
         return partial
 
     def gather(self, mine: Tensor, widths: Sequence[int]) -> Tensor:
+        """[R, widths[rank]] of each -> [R, sum(widths)], in the order of the ranks."""
         return mine
 
 
-SOLO = Solo()
+SOLO = Collectives()
 
 
 def piece(size: int, index: int, parts: int, alignment: int = 1) -> Span:
@@ -130,8 +121,7 @@ def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str)
         raise OutriderError(f"{what} has {heads}, too few for --tensor-parallel {tp.world}: take fewer")
     mine = Shard(((q * attn.head_dim, q_end * attn.head_dim),))
     keys = Shard(((kv * attn.head_dim, kv_end * attn.head_dim),))
-    extra = 0 if not attn.writes else (1 if attn.k_eq_v else 2)
-    cuts[here + "qkv"] = cuts[here + "qkv_bias"] = (mine, *[keys] * extra)
+    cuts[here + "qkv"] = cuts[here + "qkv_bias"] = (mine, *[keys] * attn.kv_parts)
     cuts[here + "out"] = (replace(mine, columns=True),)
     return replace(layer, attn=replace(attn, heads=q_end - q, kv_heads=kv_end - kv))
 

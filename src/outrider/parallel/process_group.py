@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.split import TPRank
+from ..models.split import Collectives, TPRank
 from ..types import OutriderError
 from .watch import LOOK, Watch
 
@@ -79,7 +79,7 @@ def follow_to_the_end() -> None:
     threading.Thread(target=look, name="outrider-first", daemon=True).start()
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives):
     """One of `tp.world` processes; the models' `Collectives`. A process is in one group at a time, as in torch."""
 
     here: ClassVar[ProcessGroup | None] = None

@@ -104,8 +104,7 @@ class DrafterStats:
         self.calibrated = self.carded  # confidences are calibrated, so drafts may end by them
         self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
         if trust is not None:
-            weight = tuning.trust_weight if counts is None else min(tuning.trust_weight, sum(counts) / BINS)
-            self.bins = [[weight * t, weight] for t in trust]
+            self.bins = [[tuning.trust_weight * t, tuning.trust_weight] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the planned tokens that are verified: less if drafts end themselves
         # Drafted tokens gained by trees of a fixed size, and by their main chains alone: at first a guess.

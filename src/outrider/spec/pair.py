@@ -20,10 +20,8 @@ class DrafterPair(Drafter):
         """In the order in which drafts of a given K prefer them."""
         mtp, block = (first, second) if second.kv_specs else (second, first)
         if mtp.kv_specs or mtp.net is None or not block.kv_specs:
-            raise OutriderError(
-                "two drafters are an MTP and a block drafter (DFlash, DSpark, EAGLE-3), "
-                f"got {first.name} and {second.name}"
-            )
+            kinds, got = "an MTP and a block drafter (DFlash, DSpark, EAGLE-3)", f"{first.name} and {second.name}"
+            raise OutriderError(f"two drafters are {kinds}, got {got}")
         self._members, self.block, self.mtp = (first, second), block, mtp
         self.name = f"{first.name}+{second.name}"
         # the MTP drafter's first: a C step reads them from the front
