@@ -19,7 +19,7 @@ from ..models.adapted import AdaptedModel, weight_names
 from ..models.decoder import TextModel
 from ..ops.adapter_slots import AdapterSlots, SlotOps, row_ranges
 from ..ops.lowrank import AdaptedOps, Adapter, row_groups
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 log = logging.getLogger("outrider")
 NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}")
@@ -49,12 +49,10 @@ class AdapterPool:
     def add(self, name: str, path: str) -> Adapter:
         if not NAME.fullmatch(name):
             raise OutriderError(f"adapter name {name[:60]!r}: letters, digits, '.', '_' and '-' only")
-        if name in self.paths:
-            raise OutriderError(f"adapter {name!r} is loaded already: unload it first")
+        require(name not in self.paths, f"adapter {name!r} is loaded already: unload it first")
         adapter = self.load(name, path)
         with self._lock:
-            if name in self.paths:
-                raise OutriderError(f"adapter {name!r} is loaded already: unload it first")
+            require(name not in self.paths, f"adapter {name!r} is loaded already: unload it first")
             self.paths[name] = path
             self._keep(name, adapter)
         log.info("adapter %s: %.1f MiB, %d weights", name, adapter.nbytes / 2**20, len(adapter.parts))

@@ -154,8 +154,7 @@ def read_file(path: Path) -> bytes:
     try:
         with open(path, "rb", opener=opened) as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise OutriderError(f"{path} has more than {MAX_BYTES:,} bytes")
+        require(len(data) <= MAX_BYTES, f"{path} has more than {MAX_BYTES:,} bytes")
         return data
     except (OSError, ValueError) as error:
         raise OutriderError(f"cannot read the image {path}: {getattr(error, 'strerror', None) or error}") from None

@@ -22,7 +22,7 @@ from ..models.inspect import DrafterSize
 from ..models.names import PlanBuilder, TensorPlan
 from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
-from ..types import OutriderError
+from ..types import OutriderError, require
 from ..weights.files import Files, open_source
 from ..weights.load import check, dense, kept_dtype, packed, transform, translate
 from ..weights.quant_scheme import recipe
@@ -108,8 +108,7 @@ def renamed(source: TensorSource) -> TensorSource:
                 name = new + name[len(old) :]
         if name.endswith("_codebook"):  # DFlash 2's are stored without the suffix
             name += ".weight"
-        if name in entries:
-            raise OutriderError(f"{source.where}: tensor {name} is there twice, in two spellings")
+        require(name not in entries, f"{source.where}: tensor {name} is there twice, in two spellings")
         if not name.endswith(UNUSED):
             entries[name] = entry
     return replace(source, entries=entries)

@@ -24,7 +24,7 @@ from ..models.names import ignored, normalise, tensor_plan
 from ..ops.formats import DeviceWeight
 from ..ops.lowrank import Adapter, LowRank
 from ..ops.reference import Backend
-from ..types import OutriderError
+from ..types import OutriderError, require
 from . import gguf, hub, repos
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
 from .safetensors import read_header, read_json
@@ -135,8 +135,7 @@ def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
 
 # ---- PEFT -----------------------------------------------------------------------------------------------------------
 def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
-    if not (folder / CONFIG).is_file():
-        raise OutriderError(f"{folder} has no {CONFIG}: is it a PEFT adapter?")
+    require((folder / CONFIG).is_file(), f"{folder} has no {CONFIG}: is it a PEFT adapter?")
     settings = read_json(folder / CONFIG)
     _check_settings(folder / CONFIG, settings)
     if not (folder / TENSORS).is_file():
@@ -157,8 +156,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         rank = _pattern(folder, settings, "rank_pattern", module, settings.get("r", 8))
         alpha = _pattern(folder, settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
         a, b = _pair(folder, pair, source, sources)
-        if a.shape[0] != rank:
-            raise OutriderError(f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
+        require(a.shape[0] == rank, f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
         updates[source] = LoraUpdate(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
     if skipped:
         log.warning("%s: %d modules of the vision or audio tower are not applied", folder.name, skipped)
@@ -210,8 +208,7 @@ def _check_complete(
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
 def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
-    if path.suffix != ".gguf":
-        raise OutriderError(f"{path} is neither a PEFT folder nor a .gguf file")
+    require(path.suffix == ".gguf", f"{path} is neither a PEFT folder nor a .gguf file")
     file = gguf.read(path)
     if (file.meta.get("general.type"), file.meta.get("adapter.type")) != ("adapter", "lora"):
         raise OutriderError(f"{path} is not a LoRA adapter (general.type adapter, adapter.type lora)")
@@ -222,8 +219,7 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
         raise OutriderError(f"{path}: adapter.lora.alpha should be a positive number, got {str(alpha)[:40]}")
     pairs: Pairs = {}
     for key, entry in file.tensors.items():
-        if not key.endswith((".lora_a", ".lora_b")):
-            raise OutriderError(f"{path}: tensor {key} is no LoRA matrix, which is not supported")
+        require(key.endswith((".lora_a", ".lora_b")), f"{path}: tensor {key} is no LoRA matrix, which is not supported")
         pairs.setdefault(key[:-7], {})[key[-1].upper()] = (key, entry)
     updates, sources = dict[str, LoraUpdate](), _sources(config)
     for module, pair in pairs.items():
@@ -248,8 +244,7 @@ def _sources(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _matrix(where: Path, key: str, entry: TensorEntry) -> Tensor:
-    if entry.kind not in FLOATS:
-        raise OutriderError(f"{where}: tensor {key} is stored as {entry.kind}: adapters hold F32, F16 or BF16")
+    require(entry.kind in FLOATS, f"{where}: tensor {key} is stored as {entry.kind}: adapters hold F32, F16 or BF16")
     matrix = tensor(entry)
     if matrix.dtype == torch.float64:
         matrix = matrix.float()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops.formats import Float8Format, Format, IntegerFormat, NvFp4Format, Weight
 from ..ops.formats.integer import halves, pairs
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 Shape = tuple[int, ...]
 Tensors = Mapping[str, Tensor]  # of one matrix, by what follows the module's name
@@ -176,8 +176,7 @@ def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         *rows, columns = shape
-        if "pre_quant_scale" in tensors:
-            raise OutriderError(f"{where}: a pre_quant_scale (AWQ inside NVFP4) is not supported")
+        require("pre_quant_scale" not in tensors, f"{where}: a pre_quant_scale (AWQ inside NVFP4) is not supported")
         factor = tensors[above].float()
         if factor.numel() != 1 or (divided and not float(factor) > 0):
             raise OutriderError(f"{where}: its {above} should be one positive number")

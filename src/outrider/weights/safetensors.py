@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..models.config import ForeignDict
 from ..models.names import normalise
-from ..types import OutriderError
+from ..types import OutriderError, require
 from .source import ITEM_BYTES, Mapped, TensorEntry, TensorSource
 
 MAX_HEADER = 100_000_000  # the format's own limit
@@ -41,8 +41,7 @@ def shard_names(folder: Path) -> list[str] | None:
     if (folder / SINGLE).is_file():
         return [SINGLE]
     found = sorted(p.name for p in folder.glob("*.safetensors"))
-    if len(found) > 1:
-        raise OutriderError(f"{folder} holds {len(found)} safetensors files and no {INDEX}: fetch the index too")
+    require(len(found) <= 1, f"{folder} holds {len(found)} safetensors files and no {INDEX}: fetch the index too")
     return found or None
 
 
@@ -53,8 +52,7 @@ def open_folder(folder: Path, config: ForeignDict) -> TensorSource:
     entries: dict[str, TensorEntry] = {}
     for name in names:
         path = folder / name
-        if not path.is_file():
-            raise OutriderError(f"shard {name} is missing from {folder}: fetch the checkpoint again")
+        require(path.is_file(), f"shard {name} is missing from {folder}: fetch the checkpoint again")
         entries.update(read_header(path))
     if (folder / INDEX).is_file():
         for listed, shard in read_json(folder / INDEX)["weight_map"].items():
@@ -71,8 +69,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     def bad(what: str) -> OutriderError:
         return OutriderError(f"{path} is not a sound safetensors file: {what}; fetch it again")
 
-    if file.pointer is not None:
-        raise OutriderError(f"{path} is not a safetensors file ({file.pointer})")
+    require(file.pointer is None, f"{path} is not a safetensors file ({file.pointer})")
     if file.size < 8:
         raise bad("it is shorter than a header")
     length = int.from_bytes(file.data[:8].tobytes(), "little")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..models.names import Role
 from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, stack
-from ..types import OutriderError
+from ..types import OutriderError, require
 from .quant_scheme import QuantScheme
 from .source import DTYPES, FLOATS, INTEGERS, ITEM_BYTES, TensorEntry, TensorSource
 
@@ -86,8 +86,7 @@ def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple
     if not there:
         return None
     for suffix in stored.suffixes:
-        if suffix not in there:
-            raise OutriderError(f"{source.where}: tensor {module}.{suffix} is missing: {stored.scheme} needs it")
+        require(suffix in there, f"{source.where}: tensor {module}.{suffix} is missing: {stored.scheme} needs it")
     for suffix, entry in there.items():
         if entry.kind not in DTYPES:
             kind = f"is stored as {entry.kind}, which {stored.scheme} does not know"

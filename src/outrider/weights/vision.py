@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.vision_config import VisionConfig
-from ..types import OutriderError
+from ..types import OutriderError, require
 from .files import Files, open_source, translate
 from .gguf import read
 from .mmproj import PROJECTORS, mmproj_config, read_mmproj
@@ -43,8 +43,7 @@ def load_vision(
     where, stored = _stored(files, config)
     found: dict[str, Tensor] = {}
     for name, shape in wanted.items():
-        if name not in stored:
-            raise OutriderError(f"{where}: tensor {name} is missing from the checkpoint's vision weights")
+        require(name in stored, f"{where}: tensor {name} is missing from the checkpoint's vision weights")
         found[name] = torch.empty(shape, dtype=dtype, device=device)
         found[name].copy_(stored.pop(name)().view(shape))
     if stored:
