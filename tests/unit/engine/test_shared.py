@@ -168,7 +168,7 @@ def test_prompts_as_they_come() -> None:
         # type: ignore[arg-type]
         ([1], {"params": SamplingParams(logit_bias={"1": 2})}, "a token id is a whole number, got '1'"),
         # type: ignore[dict-item]
-        ([1], {"drafter": "mpt"}, "drafter must be True, False or one of mtp, ngram"),
+        ([1], {"drafter": "mpt"}, "drafter must be True, False or one that is loaded ('ngram'), got 'mpt'"),
         ([1], {"draft_tokens": 2.5}, "draft_tokens must be a number in 0..16 or 'auto', got 2.5"),
     ],
 )
