@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..prompts import Prompt, mend_end
-from ..types import OutriderError, RequestStats, SamplingParams
+from ..types import OutriderError, RequestStats, SamplingParams, require
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -164,10 +164,7 @@ class Store:
         wanted = json.loads(json.dumps(asdict(settings)))
         # one that failed before its first cell is none
         if (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size:
-            if not resume:
-                raise OutriderError(
-                    f"{folder} holds a run already: --resume finishes it, another --out starts a new one"
-                )
+            require(resume, f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
             found, now = (_flat(s) for s in (json.loads((folder / "run.json").read_text(encoding="utf-8")), wanted))
             different = [k for k in now if found.get(k) != now[k]]
             if different:

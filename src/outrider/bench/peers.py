@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..prompts import Prompt
-from ..types import OutriderError
+from ..types import OutriderError, require
 from .harness import Contestant, TimedAnswer
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ class PeerSetup:
 def build(names: Sequence[str], setup: PeerSetup) -> list[Contestant]:
     peers: list[Contestant] = []
     for name in names:
-        if name not in PACKAGES:
-            raise OutriderError(f"unknown peer {name!r}; known: {', '.join(PACKAGES)}")
+        require(name in PACKAGES, f"unknown peer {name!r}; known: {', '.join(PACKAGES)}")
         module, package = PACKAGES[name]
         if importlib.util.find_spec(module) is None:
             raise OutriderError(f"--against {name}: the package is not installed (pip install {package})")

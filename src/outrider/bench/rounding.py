@@ -20,7 +20,7 @@ from ..engine.text import Tokenizer
 from ..models.decoder import TextModel
 from ..ops.formats import MODES, DeviceWeight, rounded_to
 from ..ops.reference import Backend, ReferenceOps
-from ..types import OutriderError
+from ..types import require
 from ..weights import load_target
 
 MOST = 512  # tokens of the sample
@@ -75,8 +75,7 @@ def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto
     config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize=quantize)
     text = resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
     ids = torch.tensor(Tokenizer(files).encode(text, bos=True)[: min(MOST, config.max_context)])
-    if len(ids) < 2:
-        raise OutriderError("a context of at least two tokens is needed to measure perplexity")
+    require(len(ids) >= 2, "a context of at least two tokens is needed to measure perplexity")
     runner, rows = ops.compile(TextModel(config, weights, ops)), len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from ..prompts import Prompt, parse, read_prompts
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 FULL = ("spec_bench_question.jsonl", "own.jsonl", "humaneval.jsonl", "gsm8k_200.jsonl")
 REPOSITORY = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
@@ -33,8 +33,7 @@ def load_suite(
         raise OutriderError(f"unknown suite {suite!r}: quick, full or a .jsonl file of prompts")
     known = sorted({p.category for p in prompts})
     for name in categories:
-        if name not in known:
-            raise OutriderError(f"suite {suite!r} has no category {name!r}; it has {', '.join(known)}")
+        require(name in known, f"suite {suite!r} has no category {name!r}; it has {', '.join(known)}")
     return thin([p for p in prompts if not categories or p.category in categories], limit)
 
 
@@ -50,8 +49,7 @@ def thin(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:
 
 def _read(path: Path) -> list[Prompt]:
     prompts = read_prompts(path)
-    if len({p.id for p in prompts}) < len(prompts):
-        raise OutriderError(f"{path}: two prompts have the same id")
+    require(len({p.id for p in prompts}) == len(prompts), f"{path}: two prompts have the same id")
     return prompts
 
 

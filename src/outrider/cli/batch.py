@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..config import LoadSettings
-from ..types import OutriderError
+from ..types import require
 from . import common
 from .common import err
 from .progress import StageProgress
@@ -53,8 +53,7 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
     next(read_lines(asked.requests, ""), None)  # refuses what cannot be read before a model is loaded
     chosen = asked.model or first_model(asked.requests)
     settings = ServerSettings(model_name=asked.name or public_name(chosen), max_concurrent=asked.max_concurrent)
-    if asked.replicas is not None and not asked.ray:
-        raise OutriderError("--replicas is for --ray: one machine without Ray has one engine")
+    require(asked.ray or asked.replicas is None, "--replicas is for --ray: one machine without Ray has one engine")
     common.check_file("--out", asked.out)
     if not asked.ray:
         llm = common.load_llm(chosen, replace(load, engine=replace(load.engine, max_batch=asked.max_concurrent)))

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ..config import LoadSettings, parse_tree
-from ..types import OutriderError
+from ..types import OutriderError, require
 from . import common
 from .common import out
 from .progress import StageProgress
@@ -64,8 +64,7 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
         raise OutriderError(
             "--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding"
         )
-    if not trees:
-        raise OutriderError("--tree is empty: give for instance off,16,auto")
+    require(bool(trees), "--tree is empty: give for instance off,16,auto")
     for text in trees:
         parse_tree(text)
     common.check_folder("--out", asked.output)
@@ -78,8 +77,7 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     if asked.repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
         raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
     for option, least in (("--limit", asked.limit), ("--max-tokens", asked.max_tokens)):
-        if least is not None and least < 1:
-            raise OutriderError(f"{option} must be at least 1, got {least}")
+        require(least is None or least >= 1, f"{option} must be at least 1, got {least}")
     prompts = workloads.load_suite(asked.suite, asked.data, asked.limit, common.parts(asked.categories))
     if asked.max_tokens is not None:
         prompts = [replace(p, max_tokens=min(p.max_tokens, asked.max_tokens)) for p in prompts]
@@ -200,6 +198,5 @@ def _ks(text: str) -> list[int | None]:
     from ..config import parse_draft_tokens
 
     found = [parse_draft_tokens(part) for part in common.parts(text)]
-    if not found:
-        raise OutriderError("--draft-tokens is empty: give for instance 0,4,auto")
+    require(bool(found), "--draft-tokens is empty: give for instance 0,4,auto")
     return list(dict.fromkeys(found))

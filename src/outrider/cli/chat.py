@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..config import LoadSettings, parse_draft_tokens
-from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams
+from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams, require
 from . import common
 from .common import err, note, out
 from .terminal import Terminal, is_open, keys_wait, unfenced
@@ -200,8 +200,7 @@ class Conversation:
     def retry(self) -> None:
         """Sends the last message again with another seed; at temperature 0 the answer stays the same."""
         asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        if not asked:
-            raise OutriderError("/retry: nothing was asked yet")
+        require(bool(asked), "/retry: nothing was asked yet")
         before, self.messages = self.messages, self.messages[: asked[-1]]
         self.params = replace(self.params, seed=self.params.seed + 1)
         try:
@@ -245,8 +244,7 @@ class Conversation:
 
 
 def named_file(command: str, argument: str) -> Path:
-    if not argument.strip():
-        raise OutriderError(f"{command} takes a file's name")
+    require(bool(argument.strip()), f"{command} takes a file's name")
     return Path(os.path.expanduser(argument.strip()))
 
 

@@ -23,7 +23,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from ..config import ALIASES, OPTIONS, LoadSettings, Option, options, user_file
 from ..prompts import read_prompts
-from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams
+from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams, require
 from .quick import quick_start
 
 if TYPE_CHECKING:
@@ -226,8 +226,7 @@ def with_adapters(load: LoadSettings, given: list[str] | None) -> LoadSettings:
         name, sign, path = text.partition("=")
         if not sign or Path(text).exists():
             name, path = Path(text).name.removesuffix(".gguf"), text
-        if name in adapters:
-            raise OutriderError(f"--adapter: two adapters would be called {name!r}: write NAME=PATH")
+        require(name not in adapters, f"--adapter: two adapters would be called {name!r}: write NAME=PATH")
         adapters[name] = path
     return replace(load, adapters=adapters)
 
@@ -285,8 +284,7 @@ def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
         found = tuple(kind(part) for part in parts(text))
     except ValueError:
         raise OutriderError(f"{option} must be numbers separated by commas, got {text!r}") from None
-    if not found:
-        raise OutriderError(f"{option} is empty: give for instance 1,4")
+    require(bool(found), f"{option} is empty: give for instance 1,4")
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..types import OutriderError
+from ..types import require
 from . import common
 from .common import err, needs, note
 
@@ -47,8 +47,7 @@ def deploy(asked: DeployOptions) -> None:
     args: dict[str, object] = {"config" if asked.what.endswith((".yaml", ".yml")) else "model": asked.what}
     for word in asked.set_ or ():
         field, equals, value = word.partition("=")
-        if not equals:
-            raise OutriderError(f"--set needs FIELD=VALUE, got {word!r}")
+        require(bool(equals), f"--set needs FIELD=VALUE, got {word!r}")
         args[field] = value
     given = {"replicas": asked.replicas, "name": asked.name, "host": asked.host, "port": asked.port}
     config = ClusterConfig.from_args(args | {field: value for field, value in given.items() if value is not None})

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..config import LoadSettings
 from ..train.config import EvalConfig
-from ..types import OutriderError
+from ..types import require
 from . import common
 from .common import out
 
@@ -34,8 +34,7 @@ def eval_drafter(
     common.sampling(max_tokens=asked.max_tokens, temperature=asked.temperature)  # refused before anything is loaded
     where = str(place(load.device))
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
-    if kind not in ("float32", "bfloat16"):
-        raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
+    require(kind in ("float32", "bfloat16"), f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     asked = replace(asked, device=where, dtype=kind)
     result = evaluate_drafter(model, drafter, asked, card, common.teller(as_json))
     if as_json:

@@ -11,7 +11,7 @@ import typer
 
 from ..config import LoadSettings
 from ..prompts import Prompt, read_prompts
-from ..types import GREEDY_EPS, OutriderError, SamplingParams
+from ..types import GREEDY_EPS, OutriderError, SamplingParams, require
 from . import common
 from .common import err, out
 
@@ -53,25 +53,19 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     sampled = {f.name: getattr(asked, f.name) for f in fields(SamplingParams) if f.name in vars(asked)}
     params = common.sampling(**{**sampled, "stop": tuple(asked.stop or ())})
     prompt = asked.prompt
-    if (prompt is None) == (asked.prompts is None):
-        raise OutriderError("give either a prompt or --prompts FILE.jsonl")
-    if asked.image and asked.prompts is not None:
-        raise OutriderError("--image is for a single prompt: leave it out with --prompts")
+    require((prompt is None) != (asked.prompts is None), "give either a prompt or --prompts FILE.jsonl")
+    require(not asked.image or asked.prompts is None, "--image is for a single prompt: leave it out with --prompts")
     rows = asked.as_json or asked.prompts is not None
-    if asked.logprobs is not None and not rows:
-        raise OutriderError("--logprobs are part of the JSON object: add --json")
-    if asked.n > 1 and asked.prompts is not None:
-        raise OutriderError("--n is for a single prompt: leave it out with --prompts")
+    require(rows or asked.logprobs is None, "--logprobs are part of the JSON object: add --json")
+    require(asked.n == 1 or asked.prompts is None, "--n is for a single prompt: leave it out with --prompts")
     if asked.n > 1 and params.temperature < GREEDY_EPS:
         common.note(f"at temperature 0 all {asked.n} answers are the same: --temperature 1 draws them")
     if prompt == "-":
         prompt = common.standard_input()
-    if prompt is not None and not prompt.strip():
-        raise OutriderError("the prompt is empty")
+    require(prompt is None or prompt.strip() != "", "the prompt is empty")
     listed = read_prompts(asked.prompts) if asked.prompts is not None else []
     load = common.with_adapters(load, asked.adapter)
-    if len(load.adapters) > 1:
-        raise OutriderError("generate uses one adapter: leave out the others (serve and chat take several)")
+    require(len(load.adapters) <= 1, "generate uses one adapter: leave out the others (serve and chat take several)")
     llm = common.load_llm(asked.model, load, asked.as_json)
     llm.adapter = next(iter(load.adapters), None)
     if asked.prompts is not None:

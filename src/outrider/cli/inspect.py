@@ -18,7 +18,7 @@ from ..config import LoadSettings
 from ..models.block_config import BlockConfig, is_block
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import context_that_fits, drafter_report, drafter_size, model_size, report
-from ..types import OutriderError
+from ..types import OutriderError, require
 from . import common
 from .common import out
 
@@ -66,8 +66,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     from ..weights.vision import vision_config
 
     kv_dtype = load.engine.kv_dtype
-    if asked.context < 1:
-        raise OutriderError(f"--context must be at least 1, got {asked.context}")
+    require(asked.context >= 1, f"--context must be at least 1, got {asked.context}")
     known = ("int8", "int4") if asked.gpu is None else ("int8", "int4", "fp8")
     if asked.quantize is not None and asked.quantize not in known:
         where = " without --gpu" if asked.gpu is None else ""
@@ -82,8 +81,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     if len(checkpoints) == 2 and len(networks) != 1:
         raise OutriderError("two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
     helper, helper_size = read_drafter(networks[0]) if networks else (None, 2.0)
-    if asked.gpu is not None and kv_dtype == "int8":
-        raise OutriderError("--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
+    require(asked.gpu is None or kv_dtype != "int8", "--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
     # int8: each row of a head has a factor
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
     size = per_weight(config, kept)

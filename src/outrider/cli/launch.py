@@ -24,7 +24,7 @@ import typer
 from ..config import OPTIONS, LoadSettings
 from ..ops.cpu.build import cache_path
 from ..server.settings import public_name
-from ..types import OutriderError
+from ..types import OutriderError, require
 from . import common
 from .agents import AGENTS, Agent, Endpoint
 from .common import note, out
@@ -56,14 +56,12 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
 
     Example: outrider launch claude Qwen/Qwen2.5-Coder-1.5B-Instruct
     """
-    if asked.agent not in AGENTS:
-        raise OutriderError(f"unknown agent {asked.agent!r}; known: {', '.join(AGENTS)}")
+    require(asked.agent in AGENTS, f"unknown agent {asked.agent!r}; known: {', '.join(AGENTS)}")
     chosen, model, given = AGENTS[asked.agent], asked.model, asked.arguments or []
     if model is not None and model.startswith("-"):  # `launch claude -- --resume`
         given, model = [model, *given], None
     program = shutil.which(chosen.program)
-    if program is None and not asked.show:
-        raise OutriderError(f"{chosen.program} is not on the PATH: {chosen.install}")
+    require(asked.show or program is not None, f"{chosen.program} is not on the PATH: {chosen.install}")
     found = find(asked.url, model, asked.api_key)
     if found is None and model is None:
         raise OutriderError(

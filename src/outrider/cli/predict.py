@@ -18,7 +18,7 @@ from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, ForeignDict
 from ..models.vision_config import VisionConfig
 from ..spec import acceptance_profile
-from ..types import OutriderError
+from ..types import OutriderError, require
 from ..weights.files import translate
 from . import common
 from .common import out
@@ -56,8 +56,7 @@ def predict(asked: PredictOptions) -> None:
         return
     if asked.batch < 1 or asked.context < 1 or (asked.bits is not None and asked.bits <= 0):
         raise OutriderError("--batch and --context must be at least 1, --bits positive")
-    if not asked.model:
-        raise OutriderError("predict what? name a model: outrider predict google/gemma-4-31B-it")
+    require(asked.model != "", "predict what? name a model: outrider predict google/gemma-4-31B-it")
     files, config, kept = read(asked.model)
     size = per_weight(config, kept) if asked.bits is None else asked.bits / 8
     if asked.gpu == "here":

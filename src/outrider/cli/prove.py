@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import LoadSettings
-from ..types import MAX_DRAFT, OutriderError
+from ..types import MAX_DRAFT, require
 from . import common
 from .common import err, out
 
@@ -40,10 +40,8 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
     from ..bench.prove import prove as run
 
     lengths, heats = common.numbers(asked.ks, int, "--k"), common.numbers(asked.temperatures, float, "--temperatures")
-    if not all(1 <= k <= MAX_DRAFT for k in lengths):
-        raise OutriderError(f"--k must be in 1..{MAX_DRAFT}, got {asked.ks}")
-    if asked.count < 1:
-        raise OutriderError(f"--count must be at least 1, got {asked.count}")
+    require(all(1 <= k <= MAX_DRAFT for k in lengths), f"--k must be in 1..{MAX_DRAFT}, got {asked.ks}")
+    require(asked.count >= 1, f"--count must be at least 1, got {asked.count}")
     for heat in heats:
         common.sampling(temperature=heat, max_tokens=asked.max_tokens)  # refused before anything is loaded
     texts = common.prompt_texts(asked.prompts)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..config import LoadSettings
 from ..server.settings import ServerSettings, read_keys
-from ..types import OutriderError
+from ..types import OutriderError, require
 from . import common
 from .common import err
 
@@ -144,14 +144,11 @@ class Unfailing:
 
 def several(listed: Mapping[str, str], name: str | None, load: LoadSettings, memory: float | None) -> None:
     """Refuses options that make no sense with more than one model."""
-    if name is not None:
-        raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={next(iter(listed.values()))}")
+    require(name is None, f"--name is for one model: write name=MODEL, as in {name}={next(iter(listed.values()))}")
     if load.drafter not in ("auto", "none", "ngram"):
         named = " ".join(f"--drafter {one}" for one in load.drafters)
         raise OutriderError(f"{named} can't fit {len(listed)} models: use auto, ngram or none")
-    if load.adapters:
-        raise OutriderError(f"--adapter is for one model: leave it out, or serve {next(iter(listed))} alone")
+    require(not load.adapters, f"--adapter is for one model: leave it out, or serve {next(iter(listed))} alone")
     if memory is not None and memory <= 0:
         raise OutriderError(f"--memory must be more than 0 GiB, got {memory:g}")
-    if load.tensor_parallel > 1:
-        raise OutriderError("--tensor-parallel serves one model: name only one")
+    require(load.tensor_parallel == 1, "--tensor-parallel serves one model: name only one")

@@ -15,7 +15,7 @@ from rich.filesize import decimal as size
 from rich.table import Table
 
 from ..config import model_of, user_file
-from ..types import OutriderError
+from ..types import OutriderError, require
 from . import common
 from .common import out
 
@@ -96,8 +96,7 @@ def remove(name: common.Model) -> None:
                 strategy = cache.delete_revisions(*revisions)
                 freed = strategy.expected_freed_size
                 strategy.execute()
-    if not freed:
-        raise OutriderError(f"{name} is not in the cache: `outrider list` shows what is")
+    require(freed > 0, f"{name} is not in the cache: `outrider list` shows what is")
     out.print(f"{name} removed: {size(freed)} freed")
 
 

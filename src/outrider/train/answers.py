@@ -28,7 +28,7 @@ from ..engine.step import Request
 from ..llm import LLM
 from ..models.inspect import kv_bytes
 from ..prompts import mend_end
-from ..types import OutriderError, SamplingParams
+from ..types import OutriderError, SamplingParams, require
 from .clock import Stop
 from .config import TrainConfig
 from .data import Sequences
@@ -116,8 +116,7 @@ def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
 def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: int) -> Sequences:
     """Prompts with their answers, in the order of the prompts whatever order they were finished in."""
     listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
-    if not listed:
-        raise OutriderError("no prompt was answered in the time there was: allow more (--minutes, answer_minutes)")
+    require(bool(listed), "no prompt was answered in the time there was: allow more (--minutes, answer_minutes)")
     rows = [np.concatenate([prompts[a.prompt].astype(np.int64), np.array(a.tokens, dtype=np.int64)]) for a in listed]
     given, lines = [len(prompts[a.prompt]) for a in listed], [int(prompts.index[a.prompt]) for a in listed]
     return Sequences.of(rows, given, lines, [a.temperature == 0 for a in listed], vocab, [a.seed for a in listed])

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 T = TypeVar("T")
 OF_EACH = ("prompts", "index", "greedy", "seeds")  # arrays of Sequences with an entry for each
@@ -187,8 +187,7 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
     rng = np.random.default_rng((seed, epoch))
     lengths, given = data.lengths, data.prompts
     usable = np.nonzero(lengths - given >= 2)[0]
-    if not len(usable):
-        raise OutriderError("no sequence has two answer tokens: nothing to learn from")
+    require(len(usable) > 0, "no sequence has two answer tokens: nothing to learn from")
     noise = rng.random(len(usable))
     # buckets of prompt length grow with the length; inside a bucket by answer length, up in one and down in the next,
     # so that a batch which spans two of them holds answers of like length; blurred so that epochs differ

@@ -22,7 +22,7 @@ from ..models.block_config import BlockConfig, Layout
 from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
 from ..models.names import tensor_plan
 from ..spec.block_load import block_plan
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 Json = dict[str, Any]
 LAYOUTS: dict[str, dict[str, Layout]] = {  # by kind of drafter
@@ -207,10 +207,8 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
 def rope_dict(rope: RopeSpec, gemma: bool) -> Json:
     """gemma: in Gemma's layout, which has partly rotated heads, but not Llama 3's frequencies."""
     partly = rope.rotated != rope.head_dim // 2
-    if partly and not gemma:
-        raise OutriderError("partly rotated heads cannot be written in this layout")
-    if rope.scaling == "llama3" and gemma:
-        raise OutriderError("rotary frequencies of Llama 3 have no place in Gemma's layout")
+    require(gemma or not partly, "partly rotated heads cannot be written in this layout")
+    require(not gemma or rope.scaling != "llama3", "rotary frequencies of Llama 3 have no place in Gemma's layout")
     if rope.scaling == "none":
         share = {"partial_rotary_factor": 2 * rope.rotated / rope.head_dim} if partly else {}
         return {"rope_type": "proportional" if partly else "default", "rope_theta": rope.theta, **share}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 # of logits made at once; plain torch makes about eight more like them
 CHUNK_BYTES, CPU_CHUNK_BYTES = 1 << 30, 1 << 25
@@ -58,9 +58,8 @@ class LossMix:
                     raise ValueError
                 values[name] = float(number)
             except ValueError:
-                raise OutriderError(f"--loss: {part!r} is not TERM=NUMBER with a term of {', '.join(values)}") from None
-        if not any(values.values()):
-            raise OutriderError("--loss: every term is 0, so there is nothing to learn")
+                raise OutriderError(f"loss: {part!r} is not TERM=NUMBER with a term of {', '.join(values)}") from None
+        require(any(values.values()), "loss: every term is 0, so there is nothing to learn")
         return LossMix(**values)
 
     def rows(self, count: int, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..models.inspect import model_size
 from ..prompts import read_prompts
-from ..types import OutriderError
+from ..types import OutriderError, require
 from ..weights.sizes import stored_size
 from . import design, finish
 from .answers import (
@@ -440,8 +440,7 @@ def category_weights(job: TrainConfig, prompts: Sequences) -> np.ndarray | None:
 def split(data: Sequences, held: np.ndarray) -> tuple[Sequences, Sequences]:
     """Train and held out, by prompt."""
     out = np.isin(data.index, held)
-    if out.all():
-        raise OutriderError("every answer belongs to a held-out prompt: more prompts, more time, or a smaller heldout")
+    require(not out.all(), "every answer belongs to a held-out prompt: more prompts, more time, or a smaller heldout")
     return data.select(np.nonzero(~out)[0]), data.select(np.nonzero(out)[0])
 
 

@@ -15,7 +15,7 @@ from ..models.names import tensor_plan
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..prompts import Prompt
-from ..types import OutriderError, TextFiles
+from ..types import TextFiles, require
 from ..weights import files as weight_files
 from ..weights import hub
 from ..weights.adapter import LoraFile, adapted_hash, read_adapter
@@ -85,6 +85,5 @@ def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, max_tokens: in
         if 1 <= len(ids) <= max_tokens:
             rows.append(np.array(ids))
             index.append(i)
-    if not rows:
-        raise OutriderError(f"none of the {len(prompts)} prompts fits {max_tokens} tokens: raise --max-prompt")
+    require(bool(rows), f"none of the {len(prompts)} prompts fits {max_tokens} tokens (max_prompt in a recipe)")
     return Sequences.of(rows, [len(r) for r in rows], index, [False] * len(rows), vocab)

@@ -13,7 +13,7 @@ from ..models.inspect import model_size
 from ..prompts import Prompt, read_prompts
 from ..spec import acceptance_profile as acceptance
 from ..spec.block_load import block_plan, renamed
-from ..types import MAX_DRAFT, OutriderError
+from ..types import MAX_DRAFT, OutriderError, require
 from ..weights import hub
 from ..weights.files import fingerprint, open_source
 from ..weights.load import translate
@@ -46,8 +46,7 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter:
 
 def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     """At most `limit`, evenly over the file: prompt files are often sorted by category."""
-    if limit is not None and limit < 1:
-        raise OutriderError(f"--limit must be at least 1, got {limit}")
+    require(limit is None or limit >= 1, f"--limit must be at least 1, got {limit}")
     if limit is None or limit >= len(prompts):
         return prompts
     return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
@@ -83,8 +82,7 @@ def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = F
 def export_drafter(drafter: str, to: Path, layout: str) -> Json:
     """Rewrites a block drafter's folder in another layout. Returns its new config.json."""
     files = hub.resolve(drafter, kind="drafter")
-    if not is_block(files.config):
-        raise OutriderError(f"{drafter} is no block drafter: only DFlash and EAGLE-3 have other layouts")
+    require(is_block(files.config), f"{drafter} is no block drafter: only DFlash and EAGLE-3 have other layouts")
     config = translate(BlockConfig.from_hf, files)
     if config.kind not in LAYOUTS[layout]:
         raise OutriderError(f"{drafter}: {config.kind} drafters cannot be exported; DFlash and EAGLE-3 can")
@@ -96,7 +94,6 @@ def export_drafter(drafter: str, to: Path, layout: str) -> Json:
     source = renamed(open_source(files))
     plans = block_plan(config, source.entries).values()
     for name in (name for plan in plans for name in plan.sources):
-        if name not in source.entries:
-            raise OutriderError(f"{source.where}: tensor {name} is missing from the checkpoint")
+        require(name in source.entries, f"{source.where}: tensor {name} is missing from the checkpoint")
     write_folder(to, raw, {name: tensor(entry).clone() for name, entry in source.entries.items()})
     return raw
