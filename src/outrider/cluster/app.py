@@ -150,19 +150,14 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
     assert config.max_concurrent is not None and config.load.threads is not None, "not placed"
     fields = config.fields()
     bounds = config.replicas
-    scale = (
-        {"num_replicas": bounds.low}
-        if bounds.fixed
-        else {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=bounds.low,
-                max_replicas=bounds.high,
-                target_ongoing_requests=config.target_queue,
-                upscale_delay_s=config.upscale_delay,
-                downscale_delay_s=config.downscale_delay,
-            )
-        }
+    scaling = AutoscalingConfig(
+        min_replicas=bounds.low,
+        max_replicas=bounds.high,
+        target_ongoing_requests=config.target_queue,
+        upscale_delay_s=config.upscale_delay,
+        downscale_delay_s=config.downscale_delay,
     )
+    scale = {"num_replicas": bounds.low} if bounds.fixed else {"autoscaling_config": scaling}
     engine_fields = {
         k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")
     }

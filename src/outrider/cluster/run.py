@@ -20,6 +20,7 @@ from .app import application
 from .config import ClusterConfig
 
 APP = "outrider"
+RAY_OPTIONS = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "serve"}
 OBJECT_STORE = 200 << 20  # bytes: requests and answers are small and travel by value
 
 
@@ -51,21 +52,14 @@ def connect(address: str, say: Callable[[str], None]) -> bool:
     if named != "local":
         _reachable(named)
         try:
-            ray.init(address=named, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
+            ray.init(named, **RAY_OPTIONS)
             say("joined the Ray cluster that runs here" if named == "auto" else f"joined the Ray cluster at {named}")
             return False
         except ConnectionError as e:
             if named != "auto":
                 raise OutriderError(f"no Ray cluster at {named}: {_first_line(e)}") from None
     say("no Ray cluster found: starting one on this machine" if named == "auto" else "starting Ray on this machine")
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        namespace="serve",
-    )
+    ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE, **RAY_OPTIONS)
     return True
 
 

@@ -223,11 +223,8 @@ class Answer:
         wanted = self.job.body.alternatives
         if wanted is None:
             return []
-        return [
-            {**self.token(t, table[t]), "top_logprobs": self.top(table, wanted)}
-            for t, table in scored
-            if table is not None
-        ]
+        told = [(t, table) for t, table in scored if table is not None]
+        return [{**self.token(t, table[t]), "top_logprobs": self.top(table, wanted)} for t, table in told]
 
     def top(self, table: dict[int, float], wanted: int) -> list[Json]:
         return [self.token(t, v) for t, v in sorted(table.items(), key=lambda item: -item[1])[:wanted]]

@@ -151,11 +151,8 @@ class Server:
         try:
             with ExitStack() as room:
                 async with asyncio.timeout(self.settings.timeout):
-                    # chunks: of any size
-                    if (
-                        int(request.headers.get("content-length", 0)) > BIG_BODY
-                        or "transfer-encoding" in request.headers
-                    ):
+                    chunked = "transfer-encoding" in request.headers  # of any size
+                    if chunked or int(request.headers.get("content-length", 0)) > BIG_BODY:
                         await self.big_bodies.acquire(client)
                         room.callback(self.big_bodies.release, client)
                     yield ReceivedBody(await request.body(), client, room, self.executor)

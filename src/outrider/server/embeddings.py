@@ -75,11 +75,8 @@ async def openai(server: Server, request: Request) -> Response:
     body, vectors, tokens, name = await embed(server, request, EmbeddingsRequest)
 
     def told(vector: list[float]) -> object:
-        return (
-            base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-            if body.encoding_format == "base64"
-            else vector
-        )
+        packed = body.encoding_format == "base64"
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if packed else vector
 
     def answer() -> Json:
         data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]

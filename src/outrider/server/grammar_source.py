@@ -94,11 +94,8 @@ def _close(node: object, root: object, shared: set[str], path: str, part: bool =
         if isinstance(out.get(key), dict):
             out[key] = _close(out[key], root, shared, f"{path}/{key}")
     combined = part or path in shared or any(key in out for key in ("allOf", "anyOf", "oneOf", "$ref", "if"))
-    if (
-        out.get("properties")
-        and not combined
-        and not {"additionalProperties", "patternProperties", "unevaluatedProperties"} & out.keys()
-    ):
+    said = {"additionalProperties", "patternProperties", "unevaluatedProperties"} & out.keys()
+    if out.get("properties") and not combined and not said:
         out["additionalProperties"] = False
     return out
 

@@ -142,17 +142,14 @@ class _SandboxProcess:
     @classmethod
     async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _SandboxProcess:
         root = str(Path(__file__).parents[2])
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         control, its = socket.socketpair()
         with its:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "outrider.server.grammar_sandbox",
-                env=environment,
+                env={**os.environ, "PYTHONPATH": path},
                 stdin=its.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,

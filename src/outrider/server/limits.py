@@ -35,13 +35,11 @@ HEADERS, USUAL_HEADERS = re.compile(r"[A-Za-z0-9_, -]{1,2048}"), b"authorization
 SLASHES = re.compile("/{2,}")
 # characters of a path that may be logged: never a client's text
 ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")
+POLICY = b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (
-        b"content-security-policy",
-        b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-    ),
+    (b"content-security-policy", POLICY),
 )
 
 
@@ -224,13 +222,8 @@ class RequestGuard:
         host, origin = headers.get("host", ""), headers.get("origin", "")
         if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):
             raise ApiError(403, "This server listens on loopback only; call it by localhost or 127.0.0.1.")
-        if (
-            origin
-            and not self._settings.loopback
-            and not self._keys
-            and not self._own(_hostname(host))
-            and not self._may_call(origin)
-        ):
+        open_to_all = not self._settings.loopback and not self._keys
+        if origin and open_to_all and not self._own(_hostname(host)) and not self._may_call(origin):
             named = "by a name only with an API key or with --trusted-host NAME."
             raise ApiError(403, f"Pages can call this server by its address; {named}", code="foreign_host")
 

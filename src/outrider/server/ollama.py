@@ -21,20 +21,9 @@ from .wire import Json, arguments_of
 VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
 SMALL = 1024  # bytes; a body without a prompt is no larger
 
-# option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama
-# ignores unknown ones
-OPTIONS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "num_predict": "max_tokens",
-    "stop": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
+# Options that chat requests have too. Others say how a model is run, not what it says, and are ignored, as Ollama does.
+PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", *PENALTIES)
 
 
 class OllamaChat(ChatRequest):
@@ -114,10 +103,8 @@ def parse_chat(raw: bytes) -> ChatRequest:
     body = ChatBody.model_validate_json(raw)
     messages: list[Json] = []
     for i, m in enumerate(body.messages):
-        calls = [
-            {"id": f"call_{i}_{j}", "type": "function", "function": c.function}
-            for j, c in enumerate(m.tool_calls or [])
-        ]
+        made = enumerate(m.tool_calls or [])
+        calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.function} for j, c in made]
         more: Json = (
             {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
         )
@@ -146,9 +133,10 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
 
 def _common(body: OllamaRequest) -> Json:
     out: Json = {"model": untagged(body.model), "stream": body.stream is not False}
-    for name, value in (body.options or {}).items():
-        if name in OPTIONS and value is not None:
-            out[OPTIONS[name]] = -1 if name == "num_predict" and isinstance(value, int) and value <= 0 else value
+    options = body.options or {}
+    out |= {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    if (limit := options.get("num_predict")) is not None:
+        out["max_tokens"] = -1 if isinstance(limit, int) and limit <= 0 else limit
     if body.logprobs:
         out["logprobs"], out["top_logprobs"] = True, body.top_logprobs
     if body.format == "json":

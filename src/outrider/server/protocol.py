@@ -103,13 +103,8 @@ class BoundedProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open for the answer."""
         cycle = self.cycle
-        waits = (
-            cycle is not None
-            and not cycle.more_body
-            and not cycle.response_started
-            and cycle.scope["http_version"] == "1.1"
-        )
-        if not waits or self.scheme == "https":  # TLS has no half-closed connections
+        sent = cycle is not None and not cycle.more_body and not cycle.response_started
+        if not sent or cycle.scope["http_version"] != "1.1" or self.scheme == "https":  # TLS is never half-closed
             return False
         cycle.keep_alive = False
         self.transport.write(CONTINUE)

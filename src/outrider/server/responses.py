@@ -100,12 +100,9 @@ class ResponsesRequest(Strict):
 
 def _told_again(item: ResponsesItem) -> Json:
     """As /v1/responses/{id}/input_items lists it."""
+    told = {"id": f"msg_{secrets.token_hex(12)}", **item.model_dump(exclude_none=True)}
     text = [{"type": "input_text", "text": item.content}] if isinstance(item.content, str) else None
-    return {
-        "id": f"msg_{secrets.token_hex(12)}",
-        **item.model_dump(exclude_none=True),
-        **({"content": text} if text else {}),
-    }
+    return {**told, "content": text} if text else told
 
 
 def told(given: Json) -> Json:
@@ -389,13 +386,8 @@ class ResponsesWire:
 
 def _message(text: str, logprobs: list[Json] | None = None) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
-    return {
-        "type": "message",
-        "id": f"msg_{secrets.token_hex(12)}",
-        "role": "assistant",
-        "status": "completed",
-        "content": [part],
-    }
+    item = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
+    return {**item, "status": "completed", "content": [part]}
 
 
 def _reasoning(text: str) -> Json:

@@ -28,13 +28,9 @@ class RequestSampling:
         """Of a request; `fit` makes them fit behind a prompt. ends: tokens that end it besides the model's own."""
         limit = body.limit
         seed = body.seed if body.seed is not None else secrets.randbits(31)
-        asked = {
-            "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "min_tokens": body.min_tokens,
-            "ignore_eos": body.ignore_eos,
-        }
+        same = ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
+        asked = {name: getattr(body, name) for name in same}
+        asked["repetition_penalty"] = body.repetition_penalty or body.repeat_penalty
         chosen = {
             name: default if getattr(body, name) is None else getattr(body, name)
             for name, default in self.defaults(body.defaults).items()
@@ -61,7 +57,7 @@ class RequestSampling:
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
             keep_special=isinstance(body, ChatRequest) and self._gemma_tools,  # its tags are control tokens
-            **{k: v for k, v in asked.items() if v is not None},  # type: ignore[arg-type]
+            **{k: v for k, v in asked.items() if v is not None},
         )
         try:
             return params.validate(self._backend.vocab_size)

@@ -167,11 +167,8 @@ def thinking(fields: Fields) -> Fields:
         del out["thinking"]
         out.setdefault("reasoning_effort", "none" if asked["type"] == "disabled" else "medium")
     asked = out.get("reasoning")
-    if (
-        isinstance(asked, dict)
-        and asked.keys() <= {"effort", "enabled", "exclude", "summary", "max_tokens"}
-        and not asked.get("exclude")
-    ):
+    known = {"effort", "enabled", "exclude", "summary", "max_tokens"}
+    if isinstance(asked, dict) and asked.keys() <= known and not asked.get("exclude"):
         del out["reasoning"]
         switch = asked.get("enabled")
         effort = asked.get("effort") or ("medium" if switch is True else "none" if switch is False else None)
