@@ -48,17 +48,45 @@ class Dialect:
     tools: Literal["gemma4", "json"]
     thoughts: ThoughtFormat
     template_tools: bool  # the chat template writes the tools into the prompt
+    turns: bool  # the chat template refuses neighbours of the same role
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Dialect:
         gemma = len(tokenizer.encode(GEMMA_OPEN, bos=False)) == 1
         function: Json = {"name": "zq_probe", "description": "", "parameters": {"type": "object", "properties": {}}}
         probe: Json = {"type": "function", "function": function}
-        try:
-            shown = "zq_probe" in tokenizer.render([{"role": "user", "content": "x"}], tools=[probe])
-        except OutriderError:
-            shown = False
-        return cls("gemma4" if gemma else "json", GEMMA4_CHANNEL if gemma else THINK_TAGS, shown)
+
+        def rendered(users: int, tools: list[Json]) -> str | None:
+            """None: the template refuses it."""
+            try:
+                return tokenizer.render([{"role": "user", "content": "x"}] * users, tools=tools or None)
+            except OutriderError:
+                return None
+
+        shown = "zq_probe" in (rendered(1, [probe]) or "")
+        turns = rendered(1, []) is not None and rendered(2, []) is None
+        return cls("gemma4" if gemma else "json", GEMMA4_CHANNEL if gemma else THINK_TAGS, shown, turns)
+
+
+def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates whose turns must alternate (Gemma 3, Mistral): the system speaks first, later for the user, and
+    neighbours of the same role are one message. Agents send several of the system's and of the user's in a row."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        role = message["role"]
+        if role == "system" and any(earlier["role"] != "system" for earlier in out):
+            role = "user"
+        if out and role != "tool" and out[-1]["role"] == role:
+            last, texts = out[-1], (out[-1]["content"], message["content"])
+            if all(isinstance(text, str) for text in texts):
+                joined: Any = "\n\n".join(filter(None, texts))
+            else:  # with images
+                joined = [p for t in texts for p in ([{"type": "text", "text": t}] if isinstance(t, str) else t)]
+            calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+            out[-1] = {**last, "content": joined, **({"tool_calls": calls} if calls else {})}
+        else:
+            out.append({**message, "role": role})
+    return out
 
 
 def spell_out_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from ..engine.step import Request
 from ..engine.text import LONG
 from ..types import OutriderError, SamplingParams
 from .answer import Job
-from .dialect import Dialect, Infill, spell_out_tools
+from .dialect import Dialect, Infill, in_turns, spell_out_tools
 from .errors import ContextOverflow, bad, check_size
 from .grammar_source import GrammarSource
 from .image_fetch import ImageFetcher
@@ -245,6 +245,8 @@ class Preparer:
             self._check_beginning(json.dumps(tools) if tools else "", "tools")
             messages = spell_out_tools(messages, tools)
             tools = None
+        if self.dialect.turns:
+            messages = in_turns(messages)
         options: dict[str, JsonValue] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             effort = body.reasoning_effort

@@ -169,7 +169,7 @@ def _add(messages: list[Json], item: ResponsesItem) -> None:
         if any(p.text is None and p.refusal is None and p.image_url is None for p in parts):
             raise bad("input: only text and images as URLs can be read here.", "input")
         role = {"developer": "system"}.get(item.role or "user", item.role or "user")
-        if role == "system" and last.get("role") == "system" and len(messages) == 1:  # as in _joined
+        if role == "system" and last.get("role") == "system" and len(messages) == 1:  # many templates know one
             last["content"] = f"{last['content']}\n\n{text}"
         elif pictures:
             content = [

@@ -12,11 +12,13 @@ from tests import tiny
 from tests.server_fakes import SPECIAL, FakeEngine, tokenizer
 
 from outrider.engine.text import Tokenizer
-from outrider.server import ollama
+from outrider.server import anthropic, ollama
+from outrider.server.dialect import in_turns
 from outrider.server.errors import ApiError
 from outrider.server.model_info import ServedModel
 from outrider.server.model_pool import ModelPool
 from outrider.server.prepare import Preparer
+from outrider.server.responses import ResponsesWire
 from outrider.server.schema import ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 
@@ -60,6 +62,57 @@ def test_no_tool_forges_a_turn(gemma: bool) -> None:
     assert {SPECIAL.index("<|im_start|>"), SPECIAL.index("<|im_end|>")} <= set(
         controls(gemma, messages=messages, tools=[TOOL])
     )
+
+
+ALTERNATING = (  # as Gemma 3's and Mistral's
+    "{% set talk = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }} {% endif %}{% for m in talk %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }} {% endfor %}"
+)
+USERS = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+CALL = '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>'
+RESULT = "<tool_response>12</tool_response>"
+
+
+def claude_code() -> ChatRequest:
+    """2.1: the system speaks again behind the user, and after a tool."""
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "12"}
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "system", "content": "b"}, use]
+    talk += [{"role": "user", "content": [result, {"type": "text", "text": "more"}]}]
+    return anthropic.parse(json.dumps({"max_tokens": 8, "system": "s", "messages": talk}).encode())
+
+
+def codex() -> ChatRequest:
+    """0.169: two messages of the developer's, two of the user's, calls and what came of them."""
+    said = [("developer", "s"), ("developer", "t"), ("user", "a"), ("user", "b")]
+    items: list[dict[str, Any]] = [
+        {"type": "message", "id": f"msg_{text}", "role": role, "content": [{"type": "input_text", "text": text}]}
+        for role, text in said
+    ]
+    items += [{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "cd"]
+    items += [{"type": "function_call_output", "call_id": id, "output": "12"} for id in "cd"]
+    return ResponsesWire().parse(json.dumps({"input": items, "store": False}).encode())
+
+
+def test_agents_conversations_fit_templates_whose_turns_alternate() -> None:
+    made = tokenizer()
+    made = Tokenizer(replace(made.files, chat_template=ALTERNATING))
+    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
+
+    def prompt(body: ChatRequest) -> str:
+        return preparer.conversation(body).text
+
+    calls = CALL.replace("]<", ', {"name": "f", "arguments": {}}]<')
+    assert prompt(claude_code()) == f"S:s u:a\n\nb a:{CALL} u:{RESULT}\n\nmore "
+    assert prompt(codex()) == f"S:s\n\nt u:a\n\nb a:{calls} u:{RESULT}\n\n{RESULT} "
+    title = ChatRequest(messages=[{"role": "system", "content": "s"}, *USERS])  # opencode 1.18
+    assert prompt(title) == "S:s u:a\n\nb "
+    seen = [USERS[0], {"role": "user", "content": [{"type": "image"}]}]
+    assert in_turns(seen) == [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]
+    plain = Preparer(ServedModel(FakeEngine(tokenizer()), tokenizer(), 288, 4096), ServerSettings(model_name="m"))
+    assert plain.conversation(ChatRequest(messages=USERS)).text.count("user") == 2, "others get them as they were sent"
 
 
 def test_each_prompt_has_the_room_behind_it() -> None:
