@@ -1,7 +1,7 @@
 """Models with random weights for the stress tests, so that they need nothing outside of this repository.
 
 `MODEL` of a script may be `random` (a few layers: thousands of requests per minute), `random-135m` (the shape of
-SmolLM2-135M), `random-1.5b` (Qwen2.5-1.5B-Instruct, Q4_K_M) or `random-vision` (a tiny Gemma 4 that sees): written into
+SmolLM2-135M), `random-wide` (a few layers, Qwen2.5's vocabulary and context), `random-1.5b` (Qwen2.5-1.5B-Instruct, Q4_K_M) or `random-vision` (a tiny Gemma 4 that sees): written into
 the script's folder at its start.
 """
 
@@ -32,6 +32,12 @@ RANDOM: dict[str, tuple[Foreign, str]] = {
         | dict(intermediate_size=1536, max_position_embeddings=8192),
         "q4_1",
     ),
+    "random-wide": (
+        LLAMA
+        | dict(vocab_size=151936, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        | dict(intermediate_size=256, max_position_embeddings=32768),
+        "q8_0",
+    ),
     "random-1.5b": (
         LLAMA
         | dict(model_type="qwen2", tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e6, vocab_size=151936)
@@ -42,8 +48,9 @@ RANDOM: dict[str, tuple[Foreign, str]] = {
 }
 
 
-def model_file(name: str, folder: Path) -> str:
-    """What `outrider serve` is given for MODEL; a random model's file is written if it is not there yet."""
+def model_file(name: str, folder: Path, tokenizer: Path | None = None) -> str:
+    """What `outrider serve` is given for MODEL; a random model's file is written if it is not there yet, with the
+    tokenizer of a folder, if given."""
     if name == "random-vision":
         from tests import tiny_vision
 
@@ -53,5 +60,5 @@ def model_file(name: str, folder: Path) -> str:
     raw, fmt = RANDOM[name]
     file = folder / f"{name}.gguf"
     if not file.exists():
-        write_gguf(file, ModelConfig.from_hf(raw), fmt)
+        write_gguf(file, ModelConfig.from_hf(raw), fmt, tokenizer=tokenizer)
     return str(file)

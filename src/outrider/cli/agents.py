@@ -35,6 +35,8 @@ def claude(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
         "ANTHROPIC_API_KEY": None,  # the agent would ask the user about it
         **{f"ANTHROPIC_{role}": at.model for role in roles},
         "API_TIMEOUT_MS": str(1000 * PATIENCE_S),
+        # from event to event, and pings do not count: it would send the request again after five minutes
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(1000 * PATIENCE_S),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes the first line of the prompt from request to request
     }

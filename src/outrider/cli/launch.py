@@ -58,8 +58,9 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
     """
     require(asked.agent in AGENTS, f"unknown agent {asked.agent!r}; known: {', '.join(AGENTS)}")
     chosen, model, given = AGENTS[asked.agent], asked.model, asked.arguments or []
-    if model is not None and model.startswith("-"):  # `launch claude -- --resume`
-        given, model = [model, *given], None
+    behind = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    if model is not None and behind == [model, *given]:  # `launch codex -- exec`: no MODEL
+        given, model = behind, None
     program = shutil.which(chosen.program)
     require(asked.show or program is not None, f"{chosen.program} is not on the PATH: {chosen.install}")
     found = find(asked.url, model, asked.api_key)
