@@ -149,7 +149,7 @@ def _reader(
 
     def read() -> Tensor:
         if entry.kind in BLOCKS:
-            stored = torch.from_numpy(dequantize(entry.kind, entry.data()))
+            stored = dequantize(entry.kind, torch.from_numpy(entry.data()))
         else:
             stored = tensor(replace(entry, order=None)).float()
         stored = stored.reshape(flipped)

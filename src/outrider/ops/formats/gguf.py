@@ -1,12 +1,13 @@
 """The block formats of GGUF, decoded exactly as the format defines them.
 
 A row of K weights is K / size blocks; a block is `nbytes` bytes. Numbers are little-endian; d, m are float16.
-Decoding happens in float32 with one rounding per operation, in the order written here (which is ggml's).
+A weight is code * scale + offset, in float32 with one rounding per operation (which is ggml's order); the codes of IQ4
+stand for the numbers of a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +33,13 @@ class GGUFBlockFormat(Format):
         return {"blocks": Unit(size, nbytes)}
 
     def dequantise(self, weight: Weight) -> Tensor:
-        values = torch.from_numpy(dequantize(self.kind, stored_rows(weight)))
-        return values.view(weight.shape).to(weight.tensors["blocks"].device)
+        blocks = weight.tensors["blocks"]
+        return dequantize(self.kind, blocks.flatten(0, -2).cpu()).view(weight.shape).to(blocks.device)
 
 
 def stored_rows(weight: Weight) -> np.ndarray:
     """uint8 [N, bytes per row]: all rows of a matrix, or of all experts."""
-    blocks = weight.tensors["blocks"]
-    return blocks.reshape(-1, blocks.shape[-1]).cpu().numpy()
+    return weight.tensors["blocks"].flatten(0, -2).cpu().numpy()
 
 
 def from_rows(kind: str, rows: np.ndarray) -> Weight:
@@ -49,119 +49,74 @@ def from_rows(kind: str, rows: np.ndarray) -> Weight:
     return Weight(GGUFBlockFormat(kind), shape, {"blocks": torch.from_numpy(rows)})
 
 
-def dequantize(kind: str, rows: np.ndarray) -> np.ndarray:
+def dequantize(kind: str, rows: Tensor) -> Tensor:
     """uint8 [N, bytes per row] -> float32 [N, K]."""
-    size, nbytes, decode = _KINDS[kind]
-    count, width = rows.shape
-    blocks = np.ascontiguousarray(rows).reshape(-1, nbytes)  # [blocks, nbytes]
-    with np.errstate(all="ignore"):  # a scale may be infinite in a damaged file
-        return decode(blocks).reshape(count, width // nbytes * size)
+    codes, (scale, offset) = codes_of(kind, rows), scales_of(kind, rows)
+    values = torch.tensor(IQ4_VALUES)[codes.int()] if kind.startswith("IQ4") else codes.float().sub_(ZERO.get(kind, 0))
+    values = values.unflatten(1, (scale.shape[1], -1)).mul_(scale[:, :, None])
+    return (values if offset is None else values.add_(offset[:, :, None])).flatten(1)
 
 
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at byte `at` of every block: float32 [blocks, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+def codes_of(kind: str, rows: Tensor) -> Tensor:
+    """uint8 [N, bytes per row] -> uint8 (Q8_0: int8) [N, K], on any device."""
+    size, nbytes = BLOCKS[kind]
+    b = rows.unflatten(1, (-1, nbytes))  # [N, blocks, nbytes]
+    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+    if kind == "Q8_0":
+        codes = b[..., 2:].contiguous().view(torch.int8)
+    elif kind in ("Q4_K", "Q5_K"):
+        codes = _nibbles(b[..., -128:], 4)  # each 32 bytes hold two sub-blocks
+        if kind == "Q5_K":  # bit s belongs to sub-block s
+            codes |= (((b[..., None, 16:48] >> shifts[:, None]) & 1) << 4).flatten(-2)
+    elif kind == "Q6_K":
+        high = (b[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts[::2][:, None]) & 3  # [N, blocks, 2, 4, 32]
+        codes = _nibbles(b[..., :128], 2) | (high << 4).flatten(-3)
+    else:
+        codes = _nibbles(b[..., -size // 2 :], size // 32)
+        if kind in ("Q5_0", "Q5_1"):
+            codes |= (((b[..., -20:-16, None] >> shifts) & 1) << 4).flatten(-2)
+    return codes.flatten(1)
 
 
-def _nibbles(qs: np.ndarray) -> np.ndarray:
-    """[blocks, 16] -> [blocks, 32]: low halves first, then high halves."""
-    return np.concatenate((qs & 15, qs >> 4), axis=1)
+def scales_of(kind: str, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """uint8 [N, bytes per row] -> float32 [N, groups]: scales, and offsets if the format has them."""
+    b = rows.unflatten(1, (-1, BLOCKS[kind][1]))
+    if kind in ("Q4_K", "Q5_K"):  # eight 6-bit scales and eight 6-bit minima in 12 bytes
+        low, mid, high = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+        scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
+        minima = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=-1)
+        return (_half(b, 0) * scales.float()).flatten(1), (-(_half(b, 2) * minima.float())).flatten(1)
+    if kind == "Q6_K":
+        return (_half(b, 208) * b[..., 192:208].contiguous().view(torch.int8).float()).flatten(1), None
+    if kind == "IQ4_XS":  # 16 bits with the top two bits of eight scales, 4 bytes with their low halves
+        low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), dim=-1).flatten(-2)
+        high = (b[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8, device=rows.device)) & 3
+        return (_half(b, 0) * ((low | (high.flatten(-2) << 4)).float() - 32)).flatten(1), None
+    return _half(b, 0).flatten(1), _half(b, 2).flatten(1) if kind in ("Q4_1", "Q5_1") else None
 
 
-def _fifth_bit(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Bit j of the uint32 at byte `at`, as 16 or 0: [blocks, 32]."""
-    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of every block: float32 [N, blocks, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _q4_0(b: np.ndarray) -> np.ndarray:
-    return _half(b, 0) * (_nibbles(b[:, 2:18]).astype(np.int8) - 8).astype(np.float32)
+def _nibbles(b: Tensor, pieces: int) -> Tensor:
+    """Of each of these pieces of the last dimension low halves first, then high halves."""
+    b = b.unflatten(-1, (pieces, -1))
+    return torch.cat((b & 15, b >> 4), dim=-1).flatten(-2)
 
 
-def _q4_1(b: np.ndarray) -> np.ndarray:
-    return _half(b, 0) * _nibbles(b[:, 4:20]).astype(np.float32) + _half(b, 2)
-
-
-def _q5_0(b: np.ndarray) -> np.ndarray:
-    q = (_nibbles(b[:, 6:22]) | _fifth_bit(b, 2)).astype(np.int8) - 16
-    return _half(b, 0) * q.astype(np.float32)
-
-
-def _q5_1(b: np.ndarray) -> np.ndarray:
-    q = _nibbles(b[:, 8:24]) | _fifth_bit(b, 4)
-    return _half(b, 0) * q.astype(np.float32) + _half(b, 2)
-
-
-def _q8_0(b: np.ndarray) -> np.ndarray:
-    return _half(b, 0) * b[:, 2:34].view(np.int8).astype(np.float32)
-
-
-def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight 6-bit scales and eight 6-bit minima out of 12 bytes: two uint8 [blocks, 8]."""
-    a, b, c = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = np.concatenate((a & 63, (c & 15) | ((a >> 6) << 4)), axis=1)
-    minima = np.concatenate((b & 63, (c >> 4) | ((b >> 6) << 4)), axis=1)
-    return scales, minima
-
-
-def _k_affine(b: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """q uint8 [blocks, 8, 32] -> (d·scale)·q - dmin·min."""
-    scales, minima = _k_scales(b[:, 4:16])
-    d = (_half(b, 0) * scales.astype(np.float32))[:, :, None]
-    m = (_half(b, 2) * minima.astype(np.float32))[:, :, None]
-    return d * q.astype(np.float32) - m
-
-
-def _k_nibbles(qs: np.ndarray) -> np.ndarray:
-    """[blocks, 128] -> [blocks, 8, 32]: each 32 bytes hold two sub-blocks, low halves first."""
-    pairs = qs.reshape(-1, 4, 1, 32)
-    return np.concatenate((pairs & 15, pairs >> 4), axis=2).reshape(-1, 8, 32)
-
-
-def _q4_k(b: np.ndarray) -> np.ndarray:
-    return _k_affine(b, _k_nibbles(b[:, 16:144]))
-
-
-def _q5_k(b: np.ndarray) -> np.ndarray:
-    high = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1  # bit s belongs to sub-block s
-    return _k_affine(b, _k_nibbles(b[:, 48:176]) | (high << 4))
-
-
-def _q6_k(b: np.ndarray) -> np.ndarray:
-    low = b[:, :128].reshape(-1, 2, 1, 64)
-    low = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 4, 32)
-    high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[None, None, :, None]) & 3
-    q = (low | (high << 4)).astype(np.int8) - 32  # [blocks, 2, 4, 32]
-    scales = _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)  # [blocks, 16]: one for 16 weights
-    return scales[:, :, None] * q.reshape(-1, 16, 16).astype(np.float32)
-
-
-IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-
-
-def _iq4_nl(b: np.ndarray) -> np.ndarray:
-    return _half(b, 0) * IQ4_VALUES[_nibbles(b[:, 2:18])]
-
-
-def _iq4_xs(b: np.ndarray) -> np.ndarray:
-    """d, 16 bits with the top two bits of eight scales, 4 bytes with their low halves, 8 x 16 bytes of nibbles."""
-    low = np.stack((b[:, 4:8] & 15, b[:, 4:8] >> 4), axis=2).reshape(-1, 8)
-    # [blocks, 8]
-    high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[None] & 3
-    scale = _half(b, 0) * ((low | (high << 4)).astype(np.float32) - 32)
-    return scale[:, :, None] * IQ4_VALUES[_nibbles(b[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)]
-
-
-# kind: weights in a block, bytes of a block, decoder
-_KINDS: dict[str, tuple[int, int, Callable[[np.ndarray], np.ndarray]]] = {
-    "Q4_0": (32, 18, _q4_0),
-    "Q4_1": (32, 20, _q4_1),
-    "Q5_0": (32, 22, _q5_0),
-    "Q5_1": (32, 24, _q5_1),
-    "Q8_0": (32, 34, _q8_0),
-    "Q4_K": (256, 144, _q4_k),
-    "Q5_K": (256, 176, _q5_k),
-    "Q6_K": (256, 210, _q6_k),
-    "IQ4_NL": (32, 18, _iq4_nl),
-    "IQ4_XS": (256, 136, _iq4_xs),
+IQ4_VALUES = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}  # the code of 0, where it is not 0
+BLOCKS = {  # weights in a block, bytes of a block
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
 }
-BLOCKS = {kind: (size, nbytes) for kind, (size, nbytes, _) in _KINDS.items()}

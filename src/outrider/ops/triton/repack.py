@@ -13,7 +13,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..formats import BLOCKS, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
+from ..formats import Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
+from ..formats.gguf import codes_of, scales_of
 from ..formats.integer import halves
 
 ROWS = 64  # rows of a weight that lie together
@@ -222,68 +223,16 @@ def _grid(weight: Weight) -> Grid | None:
     return _gguf(format.kind, t["blocks"], weight.shape[1]) if isinstance(format, GGUFBlockFormat) else None
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of every block: [N, blocks, 1]."""
-    return blocks[:, :, at : at + 2].contiguous().view(torch.float16)
-
-
-def _nibbles(b: Tensor) -> Tensor:
-    """Low halves, then high halves of the last dimension."""
-    return torch.cat((b & 15, b >> 4), dim=-1)
-
-
-def _fifth(b: Tensor) -> Tensor:
-    """Four bytes -> 32 bits, as 16 or 0."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=b.device)
-    return (((b[..., None] >> shifts) & 1) << 4).flatten(-2)
+CODES = {
+    "Q4_0": Codes.INT4, "Q4_1": Codes.UINT4, "Q8_0": Codes.INT8, "Q5_0": Codes.INT5, "Q5_1": Codes.UINT5,
+    "Q4_K": Codes.UINT4, "Q5_K": Codes.UINT5, "Q6_K": Codes.INT6,
+}
 
 
 def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
-    """`ops/formats/gguf.py` is the definition."""
-    nbytes = BLOCKS[kind][1]
-    blocks = rows.reshape(len(rows), -1, nbytes)
-    flat = lambda t: t.reshape(len(t), -1)  # noqa: E731
-    if kind == "Q4_0":
-        return Grid(Codes.INT4, 32, lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 2:])), flat(_half(blocks, 0)))
-    if kind == "Q4_1":
-        return Grid(
-            Codes.UINT4,
-            32,
-            lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 4:])),
-            flat(_half(blocks, 0)),
-            flat(_half(blocks, 2)),
-        )
-    if kind == "Q8_0":
-        return Grid(Codes.INT8, 32, lambda lo, hi: flat(blocks[lo:hi, :, 2:]), flat(_half(blocks, 0)))
-    if kind == "Q5_0":
-        q5 = lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 6:]) | _fifth(blocks[lo:hi, :, 2:6]))  # noqa: E731
-        return Grid(Codes.INT5, 32, q5, flat(_half(blocks, 0)))
-    if kind == "Q5_1":
-        q5 = lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 8:]) | _fifth(blocks[lo:hi, :, 4:8]))  # noqa: E731
-        return Grid(Codes.UINT5, 32, q5, flat(_half(blocks, 0)), flat(_half(blocks, 2)))
-    if kind in ("Q4_K", "Q5_K"):
-        a, b, c = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
-        scales = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), dim=-1).float() * _half(blocks, 0).float()
-        minima = torch.cat((b & 63, (c >> 4) | ((b >> 6) << 4)), dim=-1).float() * _half(blocks, 2).float()
-        scale, zero_point = flat(scales).to(torch.float16), flat(-minima).to(torch.float16)
-
-        def fine(lo: int, hi: int) -> Tensor:
-            low = blocks[lo:hi, :, -128:].unflatten(-1, (4, 32))  # each 32 bytes hold two groups
-            q = _nibbles(low).unflatten(-1, (2, 32)).flatten(-3, -2)  # [.., 8, 32]
-            if kind == "Q5_K":
-                bits = torch.arange(8, dtype=torch.uint8, device=rows.device)[:, None]
-                q = q | (((blocks[lo:hi, :, None, 16:48] >> bits) & 1) << 4)
-            return flat(q)
-
-        return Grid(Codes.UINT4 if kind == "Q4_K" else Codes.UINT5, 32, fine, scale, zero_point)
-    if kind == "Q6_K":
-        scale6 = blocks[:, :, 192:208].view(torch.int8).float() * _half(blocks, 208).float()
-
-        def six(lo: int, hi: int) -> Tensor:
-            low = _nibbles(blocks[lo:hi, :, :128].unflatten(-1, (2, 64)))  # [.., 2, 128]
-            shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=rows.device)[:, None]
-            high = ((blocks[lo:hi, :, 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3).flatten(-2)  # [.., 2, 128]
-            return flat(low | (high << 4))
-
-        return Grid(Codes.INT6, 16, six, flat(scale6).to(torch.float16))
-    return None
+    if kind not in CODES:
+        return None
+    scale, offset = (None if t is None else t.to(torch.float16) for t in scales_of(kind, rows))
+    assert scale is not None
+    codes = lambda lo, hi: codes_of(kind, rows[lo:hi]).view(torch.uint8)  # noqa: E731
+    return Grid(CODES[kind], k // scale.shape[1], codes, scale, offset)
