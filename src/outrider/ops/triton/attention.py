@@ -413,7 +413,7 @@ def attend(
     same = dict(
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near,
         FAR=cut.far,
-        PDL=pdl, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, launch_pdl=pdl,
     )
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
     programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else shape.parts, 0, 1, 1
@@ -450,5 +450,5 @@ def combine(
         partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots,
         HEADS=heads, D=dim, BD=piece, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse,
         NEAR=cut.near, FAR=cut.far,
-        SB=block, MOST=triton.next_power_of_2(block), PDL=pdl, num_warps=2, **({"launch_pdl": True} if pdl else {}),
+        SB=block, MOST=triton.next_power_of_2(block), PDL=pdl, num_warps=2, launch_pdl=pdl,
     )

@@ -42,7 +42,7 @@ class AttentionWgmma(NvrtcKernels):
         cut = cut or choose_reduction(spec, q.dtype, self.room)
         if not self.usable or not suits(spec, kv, q.dtype, cut):
             return None
-        kernel = self.kernel("attention_wgmma", (("PAGE", kv.page_size),))
+        kernel = self.kernel("attention_wgmma", {"PAGE": kv.page_size})
         if kernel is None:
             return None
         out, table = torch.empty_like(q), kv.tables[spec.group]

@@ -173,9 +173,9 @@ def block_combine_kernel(
 def attend(
     q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int,
     pdl: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     spec, (size, kv_heads, capacity, dim) = attn.spec, own.keys.shape
-    rows, group, more = q.shape[0], spec.heads // spec.kv_heads, {"launch_pdl": True} if pdl else {}
+    rows, group = q.shape[0], spec.heads // spec.kv_heads
     slots, heads = rows // size, made.shape[1] // dim
     turned = torch.empty_like(q)
     block_rope_kernel[(rows, spec.heads + 2 * kv_heads)](
@@ -183,15 +183,15 @@ def attend(
         turned, own.keys, own.values, slots, first, capacity, spec.eps,
         HEADS=spec.heads, KV_HEADS=kv_heads, MADE=heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
         Q_NORM=attn.q_norm is not None, K_NORM=attn.k_norm is not None, NORM_V=spec.norm_v, PDL=pdl, num_warps=1,
-        **more,
-    )  # fmt: skip
+        launch_pdl=pdl,
+    )
     keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
     assert keys is not None and values is not None
     if keys.itemsize == 1:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     far = kv.max_context
     back, window = (min((w for w in windows if w is not None), default=far + capacity) for windows in (
-        (spec.window, attn.window), (attn.window,)))  # fmt: skip
+        (spec.window, attn.window), (attn.window,)))
     padded = triton.next_power_of_2(dim)
     bn, bq = (64, 64) if padded <= 128 else (32, 32 if padded <= 256 else 16)
     bq = max(16, min(bq, triton.next_power_of_2(slots * group)))
@@ -208,11 +208,11 @@ def attend(
         window,
         HEADS=spec.heads, KV_HEADS=kv_heads, D=dim, DP=padded, PAGE=kv.page_size, CAUSAL=attn.causal, BQ=bq, BN=bn,
         SPLIT=splits > 1, PREC="tf32x3" if q.dtype == torch.float32 else "tf32", PDL=pdl,
-        num_warps=8 if padded > 256 else 4, num_stages=2, **more,
-    )  # fmt: skip
+        num_warps=8 if padded > 256 else 4, num_stages=2, launch_pdl=pdl,
+    )
     if splits > 1:
         block_combine_kernel[(rows * spec.heads,)](
             partial_out, partial_lse, out, splits, D=dim, DP=padded, MOST=triton.next_power_of_2(splits), PDL=pdl,
-            num_warps=4, **more,
-        )  # fmt: skip
+            num_warps=4, launch_pdl=pdl,
+        )
     return out

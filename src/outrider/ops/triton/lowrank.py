@@ -122,8 +122,8 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, semaphores: Tensor, pd
         PARTS=parts, RANK=rank, BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans, REDUCE=reduce,
         PREFETCH=lines if x.element_size() == 2 else 0, PREC=precision(x), PDL=pdl,
         num_warps=4, num_stages=4,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+        launch_pdl=pdl,
+    )
     return Shrunk(sums[spans:] if reduce else sums, change, ranges)
 
 
@@ -235,6 +235,6 @@ def expand(y: Tensor, shrunk: Shrunk, act: str = "", mul: Tensor | None = None, 
         0 if mul is None else mul.stride(0), len(ranges), *shrunk.ends, BM=bm, BN=bn, GATED=gated, MUL=mul is not None,
         ACT=act, PARTS=shrunk.parts, RANK=shrunk.rank, BR=min(shrunk.rank, FUSED_RANKS), SPANS=len(shrunk.sums),
         RANGES=triton.next_power_of_2(len(ranges)) if whole else 0, PREC=precision(y), PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+        launch_pdl=pdl,
+    )
     return out

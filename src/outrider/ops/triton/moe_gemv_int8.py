@@ -259,8 +259,7 @@ class MoeGemvInt8(NvrtcKernels):
 def flags_of(plan: MoeGemvPlan, act: str) -> Flags:
     """The compiler flags of the source."""
     span, splits = plan.router
-    flags: dict[str, int | str] = dict(
+    return dict(
         MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,
         DOWN_WARPS=plan.down_warps, ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
     )
-    return tuple(flags.items())

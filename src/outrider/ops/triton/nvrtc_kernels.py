@@ -5,6 +5,7 @@ gave the same bits; elsewhere, and where they cannot be compiled, Triton runs ev
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..cuda.runtime import CudaError, Kernel, missing
 from .quant_config import max_smem, sm_count
 
-Flags = tuple[tuple[str, int | str], ...]
+Flags = Mapping[str, int | str]
 log = logging.getLogger("outrider")
 
 
@@ -29,7 +30,7 @@ class NvrtcKernels:
         """semaphores: counters that every launch leaves at 0."""
         self.device, self.semaphores = device, semaphores
         self.sms, self.room = sm_count(device), max_smem(device)
-        self.made: dict[tuple[str, Flags], Kernel] = {}
+        self.made: dict[tuple[object, ...], Kernel] = {}
         self.usable = True
 
     @classmethod
@@ -48,13 +49,12 @@ class NvrtcKernels:
 
     def kernel(self, name: str, flags: Flags) -> Kernel | None:
         """A function of the source, compiled with these flags; None: it cannot be compiled."""
-        if (name, flags) not in self.made:
+        key = (name, *flags.items())
+        if key not in self.made:
             try:
-                self.made[name, flags] = Kernel(
-                    self.source.read_text(), name, dict(flags), self.device, self.room, self.own
-                )
+                self.made[key] = Kernel(self.source.read_text(), name, flags, self.device, self.room, self.own)
             except CudaError as error:  # a toolchain may be broken in many ways; Triton's kernels are the fallback
                 self.say(error)
                 self.usable = False
                 return None
-        return self.made[name, flags]
+        return self.made[key]

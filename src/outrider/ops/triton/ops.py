@@ -49,18 +49,17 @@ class TritonOps(ReferenceOps):
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
-        self.pdl = (
-            torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
-        )
+        device = torch.device(device)
+        on_gpu = device.type == "cuda"
+        major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 0
+        self.pdl = major >= 9 if pdl is None else pdl
         # every kernel leaves its counters at 0
         self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)
         self.pointers = trees.Pointers()
-        on_gpu = torch.device(device).type == "cuda"
-        self.shared = max_smem(torch.device(device))
-        # the device that prefill tiles were tuned on
-        self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9
-        self.wide_heads = AttentionWgmma.of(torch.device(device), self.semaphores)
-        wgmma = GemmWgmma.of(torch.device(device), self.semaphores)
+        self.shared = max_smem(device)
+        self.hopper = not on_gpu or major == 9  # the device that prefill tiles were tuned on
+        self.wide_heads = AttentionWgmma.of(device, self.semaphores)
+        wgmma = GemmWgmma.of(device, self.semaphores)
         alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma)
         ahead = Precompiler[GemmKind](
             lambda kind, rows: compile_for(kind, rows, alone), lambda kind, rows: variant(kind, rows, wgmma is not None)
@@ -80,11 +79,15 @@ class TritonOps(ReferenceOps):
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         return norm.embed(ids, as_tensor(table), scale, self.pdl)
 
+    def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor:
+        """x [R, in] · w [out, in], and what `end` makes of it."""
+        return dense_gemm(x, as_tensor(w), self.gemm, end)
+
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        return dense_gemm(x, as_tensor(w), self.gemm, Epilogue(bias))
+        return self.product(x, w, Epilogue(bias))
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        return dense_gemm(x, as_tensor(w), self.gemm, Epilogue(act=act))
+        return self.product(x, w, Epilogue(act=act))
 
     def adapted_linear(
         self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue = NO_EPILOGUE
@@ -103,7 +106,7 @@ class TritonOps(ReferenceOps):
         return dense_gemm(x, w, self.gemm, tile=replace(cut, bn=2 * cut.bn, many=many))
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
-        return dense_gemm(x, as_tensor(w), self.gemm, Epilogue(mul=y, act=act))
+        return self.product(x, w, Epilogue(mul=y, act=act))
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
@@ -130,7 +133,7 @@ class TritonOps(ReferenceOps):
         return norm.clamp_columns(x, low, high, self.pdl)
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
-        return dense_gemm(h, as_tensor(w), self.gemm, Epilogue(softcap=softcap, out_dtype=torch.float32))
+        return self.product(h, w, Epilogue(softcap=softcap, out_dtype=torch.float32))
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,19 +199,20 @@ class TritonOps(ReferenceOps):
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        experts = layer.experts
-        dense, join = self.dense_mlp(h, layer.mlp, experts.act)
-        pairs = self.route(router_in, experts)
-        pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, join())
+        dense, join = self.dense_mlp(h, layer.mlp, layer.experts.act)
+        return self._mixed(dense, router_in, x, stream, layer, join)
 
     def moe_next_to(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        experts = layer.experts
-        pairs = self.route(router_in, experts)
+        return self._mixed(dense, router_in, x, stream, layer, lambda: self.pdl)
+
+    def _mixed(
+        self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer, join: Callable[[], bool]
+    ) -> tuple[Tensor, Tensor]:
+        pairs, experts = self.route(router_in, layer.experts), layer.experts
         pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, self.pdl)
+        return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, join())
 
     def dense_mlp(self, h: Tensor, mlp: MlpWeights, act: str) -> tuple[Tensor, Callable[[], bool]]:
         """The MLP next to experts. With few rows it runs concurrently, on a side stream: the first reader calls the

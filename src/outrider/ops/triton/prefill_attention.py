@@ -18,7 +18,7 @@ from torch import Tensor
 from ...types import AttnSpec, KVView
 from .attention import INDEX, _known, power
 from .attention_config import MIN_QUERIES, WIDE_HEAD_SMEM, ReductionSpec, choose_reduction
-from .common import gdc_launch_dependents, gdc_wait, prefetch
+from .common import gdc_launch_dependents, gdc_wait
 from .fp8_kv import is_fp8, join_columns, kv_tensors, scores_of, sorted_columns, widen_columns
 from .quant_config import max_smem
 
@@ -30,7 +30,6 @@ class PrefillAttentionConfig:
     bq: int  # queries: rows times the heads that share a K/V head
     warps: int
     stages: int
-    ahead: int = 0  # keys that are asked for before the kernel ahead is done
 
 
 def choose_prefill_config(spec: AttnSpec, cut: ReductionSpec) -> PrefillAttentionConfig:
@@ -47,28 +46,14 @@ def supports(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> boo
     plain = dtype == torch.bfloat16 and kv.ancestors is None
     blocks = cut.fine == cut.bn and (spec.window is not None or kv.max_context <= cut.near)
     packed = kv.max_rows * (spec.heads // spec.kv_heads)
-    few = (
-        is_fp8(kv, spec)
-        and (kv.row_start.shape[0] - 1) * spec.kv_heads * triton.cdiv(packed, choose_prefill_config(spec, cut).bq) <= 66
-    )
-    return (
-        plain
-        and blocks
-        and packed > MIN_QUERIES
-        and not few
-        and spec.head_dim in (256, 512)
-        and shared > WIDE_HEAD_SMEM
-    )
+    tiles = (kv.row_start.shape[0] - 1) * spec.kv_heads * triton.cdiv(packed, choose_prefill_config(spec, cut).bq)
+    enough = packed > MIN_QUERIES and not (is_fp8(kv, spec) and tiles <= 66)
+    return plain and blocks and enough and spec.head_dim in (256, 512) and shared > WIDE_HEAD_SMEM
 
 
 def attend(
-    q: Tensor,
-    spec: AttnSpec,
-    kv: KVView,
-    pdl: bool,
-    cut: ReductionSpec | None = None,
-    shape: PrefillAttentionConfig | None = None,
-    span_end: int = 0,
+    q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None,
+    shape: PrefillAttentionConfig | None = None, span_end: int = 0,
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)
@@ -80,9 +65,8 @@ def attend(
         q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0),
         spec.scale * 1.4426950408889634, span_end,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0,
-        BQ=shape.bq, BN=cut.bn,
-        PREFETCH=shape.ahead, ASM=q.device.type != "cpu", SPAN=span_end > 0, PDL=pdl,
-        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
+        BQ=shape.bq, BN=cut.bn, ASM=q.device.type != "cpu", SPAN=span_end > 0, PDL=pdl,
+        num_warps=shape.warps, num_stages=shape.stages, launch_pdl=pdl,
     )
     return out
 
@@ -106,8 +90,7 @@ def _add(sums, before, more):
 def prompt_kernel(
     q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale, span_end,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr,
-    PDL: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per tile of BQ queries (rows times the heads that share a K/V head) of one sequence, the last tiles
     first: they see most keys."""
@@ -136,16 +119,6 @@ def prompt_kernel(
             key_to = span_end
         next_key = key_from + tl.arange(0, BN)
         page = tl.load(table + next_key // PAGE, mask=next_key < key_to, other=0)
-        if PDL and PREFETCH > 0:  # noqa: SIM102
-            if begin == 0:
-                soon = key_from + tl.arange(0, PREFETCH)
-                line = (
-                    tl.load(table + soon // PAGE, mask=soon < key_to, other=0).to(tl.int64) * page_stride
-                    + (kv_head * PAGE + soon % PAGE) * WORDS
-                )
-                each = (tl.arange(0, WORDS // 64) * 64)[None, :]
-                prefetch(keys + line[:, None] + each)
-                prefetch(values + line[:, None] + each)
         if PDL:  # positions and tables were written before the pass
             gdc_wait()
         of_row = row * (HEADS * D) + head * D

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...types import OutriderError
-from ..backend import Epilogue, MoeLayer
+from ..backend import NO_EPILOGUE, Epilogue, MoeLayer
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from . import moe
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
@@ -60,42 +60,22 @@ class QuantTritonOps(TritonOps):
         one = torch.eye(weight.shape[1], dtype=kind, device=self.semaphores.device)
         return self.linear(one, weight).t().to(torch.bfloat16).contiguous()
 
-    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        return super().linear(x, w, bias) if isinstance(w, Tensor) else self._product(x, w, Epilogue(bias=bias))
-
-    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        if isinstance(w, Tensor):
-            return super().gated_linear(x, w, act)
-        if isinstance(w, QuantWeight):
-            return self._product(x, w, Epilogue(act=act))
-        gate, up = self._product(x, w, Epilogue()).chunk(2, dim=-1)
-        return self.act_mul(gate, up, act)
-
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
-        return super().gate_and_up(x, w) if isinstance(w, Tensor) else self._product(x, w, Epilogue())
+        return super().gate_and_up(x, w) if isinstance(w, Tensor) else self.product(x, w, NO_EPILOGUE)
 
-    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
+    def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor:
         if isinstance(w, QuantWeight):
-            return self._product(x, w, Epilogue(mul=y, act=act))
-        return (
-            super().linear_act_mul(x, w, y, act) if isinstance(w, Tensor) else self.act_mul(self.linear(x, w), y, act)
-        )
-
-    def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
-        if isinstance(w, Tensor):
-            return super().logits(h, w, softcap)
-        return self._product(h, w, Epilogue(softcap=softcap, out_dtype=torch.float32))
-
-    def _product(self, x: Tensor, w: DeviceWeight, extras: Epilogue) -> Tensor:
-        if isinstance(w, QuantWeight):
-            return self.multiply(x, w, extras)
-        assert isinstance(w, Parts)
+            return self.multiply(x, w, end)
+        if not isinstance(w, Parts):
+            return super().product(x, w, end)
+        if end.act:
+            made = self.product(x, w, replace(end, mul=None, act=""))
+            gate, up = made.chunk(2, dim=-1) if end.mul is None else (made, end.mul)
+            return self.act_mul(gate, up, end.act)
         outs, at = [], 0
         for part in w.parts:
             rows = slice(at, at + part.shape[0])
-            outs.append(
-                self.multiply(x, part, replace(extras, bias=None if extras.bias is None else extras.bias[rows]))
-            )
+            outs.append(self.multiply(x, part, replace(end, bias=None if end.bias is None else end.bias[rows])))
             at = rows.stop
         return torch.cat(outs, dim=-1)
 

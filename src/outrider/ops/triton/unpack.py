@@ -64,34 +64,19 @@ def _int8() -> str:
     return text + "}"
 
 
-def _fp8() -> str:
-    """e4m3 moved into bfloat16's fields has its exponent 120 too low: multiplied by 2^120 it is exact, subnormals
-    included."""
+def _float(bits: int, mask: str, factor: str, shift: int) -> str:
+    """e4m3 and e2m1 moved into bfloat16's fields have an exponent that is 120 or 126 too low: multiplied by 2^120 or
+    2^126 they are exact, subnormals included."""
+    planes = 16 // bits
     text = (
-        "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x07F007F0; mov.b32 h, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 "
+        f"{{.reg .b32 s, t, m, h, f, z; mov.b32 m, {mask}; mov.b32 h, 0x80008000; mov.b32 f, {factor}; mov.b32 "
         "z, 0x80008000;\n"
     )
     for half in range(2):
-        for p in range(2):
-            text += (
-                f"shl.b32 s, ${4 + half}, {8 - 8 * p}; shr.u32 t, s, 4; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
-            )
-            text += f"fma.rn.bf16x2 ${2 * half + p}, t, f, z;\n"
-    return text + "}"
-
-
-def _fp4() -> str:
-    """e2m1: its exponent is 126 too low in bfloat16's fields."""
-    text = (
-        "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x01C001C0; mov.b32 h, 0x80008000; mov.b32 f, 0x7E807E80; mov.b32 "
-        "z, 0x80008000;\n"
-    )
-    for half in range(2):
-        for p in range(4):
-            text += (
-                f"shl.b32 s, ${8 + half}, {12 - 4 * p}; shr.u32 t, s, 6; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
-            )
-            text += f"fma.rn.bf16x2 ${4 * half + p}, t, f, z;\n"
+        for p in range(planes):
+            move = f"shl.b32 s, ${2 * planes + half}, {16 - bits - bits * p}; shr.u32 t, s, {shift}"
+            text += f"{move}; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
+            text += f"fma.rn.bf16x2 ${planes * half + p}, t, f, z;\n"
     return text + "}"
 
 
@@ -104,14 +89,11 @@ def _pairs() -> str:
     return text + "}"
 
 
-INT4 = tl.constexpr(_int4(8))
-UINT4 = tl.constexpr(_int4(0))
-INT5 = tl.constexpr(_above(1, 16))
-UINT5 = tl.constexpr(_above(1, 0))
-INT6 = tl.constexpr(_above(2, 32))
+INT4, UINT4 = tl.constexpr(_int4(8)), tl.constexpr(_int4(0))
+INT5, UINT5, INT6 = tl.constexpr(_above(1, 16)), tl.constexpr(_above(1, 0)), tl.constexpr(_above(2, 32))
 INT8 = tl.constexpr(_int8())
-FP8 = tl.constexpr(_fp8())
-FP4 = tl.constexpr(_fp4())
+FP8 = tl.constexpr(_float(8, "0x07F007F0", "0x7B807B80", 4))
+FP4 = tl.constexpr(_float(4, "0x01C001C0", "0x7E807E80", 6))
 EIGHT = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 EIGHT_ABOVE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 FOUR = tl.constexpr("=r,=r,=r,=r,r,r")
@@ -181,25 +163,14 @@ def planes_of(
             g = _plain_plane(words, above, 6, CODES, P, BN, KIND)
             h = _plain_plane(words, above, 7, CODES, P, BN, KIND)
             return a, b, c, d, e, f, g, h
-    elif CODES == "int4":
-        return tl.inline_asm_elementwise(INT4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
-    elif CODES == "uint4":
-        return tl.inline_asm_elementwise(UINT4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
-    elif CODES == "int5":
-        return tl.inline_asm_elementwise(
-            INT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
-        )
-    elif CODES == "uint5":
-        return tl.inline_asm_elementwise(
-            UINT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
-        )
-    elif CODES == "int6":
-        return tl.inline_asm_elementwise(
-            INT6, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
-        )
-    elif CODES == "fp4":
-        return tl.inline_asm_elementwise(FP4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
-    elif CODES == "int8":
-        return tl.inline_asm_elementwise(INT8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
+    elif CODES == "int8" or CODES == "fp8":
+        eight: tl.constexpr = INT8 if CODES == "int8" else FP8
+        return tl.inline_asm_elementwise(eight, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
+    elif CODES == "int4" or CODES == "uint4" or CODES == "fp4":
+        four: tl.constexpr = INT4 if CODES == "int4" else UINT4 if CODES == "uint4" else FP4
+        return tl.inline_asm_elementwise(four, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     else:
-        return tl.inline_asm_elementwise(FP8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
+        more: tl.constexpr = INT5 if CODES == "int5" else UINT5 if CODES == "uint5" else INT6
+        return tl.inline_asm_elementwise(
+            more, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+        )

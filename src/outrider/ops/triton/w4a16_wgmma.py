@@ -108,9 +108,8 @@ def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
 
 def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock) -> Flags:
     """The compiler flags of the source."""
-    flags: dict[str, int | str] = dict(
+    return dict(
         NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated),
         ACT=ACTS[extras.act],
         OFFSET=8 if w.codes is Codes.INT4 else 0, HALF=int(w.half), PER=w.per, ZERO_POINT=int(w.zero_point is not None),
     )
-    return tuple(flags.items())

@@ -214,9 +214,8 @@ def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
 
 def flags_of(w: QuantWeight, extras: Epilogue, rows: int, warps: int) -> Flags:
     """The compiler flags of the source."""
-    flags: dict[str, int | str] = dict(
+    return dict(
         TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0],
         HALF=int(w.half), PER=w.per,
         ZERO_POINT=int(w.zero_point is not None), FACTOR=int(w.factor is not None), WARPS=warps,
     )
-    return tuple(flags.items())
