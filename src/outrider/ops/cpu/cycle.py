@@ -49,7 +49,7 @@ class CpuCycle:
         self.keep = (model, drafter, cache, features, pages)  # keeps the memory behind the pointers alive
         c = self.c = CCycle(head=ops.c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
         c.features = features.data_ptr()
-        c.call.stack = ctypes.pointer(model.stack.c)
+        c.call.stack = ctypes.addressof(model.stack.c)
         batch = c.call.batch
         pages.bind(batch)
         for i, group in enumerate(GROUPS):
@@ -58,7 +58,7 @@ class CpuCycle:
                 batch.tables[i], batch.width[i] = table.data_ptr(), table.shape[1]
         if drafter is not None:
             own = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
-            own.call = CCall(ctypes.pointer(drafter.stack.c), c.call.batch)
+            own.call = CCall(ctypes.addressof(drafter.stack.c), c.call.batch)
             c.draft, c.shift = ctypes.addressof(own), drafter.shift
         most = features.shape[0]
         self.asked = bytearray(most * ASKED.size)

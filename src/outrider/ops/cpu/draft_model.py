@@ -29,7 +29,7 @@ class CpuChain:
         self.ops, self.cap = model.ops, model.config.softcap or 0.0
         self.keep = (model, head, listed)  # keeps the memory behind the pointers alive
         self.c = CChain(head=self.ops.c_weight(head), all=self.ops.c_weight(model.head), cap=self.cap)
-        self.c.call.stack = ctypes.pointer(model.stack.c)
+        self.c.call.stack = ctypes.addressof(model.stack.c)
         self.c.listed = listed.data_ptr() if listed is not None else None
         self.layer = model.config.kv_layers[0]
         self.first: Tensor | None = None  # identifies the cache of the pointers in `pages`

@@ -51,17 +51,9 @@ class Stack:
                 setattr(c, name, at(vector))
         self.freqs = (c_void_p * len(inv_freqs))(*[f.data_ptr() for f in inv_freqs])
         self.halves = (c_int32 * len(inv_freqs))(*[f.shape[0] for f in inv_freqs])
-        self.c = CStack(
-            layers=len(blocks),
-            hidden=hidden,
-            act=ACTIVATIONS[act],
-            ropes=len(inv_freqs),
-            eps=eps,
-            embed_scale=1.0,
-            layer=self.layers,
-            inv_freq=self.freqs,
-            rope_half=self.halves,
-        )
+        c = self.c = CStack(layers=len(blocks), hidden=hidden, act=ACTIVATIONS[act], eps=eps, embed_scale=1.0)
+        c.layer, c.inv_freq = ctypes.addressof(self.layers), ctypes.addressof(self.freqs)
+        c.rope_half, c.ropes = ctypes.addressof(self.halves), len(inv_freqs)
 
     def changes(self, adapter: Adapter) -> ctypes.Array[CLowRank] | None:
         """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
@@ -86,7 +78,7 @@ class Stack:
         batch.c.rope_shift = shift
         rows = batch.c.rows if wanted is None else wanted.rows.shape[0]
         hidden = torch.empty((rows, self.hidden))
-        call = CCall(ctypes.pointer(self.c), batch.c, at(features), hidden.data_ptr())
+        call = CCall(ctypes.addressof(self.c), batch.c, at(features), hidden.data_ptr())
         if wanted is not None:
             few, which = CBatchBuffers(wanted.kv, pages), wanted.rows.contiguous()
             few.c.rows = rows
@@ -232,7 +224,7 @@ class CompiledDrafter:
         drawn = [floats(noise.temperature), *(t.contiguous() for t in (noise.sampled, noise.seed, noise.position))]
         held = [last.contiguous(), start, state.taps, *drawn, out]
         c = self.c
-        c.call = CCall(ctypes.pointer(self.stack.c), batch.c)
+        c.call = CCall(ctypes.addressof(self.stack.c), batch.c)
         c.steps = steps
         c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position, c.out = map(at, held)
         c.confidence, c.lengths = confidence.data_ptr(), lengths.data_ptr()

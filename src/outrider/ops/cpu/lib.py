@@ -1,173 +1,99 @@
-"""The C library's structs and signatures. They must match the headers; sizes are checked at load."""
+"""The C library's structs and signatures, read from its sources; sizes are checked at load."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+import operator
+import re
+from collections.abc import Iterator
+from ctypes import Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from ...types import AttnSpec, GroupName, KVPages, KVView
-from .build import SHIPPED, shared_object
+from .build import HERE, SHIPPED, SOURCES, shared_object
 
 # how a weight is laid out, in the order of formats.h; GGUF's formats by their names
 PackedKind = IntEnum("PackedKind", "DENSE Q4_1 Q4_0 Q8_0 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS PARTS FILE")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
 GROUPS: tuple[GroupName, ...] = ("full", "sliding")  # the order of a batch's tables
+# The library's sources without comments, and the numbers they declare.
+C = re.sub(r"/\*.*?\*/", "", "\n".join((HERE / name).read_text() for name in SOURCES), flags=re.DOTALL)
+NUMBERS: dict[str, type] = {"int": c_int, "int32_t": c_int32, "int64_t": c_int64, "long": c_long, "float": c_float}
 
 
-def fields(kind: type, names: str) -> list[tuple[str, type]]:
-    """Fields of one type, in the order of the C struct."""
-    return [(name, kind) for name in names.split()]
+def members(name: str, **inner: type[Structure]) -> list[tuple[str, type]]:
+    """The fields of a C struct, pointers as addresses. inner: the structs that it contains."""
+    body = re.search(rf"typedef struct {{([^{{}}]*)}} {name};", C)
+    assert body is not None, name
+    kinds, found = NUMBERS | inner, list[tuple[str, type]]()
+    for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", body[1]):
+        for star, field, count in re.findall(r"([*]?)(\w+)(?:\[(\d)\])?(?:,|$)", declared):
+            item = c_void_p if star else kinds[kind]
+            found.append((field, operator.mul(item, int(count)) if count else item))
+    return found
+
+
+def signatures() -> Iterator[tuple[str, type | None, list[type]]]:
+    """Of the library's functions: name, result and arguments."""
+    for result, star, name, given in re.findall(r"^(\w+) (\*?)(or_\w+)\(([^)]*)\) \{", C, re.MULTILINE):
+        given = [one for one in given.split(",") if one != "void"]
+        arguments = [c_void_p if "*" in one else NUMBERS[one.split()[-2]] for one in given]
+        yield name, c_void_p if star else NUMBERS.get(result), arguments
 
 
 class CWeight(Structure):
-    _fields_ = [*fields(c_int32, "kind n k dtype"), *fields(c_void_p, "data scale")]
+    _fields_ = members("Weight")
 
 
 class CSpec(Structure):
-    _fields_ = [
-        *fields(c_int32, "heads kv_heads dim kv_layer writes group window k_eq_v norm_v"),
-        *fields(c_float, "scale eps"),
-    ]
+    _fields_ = members("Spec")
 
 
 class CBatch(Structure):
-    _fields_ = [
-        *fields(c_int32, "rows seqs page_size kv_dtype rope_shift"),
-        *fields(c_void_p, "ids positions row_seq row_start"),
-        ("tables", c_void_p * 2),
-        ("width", c_int32 * 2),
-        *fields(c_void_p, "keys values places paths"),
-        ("path_width", c_int64),
-    ]
+    _fields_ = members("Batch")
 
 
 class CMoe(Structure):
-    _fields_ = [
-        *fields(CWeight, "router gate_up down"),
-        *fields(c_void_p, "router_norm norm expert_scale post_norm post_dense_norm"),
-        *fields(c_int32, "experts top"),
-    ]
+    _fields_ = members("Moe", Weight=CWeight)
 
 
 class CLayer(Structure):
-    _fields_ = [
-        ("attn", CSpec),
-        *fields(c_int32, "rope inter"),
-        *fields(CWeight, "qkv out gate_up down ple_gate ple_out"),
-        ("moe", CMoe),
-        *fields(c_void_p, "attn_norm qkv_bias q_norm k_norm out_bias post_attn_norm"),
-        *fields(c_void_p, "mlp_norm gate_up_bias down_bias post_mlp_norm scalar next_norm ple_post_norm"),
-    ]
+    _fields_ = members("Layer", Spec=CSpec, Weight=CWeight, Moe=CMoe)
 
 
 class CStack(Structure):
-    _fields_ = [
-        *fields(c_int32, "layers hidden act ropes ple"),
-        *fields(c_float, "eps embed_scale ple_token_scale ple_proj_scale"),
-        ("layer", POINTER(CLayer)),
-        *fields(CWeight, "embed pre post ple_embed ple_proj"),
-        ("ple_norm", c_void_p),
-        ("inv_freq", POINTER(c_void_p)),
-        ("rope_half", POINTER(c_int32)),
-    ]
+    _fields_ = members("Stack", Weight=CWeight)
 
 
 class CLowRankPiece(Structure):
-    _fields_ = [*fields(c_int32, "end first rank spare"), ("at", c_int64)]
+    _fields_ = members("LowRankPiece")
 
 
 class CLowRank(Structure):
-    _fields_ = [("a", CWeight), *fields(c_void_p, "b next"), ("lines", c_int64), ("piece", CLowRankPiece * 3)]
+    _fields_ = members("LowRank", Weight=CWeight, LowRankPiece=CLowRankPiece)
 
 
 class CAdapters(Structure):
-    _fields_ = [*fields(c_void_p, "table of"), ("count", c_int64)]
+    _fields_ = members("Adapters")
 
 
 class CCall(Structure):
-    _fields_ = [
-        ("stack", POINTER(CStack)),
-        ("batch", CBatch),
-        *fields(c_void_p, "features hidden fed_back taps wanted"),
-        ("few", CBatch),
-        ("narrow", c_int32),
-        ("adapters", CAdapters),
-    ]
+    _fields_ = members("Call", Batch=CBatch, Adapters=CAdapters)
 
 
 class CDraft(Structure):
-    _fields_ = [
-        ("call", CCall),
-        *fields(CWeight, "table head centroids"),
-        ("table_scale", c_float),
-        *fields(c_int32, "steps unit tied clusters top size"),
-        *fields(c_void_p, "cluster_ids hashes last start taps temperature sampled seed position out"),
-        *fields(c_void_p, "confidence lengths stop drop trust rivals rival_confidence state top_k top_p min_logp"),
-    ]
+    _fields_ = members("Draft", Call=CCall, Weight=CWeight)
 
 
 class CCycle(Structure):
-    _fields_ = [
-        ("call", CCall),
-        ("head", CWeight),
-        *fields(c_void_p, "draft taps features z asked drafts confidence parents path prices"),
-        *fields(c_void_p, "temperature sampled seed top_k top_p min_logp trust chosen logprobs"),
-        *fields(c_int32, "seqs most streams shift"),
-        ("cap", c_float),
-        ("likely", c_int32),
-    ]
+    _fields_ = members("Cycle", Call=CCall, Weight=CWeight)
 
 
 class CChain(Structure):
-    _fields_ = [
-        ("call", CCall),
-        *fields(CWeight, "head all"),
-        *fields(c_void_p, "listed seen seen_start"),
-        ("cap", c_float),
-        ("steps", c_int32),
-        *fields(c_void_p, "temperature sampled seed position out confidence lengths stop drop trust"),
-    ]
-
-
-P, I, F, L, I64 = c_void_p, c_int, c_float, c_long, c_int64
-CType = type[c_void_p] | type[c_int] | type[c_float] | type[c_long] | type[c_int64]
-SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
-    "or_isa": (I, []),
-    "or_sizes": (I, [I]),
-    "or_team_new": (P, [I]),
-    "or_team_free": (None, [P]),
-    "or_team_size": (I, [P]),
-    "or_packed_bytes": (I64, [I, I, I, I]),
-    "or_pack": (None, [P, P, I, P, I64, I]),
-    "or_take": (None, [P, P, P]),
-    "or_coarse": (I, [P, P, P]),
-    "or_linear": (None, [P, P, P, I, P, P]),
-    "or_gated_linear": (None, [P, P, P, I, I, P]),
-    "or_logits": (None, [P, P, P, I, F, P]),
-    "or_lowrank": (I, [P, P, P, I, I, P]),
-    "or_rows": (None, [P, P, I, F, P]),
-    "or_cluster_lean": (None, [P, P, I, I, I, P, P, P, P, P]),
-    "or_clustered": (None, [P, P, P, I, P, I, I, I, P, P]),
-    "or_rms_norm": (None, [P, I, I, P, F, P]),
-    "or_residual_norm": (None, [P, P, I, I, P, P, P, F, P, P, P]),
-    "or_act_mul": (None, [P, L, P, L, I, I, I, P]),
-    "or_angles": (None, [P, I, P, I, P, P]),
-    "or_choose": (None, [P, P, I, I, P, P, P, P, P]),
-    "or_logprobs": (None, [P, P, I, I, P, I, P]),
-    "or_filter": (I, [P, P, I, I, P, P, P]),
-    "or_moe": (I, [P, P, P, P, I, I, P]),
-    "or_rope_write": (None, [P, P, P, P, P, P, P, P]),
-    "or_attend": (I, [P, P, P, P, L, P]),
-    "or_move_kv": (None, [P, P, P, P, P, I]),
-    "or_forward": (I, [P, P]),
-    "or_draft": (I, [P, P]),
-    "or_decode_step": (I, [P, P]),
-    "or_draft_model_steps": (I, [P, P]),
-}
+    _fields_ = members("Chain", Call=CCall, Weight=CWeight)
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
@@ -185,12 +111,12 @@ def load(isa: str | None = None) -> ctypes.CDLL:
             raise
         path.unlink()
         lib = ctypes.CDLL(str(shared_object(isa)))
-    for name, (result, arguments) in SIGNATURES.items():
+    for name, result, arguments in signatures():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     mirrored = (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank)
     sizes = [ctypes.sizeof(s) for s in mirrored]
-    assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
+    assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "not the library of these sources"
     return lib
 
 
