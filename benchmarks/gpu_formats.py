@@ -45,10 +45,9 @@ from gpu_rig import Rig, collect, plain_run, speculative_run
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import Foreign, ForeignDict, ModelConfig
 from outrider.models.names import tensor_plan
-from outrider.ops.formats import DeviceWeight, Packed, base
+from outrider.ops.formats import MODES, DeviceWeight, Packed, base
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps
-from outrider.ops.triton.quant_ops import MODES
 from outrider.weights.files import from_folder, from_gguf
 from outrider.weights.load import load
 

@@ -45,8 +45,8 @@ from outrider.ops.formats import (
     Weight,
     stays_dense,
 )
+from outrider.ops.triton import TritonOps
 from outrider.ops.triton.quant import quant_linear
-from outrider.ops.triton.quant_ops import QuantTritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights.load import dummy_weights
 
@@ -76,7 +76,7 @@ def made(name: str, n: int, k: int, device: str = "cuda") -> Weight:
 
 
 def products(formats: list[str], shapes: list[str]) -> None:
-    ops = QuantTritonOps("cuda")
+    ops = TritonOps("cuda")
     seen = ops.semaphores
     for shape in shapes:
         n, k = SHAPES[shape]
@@ -134,7 +134,7 @@ def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: 
     )
 
 
-class RecipeOps(QuantTritonOps):
+class RecipeOps(TritonOps):
     """Matrices in the formats of a recipe, whatever `quantize` is asked for: a GGUF kind (Q4_K_M: every second down
     projection in Q6_K, all else in Q4_K), `experts-int8`, or a mode of --quantize."""
 

@@ -189,11 +189,12 @@ def test_logits_that_are_no_numbers_read_no_other_memory(rows: int) -> None:
 def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time, as if all were rounded at once; 704 columns are no whole groups of 128, and then rows have
     one factor."""
-    from outrider.ops.triton import quant_moe, quant_ops
+    from outrider.ops.formats import MODES
+    from outrider.ops.triton import quant_moe
 
     ops = TritonOps(DEVICE, pdl=False)
     dense = rand(3, 40, 160, seed=3, scale=0.05).to(DEVICE, torch.bfloat16)
-    format = next(f for f in quant_ops.MODES[mode] if f.alignment() <= 1 or 160 % f.alignment() == 0)
+    format = next(f for f in MODES[mode] if f.alignment() <= 1 or 160 % f.alignment() == 0)
     whole = hold_experts(format.quantise(dense))
     monkeypatch.setattr(quant_moe, "SLICE", 64 * 160)
     held = ops.quantize(dense, mode)

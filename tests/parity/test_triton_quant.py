@@ -25,7 +25,6 @@ from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.quant import quant_linear  # noqa: E402
 from outrider.ops.triton.quant_config import QuantTile, fit  # noqa: E402
-from outrider.ops.triton.quant_ops import QuantTritonOps  # noqa: E402
 from outrider.ops.triton.repack import Codes, Parts, QuantWeight, repack  # noqa: E402
 from outrider.ops.triton.wna16_gemv import WNA16Gemv  # noqa: E402
 from outrider.weights import load_target  # noqa: E402
@@ -254,7 +253,7 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
 @pytest.mark.parametrize("name", ["int4 g32", "int4 g128", "int4 asymmetric", "int4 ordered", "Q4_0", "Q4_1", "Q4_K"])
 def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> None:
     """And a row of few tokens those of the same row among many; one span, several, and a last one that is shorter."""
-    ops = QuantTritonOps(DEVICE)
+    ops = TritonOps(DEVICE)
     assert ops.few is not None and ops.more is not None
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))

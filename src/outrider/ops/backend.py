@@ -169,9 +169,8 @@ class CycleResult(NamedTuple):
     k: int  # tokens drafted and verified
     tokens: list[int]  # emitted: those accepted and the target's next
     confidence: list[float] | None  # of the drafter's tokens
-    tree: tuple[list[int], list[int], float, list[int]] | None = (
-        None  # the row each token follows, rows accepted, drafter's steps, tokens
-    )
+    # the row each token follows, rows accepted, drafter's steps, tokens
+    tree: tuple[list[int], list[int], float, list[int]] | None = None
     logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
     drafts: list[int] | None = None  # the tokens drafted
 

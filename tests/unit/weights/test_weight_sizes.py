@@ -15,7 +15,7 @@ from tests.unit.weights.test_gguf_load import EDGE, MOE, QWEN
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.formats import BLOCKS, Float8Format, Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, base
-from outrider.ops.triton.quant_ops import QuantTritonOps
+from outrider.ops.triton import TritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights import hub, load_target
 from outrider.weights.sizes import LAYOUTS, layout_of, stored_size
@@ -71,7 +71,7 @@ def test_the_account_is_what_the_loader_allocates(
     monkeypatch.setattr(base, "SMALL", small)
     path = tmp_path / "m.gguf"
     write_gguf(path, ModelConfig.from_hf(raw), fmt)
-    config, weights, _ = load_target(path, "cpu", torch.bfloat16, QuantTritonOps("cpu"))
+    config, weights, _ = load_target(path, "cpu", torch.bfloat16, TritonOps("cpu"))
     said = stored_size(hub.resolve(path), config)
     assert abs(said.gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
     assert said.gpu > 1.02 * said.total  # the size of the file alone would promise too much
@@ -87,7 +87,7 @@ def test_the_account_of_weights_that_are_rounded_while_loading(
 ) -> None:
     monkeypatch.setattr(base, "SMALL", 1 << 11)
     folder = tiny.write_target(kind, tmp_path / "t")
-    config, weights, _ = load_target(folder, "cpu", torch.bfloat16, QuantTritonOps("cpu"), quantize=quantize)
+    config, weights, _ = load_target(folder, "cpu", torch.bfloat16, TritonOps("cpu"), quantize=quantize)
     assert (
         abs(stored_size(hub.resolve(str(folder)), config, quantize).gpu / sum(w.nbytes for w in weights.values()) - 1)
         < 0.01

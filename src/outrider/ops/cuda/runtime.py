@@ -21,6 +21,7 @@ import torch
 from ..cpu.build import cache_path
 
 FOLDER = Path(__file__).parent
+Flags = Mapping[str, int | str]
 ATTR_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: percent of what a SM has for it and for L1
 LAUNCH_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the kernel ahead drains
@@ -64,7 +65,7 @@ def headers() -> dict[str, str]:
     return {f.name: f.read_text() for f in sorted(FOLDER.glob("*.cuh"))}
 
 
-def image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
+def image(source: str, arch: str, flags: Flags) -> bytes:
     """Machine code of a source for one architecture (90: Hopper; 90a: and no later one). It may include the headers of
     this folder."""
     library = compiler()
@@ -99,17 +100,12 @@ def version(library: ctypes.CDLL) -> tuple[int, int]:
     return major.value, minor.value
 
 
-def kept_image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
+def kept_image(source: str, arch: str, flags: Flags) -> bytes:
     """`image`, from the cache if it was made before. A cached file is a digest followed by the code: a damaged one is
     made again, and if nothing can be written nothing is cached."""
     library = compiler()
-    told = (
-        source,
-        sorted(headers().items()),
-        arch,
-        sorted(flags.items()),
-        None if library is None else version(library),
-    )
+    made_by = None if library is None else version(library)
+    told = (source, sorted(headers().items()), arch, sorted(flags.items()), made_by)
     path = cache_path("cuda", hashlib.sha256(repr(told).encode()).hexdigest()[:32] + ".cubin")
     try:
         digest, code = (held := path.read_bytes())[:32], held[32:]
@@ -171,38 +167,18 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, tile_rows: in
     room = (ctypes.c_char * 192)()
     at = ctypes.addressof(room) + -ctypes.addressof(room) % 64
     bfloat16, no_interleave, swizzle_128, promote_256, zeros, dims = 9, 0, 3, 3, 0, len(sizes)
-    _done(
-        cuda.cuTensorMapEncodeTiled(
-            ctypes.c_void_p(at),
-            bfloat16,
-            dims,
-            ctypes.c_void_p(address),
-            (ctypes.c_uint64 * dims)(*sizes),
-            (ctypes.c_uint64 * (dims - 1))(*strides),
-            (ctypes.c_uint32 * dims)(*box),
-            (ctypes.c_uint32 * dims)(*([1] * dims)),
-            no_interleave,
-            swizzle_128,
-            promote_256,
-            zeros,
-        ),
-        f"tensor map of {rows} x {columns}",
-    )
+    longs, ints = ctypes.c_uint64 * dims, ctypes.c_uint32 * dims
+    shape = (longs(*sizes), longs(*strides), ints(*box), ints(*[1] * dims))
+    matrix = (ctypes.c_void_p(at), bfloat16, dims, ctypes.c_void_p(address), *shape)
+    code = cuda.cuTensorMapEncodeTiled(*matrix, no_interleave, swizzle_128, promote_256, zeros)
+    _done(code, f"tensor map of {rows} x {columns}")
     return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
 
 
 class Kernel:
     """A function of a source, loaded on one device."""
 
-    def __init__(
-        self,
-        source: str,
-        name: str,
-        flags: Mapping[str, int | str],
-        device: torch.device,
-        shared: int,
-        own: bool = False,
-    ):
+    def __init__(self, source: str, name: str, flags: Flags, device: torch.device, shared: int, own: bool = False):
         """shared: the maximum bytes of shared memory of a launch; own: it uses instructions of this architecture
         alone."""
         cuda = driver()

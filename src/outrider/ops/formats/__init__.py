@@ -1,6 +1,7 @@
 """Weight formats, one per file. The interface is in `base`: `Weight`, `Format`, and `DeviceWeight`, a weight packed by
 a backend."""
 
+# ruff: noqa: F401
 from .base import DeviceWeight, Format, Packed, Unit, Weight, join, stack, stays_dense
 from .dense import DenseFormat, dense
 from .fp8 import Float8Format
@@ -8,23 +9,3 @@ from .gguf import BLOCKS, GGUFBlockFormat
 from .integer import IntegerFormat
 from .nvfp4 import NvFp4Format
 from .rounded import MODES, rounded_to
-
-__all__ = [
-    "BLOCKS",
-    "MODES",
-    "DenseFormat",
-    "DeviceWeight",
-    "Float8Format",
-    "Format",
-    "GGUFBlockFormat",
-    "IntegerFormat",
-    "NvFp4Format",
-    "Packed",
-    "Unit",
-    "Weight",
-    "dense",
-    "join",
-    "rounded_to",
-    "stack",
-    "stays_dense",
-]

@@ -22,12 +22,7 @@ def blocks_of(weight: Weight) -> Weight | None:
     """The same matrix in Q4_0, Q4_1 or Q8_0; None where it has no such form."""
     format, t = weight.format, weight.tensors
     columns = weight.shape[-1]
-    if (
-        not isinstance(format, IntegerFormat)
-        or format.ordered
-        or columns % BLOCK
-        or (format.group % BLOCK and format.group)
-    ):
+    if not isinstance(format, IntegerFormat) or format.ordered or columns % BLOCK or format.group % BLOCK:
         return None
     if format.has_zero_point and format.bits == 8:
         return None

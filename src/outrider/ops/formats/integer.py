@@ -30,9 +30,7 @@ class IntegerFormat(Format):
     @property
     def name(self) -> str:
         group = f"g{self.group}" if self.group else "channel"
-        return (
-            f"int{self.bits} {group}{' asymmetric' if self.has_zero_point else ''}{' ordered' if self.ordered else ''}"
-        )
+        return f"int{self.bits} {group}" + " asymmetric" * self.has_zero_point + " ordered" * self.ordered
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -62,14 +60,8 @@ class IntegerFormat(Format):
         groups = values.float().reshape(*rows, -1, self.group or columns)
         top = float(1 << (self.bits - 1))
         scale = (groups.abs().amax(-1) / (top - 0.5)).clamp_min(1e-8).to(self.scale)
-        q = (
-            (groups / scale.float()[..., None])
-            .round_()
-            .clamp_(-top, top - 1)
-            .add_(top)
-            .to(torch.uint8)
-            .reshape(values.shape)
-        )
+        q = (groups / scale.float()[..., None]).round_().clamp_(-top, top - 1).add_(top)
+        q = q.to(torch.uint8).reshape(values.shape)
         return Weight(made, tuple(values.shape), {"q": pairs(q) if self.bits == 4 else q, "scale": scale})
 
 

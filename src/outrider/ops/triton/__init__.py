@@ -1,7 +1,6 @@
 """Kernels for NVIDIA GPUs, written in Triton. `TritonOps` implements the ops of `reference.ReferenceOps`, with
 quantised weights; `DenseTritonOps` keeps all weights dense."""
 
-from .ops import TritonOps as DenseTritonOps
-from .quant_ops import QuantTritonOps as TritonOps
+from .ops import DenseTritonOps, TritonOps
 
 __all__ = ["DenseTritonOps", "TritonOps"]

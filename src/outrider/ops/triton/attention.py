@@ -72,12 +72,7 @@ def _split_of(key, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, 
 
 @triton.jit
 def _opens(
-    k,
-    WINDOW: tl.constexpr,
-    FINE: tl.constexpr,
-    MID: tl.constexpr,
-    COARSE: tl.constexpr,
-    NEAR: tl.constexpr,
+    k, WINDOW: tl.constexpr, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):
     """Whether a split begins at key k."""
@@ -91,9 +86,8 @@ def _opens(
 def power(n):
     """2 to the integer n <= 0, exactly; 0 below -126 and for -inf. Adding 1.5 · 2^23 puts the number into the last
     bits."""
-    return ((tl.maximum(n, -127.0) + (127.0 + 12582912.0)).to(tl.int32, bitcast=True) << 23).to(
-        tl.float32, bitcast=True
-    )
+    bits = (tl.maximum(n, -127.0) + (127.0 + 12582912.0)).to(tl.int32, bitcast=True)
+    return (bits << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -110,32 +104,21 @@ def _seek(table, k, most, paths, row, base, TREE_DEPTH: tl.constexpr, PAGE: tl.c
     key, live = k + i, k + i < most
     if TREE_DEPTH > 0:
         inner = live & (key >= base)
-        key = tl.where(inner, base + tl.load(paths + row * TREE_DEPTH + key - base, mask=inner, other=0), key).to(
-            tl.int32
-        )
+        ancestor = tl.load(paths + row * TREE_DEPTH + key - base, mask=inner, other=0)
+        key = tl.where(inner, base + ancestor, key).to(tl.int32)
     return tl.load(table + key // PAGE, mask=live, other=0), key % PAGE
 
 
 @triton.jit
 def _fetch(
-    of,
-    page,
-    within,
-    page_stride,
-    kv_head,
-    live,
-    d,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    KIND: tl.constexpr,
-    ASM: tl.constexpr,
+    of, page, within, page_stride, kv_head, live, d,
+    D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):
     """These columns of keys or of values, a row each; of eight bits, where D counts pairs of columns, the even ones and
     the odd ones."""
     at = page.to(tl.int64) * page_stride + (kv_head * PAGE + within) * D
-    return widen_columns(
-        tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0), KIND, ASM
-    )
+    words = tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0)
+    return widen_columns(words, KIND, ASM)
 
 
 @triton.jit
@@ -182,13 +165,11 @@ def attend_kernel(
     q, keys, values, table, positions, row_start, paths, out, partial_out, partial_lse,
     table_stride, page_stride, scale, slots, span_end,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SPLITS_PER_PROGRAM: tl.constexpr,
-    MULTI_SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, PREFETCH: tl.constexpr,
-    FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    SINGLE_BLOCK: tl.constexpr, TREE_DEPTH: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
-    ASM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SPLITS_PER_PROGRAM: tl.constexpr,
+    MULTI_SPLIT: tl.constexpr, PARTS: tl.constexpr, PREFETCH: tl.constexpr, FINE: tl.constexpr, MID: tl.constexpr,
+    COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, SINGLE_BLOCK: tl.constexpr, TREE_DEPTH: tl.constexpr,
+    TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """SPAN: every row sees the keys up to span_end. SPLIT: a program processes SPLITS_PER_PROGRAM splits from its slot
     on, and stores each separately (MULTI_SPLIT: there may be several). SINGLE_BLOCK: a split is a single block. PARTS:
@@ -324,12 +305,9 @@ def attend_kernel(
             _leave(partial_out, partial_lse, to, acc, total, top, d, ok, D)
         if not SPLIT:
             mass = tl.max(total, 1)  # all columns are equal
-            at_out = row[:, None] * (HEADS * D) + head[:, None] * D + dv[None, :]
-            tl.store(
-                out + at_out,
-                (join_columns(acc) / mass[:, None]).to(out.dtype.element_ty),
-                mask=ok[:, None] & (dv < D)[None, :],
-            )
+            at_out = out + (row[:, None] * (HEADS * D) + head[:, None] * D + dv[None, :])
+            result = (join_columns(acc) / mass[:, None]).to(out.dtype.element_ty)
+            tl.store(at_out, result, mask=ok[:, None] & (dv < D)[None, :])
 
 
 @triton.jit
@@ -384,13 +362,8 @@ def combine_kernel(
 
 
 def attend(
-    q: Tensor,
-    spec: AttnSpec,
-    kv: KVView,
-    pdl: bool,
-    cut: ReductionSpec | None = None,
-    shape: AttentionConfig | None = None,
-    span_end: int = 0,
+    q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None,
+    shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)
@@ -404,16 +377,14 @@ def attend(
     table = kv.tables[spec.group]
     padded = triton.next_power_of_2(dim)
     slots = split_count(spec, kv, cut) if shape.split else 1
-    partial_out = (
-        torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if shape.split else out
-    )
-    partial_lse = (
-        torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if shape.split else out
-    )
+    partial_out = partial_lse = out
+    if shape.split:
+        partial_out, partial_lse = (
+            torch.empty((rows, spec.heads, slots, width), dtype=torch.float32, device=q.device) for width in (dim, 2)
+        )
     same = dict(
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near,
-        FAR=cut.far,
-        PDL=pdl, launch_pdl=pdl,
+        FAR=cut.far, PDL=pdl, launch_pdl=pdl,
     )
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
     programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else shape.parts, 0, 1, 1

@@ -73,21 +73,12 @@ def argmax_last_kernel(best, where, out, chunks, BLOCK: tl.constexpr, PDL: tl.co
     tl.store(out + row, tl.load(where + row * chunks + tl.minimum(at, chunks - 1)).to(tl.int64))
 
 
-def argmax(z: Tensor, pdl: bool) -> Tensor:
-    """The lowest id on ties."""
-    return _argmax(z, z, z, None, z, False, pdl)
-
-
-def gumbel_argmax(
-    z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, pdl: bool
+def argmax(
+    z: Tensor, pdl: bool, noise: tuple[Tensor, Tensor, Tensor] | None = None, tokens: Tensor | None = None
 ) -> Tensor:
-    return _argmax(z, seed, position, tokens, sampled.view(torch.uint8), True, pdl)
-
-
-def _argmax(
-    z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, noise: bool, pdl: bool
-) -> Tensor:
+    """The lowest id on ties. noise: seed, position, and which rows have it; tokens: ids of the columns."""
     rows, n = z.shape
+    seed, position, sampled = noise or (z, z, z)
     z = z.contiguous()
     chunks = triton.cdiv(n, CHUNK)
     best = torch.empty((rows, chunks), dtype=torch.float32, device=z.device)
@@ -96,7 +87,7 @@ def _argmax(
     ids = seed if tokens is None else tokens.expand(rows, n).contiguous()
     argmax_kernel[(rows, chunks)](
         z, ids, seed, position, sampled, best, where, n, chunks,
-        NOISE=noise, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        NOISE=noise is not None, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     argmax_last_kernel[(rows,)](
         best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, launch_pdl=pdl

@@ -22,14 +22,9 @@ def pdl_start(PDL: tl.constexpr):
 @triton.jit
 def prefetch(ptrs):
     """Ask for the 128-byte lines at `ptrs` to be brought into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [ptrs.to(tl.int64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    text: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    at = ptrs.to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(text, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -82,9 +77,8 @@ def epilogue(
             up += tl.load(bias + N + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
         acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
     if MUL:
-        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(
-            tl.float32
-        )
+        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0)
+        other = other.to(tl.float32)
         acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
     if SOFTCAP:
         acc = tanh(acc / softcap) * softcap

@@ -45,13 +45,10 @@ def layer_run(
     w, norms, keys, values, tables, table_stride, page_stride, positions, s0,
     batch, tick, first, last, spins, counter, FIRST_LAYER: tl.constexpr, COUNT: tl.constexpr, NORMS: tl.constexpr,
     H: tl.constexpr, INTER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr,
-    WORK_UNITS: tl.constexpr,
-    X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
-    ML: tl.constexpr,
-    YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
+    ACTIVATION: tl.constexpr, WORK_UNITS: tl.constexpr, X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr,
+    A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr,
+    Y: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):
     """COUNT layers of one shape over the same K/V. Phases are numbered from 1 + 5 · FIRST_LAYER."""
     WIDE: tl.constexpr = HEADS * D
@@ -105,21 +102,14 @@ def round_kernel(
     table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, turn, batch, steps, from_step,
     to_step, first, last,
     H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, INTER: tl.constexpr, CLUSTERS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOP: tl.constexpr, PIECES: tl.constexpr,
-    COUNT_A: tl.constexpr, HEADS_A: tl.constexpr, KV_A: tl.constexpr, D_A: tl.constexpr, WINDOW_A: tl.constexpr,
-    SCALE_A: tl.constexpr,
-    S_A: tl.constexpr, BN_A: tl.constexpr,
-    COUNT_B: tl.constexpr, HEADS_B: tl.constexpr, KV_B: tl.constexpr, D_B: tl.constexpr, WINDOW_B: tl.constexpr,
-    SCALE_B: tl.constexpr,
-    S_B: tl.constexpr, BN_B: tl.constexpr,
-    NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, WORK_UNITS: tl.constexpr,
-    SLAB: tl.constexpr,
+    SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, COUNT_A: tl.constexpr, HEADS_A: tl.constexpr,
+    KV_A: tl.constexpr, D_A: tl.constexpr, WINDOW_A: tl.constexpr, SCALE_A: tl.constexpr, S_A: tl.constexpr,
+    BN_A: tl.constexpr, COUNT_B: tl.constexpr, HEADS_B: tl.constexpr, KV_B: tl.constexpr, D_B: tl.constexpr,
+    WINDOW_B: tl.constexpr, SCALE_B: tl.constexpr, S_B: tl.constexpr, BN_B: tl.constexpr, NORMS: tl.constexpr,
+    ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, WORK_UNITS: tl.constexpr, SLAB: tl.constexpr,
     X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, MG: tl.constexpr, A: tl.constexpr, Q: tl.constexpr,
-    P: tl.constexpr,
-    ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, GN: tl.constexpr, C: tl.constexpr,
-    L: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, SPINS: tl.constexpr,
+    P: tl.constexpr, ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, GN: tl.constexpr,
+    C: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, SPINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Phases first..last-1 of steps from_step..to_step-1: 0 input, five a layer, head, rank, score; at the end the last
@@ -275,8 +265,7 @@ class FusedDrafter:
             X=h, X0=h, X1=h, MG=h, A=sum(r.spec.head_dim for r in self.runs), Q=wide,
             P=max(n * d for n, d in parts), ML=max(2 * n for n, _ in parts),
             YP=max(r.spec.heads * r.spec.head_dim // min(128, r.spec.head_dim) for r in self.runs) * h, ACT=inter, Y=h,
-            GN=h,
-            C=config.clusters, L=config.cluster_top,
+            GN=h, C=config.clusters, L=config.cluster_top,
         )
         at, offsets = 0, {}
         for name, count in sizes.items():
@@ -299,8 +288,7 @@ class FusedDrafter:
             SIZE=size, TOP=config.cluster_top, PIECES=min(pieces, size), NORMS=self.norm_stride,
             ACTIVATION=config.activation,
             EPS=config.norm_eps, WORK_UNITS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at,
-            G=programs,
-            SYNC=self.sync, SPINS=SPINS, PDL=self.pdl, **offsets,
+            G=programs, SYNC=self.sync, SPINS=SPINS, PDL=self.pdl, **offsets,
         )
         for name, run, n in zip("AB", [*self.runs, *self.runs], [*cut, *cut]):
             s = run.spec
@@ -378,8 +366,7 @@ class FusedDrafter:
                 self.flat, self.norms, self.head, self.ids, self.target.table, features, last, out,
                 self.scratch, self.best, self.scores, self.tokens, self.counter, self.epochs, *parts, kv.positions,
                 noise.temperature, noise.sampled.view(torch.uint8), noise.seed, noise.position, self.table_scale,
-                features.stride(0), *strides,
-                *pages,
+                features.stride(0), *strides, *pages,
                 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=8, num_stages=1, **self.constants,
                 launch_pdl=self.pdl,

@@ -71,13 +71,9 @@ def fetch(ptr, count: tl.constexpr, SYNC: tl.constexpr):
     """Ask for `count` contiguous elements to be brought into L2."""
     if SYNC:
         size: tl.constexpr = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
+        at = ptr.to(tl.int64, bitcast=True)
         tl.inline_asm_elementwise(
-            BULK,
-            "=r,l,r",
-            [ptr.to(tl.int64, bitcast=True), tl.full((), size, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            BULK, "=r,l,r", [at, tl.full((), size, tl.int32)], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
@@ -193,9 +189,7 @@ def pre_phase(
 def q_phase(
     w, norms, before, s0, first, batch, tick, spins, counter,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr,
-    Y: tl.constexpr,
-    Q: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
+    Y: tl.constexpr, Q: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):
     """q = w · norm(x). norms: this layer's; before: those of the layer that x comes from (first: x is the input)."""
     pid = tl.program_id(0)
@@ -243,10 +237,8 @@ def span(position, split, S: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexp
 def attend_phase(
     keys, values, tables, table_stride, page_stride, positions, q_norm, s0, batch, tick, spins, counter,
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    S: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
-    EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
+    ML: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):
     """One unit is the attention of one head over one split of the keys. K/V was written before the round: two blocks
     are loaded before the wait, and a warp keeps its rows to itself until all are done."""
@@ -337,9 +329,8 @@ def out_phase(
 def gate_phase(
     w, norms, s0, batch, tick, spins, counter,
     H: tl.constexpr, GROUPS: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr,
-    X0: tl.constexpr,
-    X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
+    X0: tl.constexpr, X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr,
+    G: tl.constexpr, SYNC: tl.constexpr,
 ):
     """x1 = x0 + norm(sum of the out product); act(gate · norm(x1)) * (up · norm(x1))."""
     pid = tl.program_id(0)
@@ -387,9 +378,8 @@ def head_phase(
     mix, centroids, norms, final_norm, cluster_ids, s0, temperature, sampled, seed, position, warm, step, batch, tick,
     spins, counter,
     H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr,
-    MG: tl.constexpr,
-    GN: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
+    MG: tl.constexpr, GN: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, G: tl.constexpr,
+    SYNC: tl.constexpr,
 ):
     """g = norm(x); scores of the clusters, with the cluster_bonus of those that sample (reference.cluster_bonus); what
     g adds to the next input (mix [H, H]). warm: whether any of the batch samples."""
@@ -454,8 +444,7 @@ def score_phase(
     head, cluster_ids, table, s0, best, scores, tokens, temperature, sampled, seed, position, step, batch, tick, spins,
     counter,
     H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr,
-    L: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
+    L: tl.constexpr, STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):
     """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them, and for trees the two best
     of every step (scores, tokens [B, 16, 2, 256])."""
@@ -467,12 +456,8 @@ def score_phase(
         s = s0 + b * STRIDE
         if b > 0:
             x = spread(s + GN, BN, H)
-        warm, key, at, heat = (
-            tl.load(sampled + b) != 0,
-            tl.load(seed + b),
-            tl.load(position + b) + step,
-            tl.load(temperature + b),
-        )
+        warm, key, at = tl.load(sampled + b) != 0, tl.load(seed + b), tl.load(position + b) + step
+        heat = tl.load(temperature + b)
         top = tl.full((), -0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
         next_ = top
         for u in range(pid, TOP * PIECES, G):

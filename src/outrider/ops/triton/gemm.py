@@ -95,16 +95,7 @@ def linear_kernel(
             acc = tl.trans(tl.zeros((WIDE, BM), dtype=tl.float32))
         for s in range(SPLITS):
             acc += chain(
-                x_row,
-                rows < M,
-                w + w_row,
-                s * k_span,
-                tl.minimum(s * k_span + k_span, K),
-                BM,
-                WIDE,
-                BK,
-                SWAP_AB,
-                EVEN,
+                x_row, rows < M, w + w_row, s * k_span, tl.minimum(s * k_span + k_span, K), BM, WIDE, BK, SWAP_AB, EVEN,
                 PREC,
             )
     else:
@@ -185,8 +176,7 @@ def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
 @triton.jit
 def chain(
     x_row, row_ok, w_row, k_from, k_to,
-    BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr,
-    PREC: tl.constexpr,
+    BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):
     """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM,
     WN]. SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
@@ -355,62 +345,50 @@ def launch_of(
     assert not shape.bm2 or (shape.swap_ab and not serial_splitk)
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     ends: dict[str, int | str | bool] = dict(
-        GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None,
-        SPLITS=splits,
-        PDL=pdl,
-        num_warps=shape.warps, num_stages=shape.stages, launch_pdl=pdl,
+        BM=shape.bm, BN=shape.bn, BK=shape.bk, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None,
+        SOFTCAP=softcap is not None, SPLITS=splits, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
+        launch_pdl=pdl,
     )
+    tensors = (out if bias is None else bias, out if mul is None else mul, out)
+    numbers = (0 if mul is None else mul.stride(0), span, float(softcap or 0.0))
+    wide = shape.bn * (2 if gated else 1)
     assert lora is None or not (shape.tma or shape.bm2), "changes are added to products of few rows"
     use_tma = shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w)
     if use_tma and shape.bm2:
         tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
         programs = tiles * splits if splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES else min(tiles, sm_count(x.device))
         cut = tiles % programs > 0
-        sums = (
-            (programs if splits > 1 else programs + 1 if cut else 0)
-            * (shape.bm + shape.bm2)
-            * shape.bn
-            * (2 if gated else 1)
-        )
+        sums = (programs if splits > 1 else programs + 1 if cut else 0) * (shape.bm + shape.bm2) * wide
         given = (
             matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(x, shape.bm2, shape.bk),
-            matrix_descriptor(w, shape.bn, shape.bk),
-            bias if bias is not None else out, mul if mul is not None else out, out,
+            matrix_descriptor(w, shape.bn, shape.bk), *tensors,
             torch.empty((sums,), dtype=torch.float32, device=x.device) if sums else out, semaphores,
-            rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+            rows, n, k, *numbers,
         )
-        ends |= dict(BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk)
         if splits > 1:
-            return GemmLaunch(splitk_kernel, (programs,), given, ends, out)
-        return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(CUT=cut), out)
+            return GemmLaunch(splitk_kernel, (programs,), given, ends | dict(BM2=shape.bm2), out)
+        return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(BM2=shape.bm2, CUT=cut), out)
     if use_tma:
         tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
         # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that
         # its fetching needs.
         several = splits == 1 and out_dtype.itemsize == 2
         programs = min(tiles, sm_count(x.device)) if several else tiles
-        fetches = (
-            matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(w, shape.bn, shape.bk, gated),
-            bias if bias is not None else out,
-            mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span,
-            float(softcap or 0.0),
-        )
-        ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, GROUP_M=max(1, L2_ROWS // shape.bm))
-        return GemmLaunch(tma_kernel, (programs,), fetches, ends, out)
+        tiled = matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(w, shape.bn, shape.bk, gated)
+        ends |= dict(SEVERAL=several, GROUP_M=max(1, L2_ROWS // shape.bm))
+        return GemmLaunch(tma_kernel, (programs,), (*tiled, *tensors, rows, n, k, *numbers), ends, out)
     grid = (triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn), 1 if serial_splitk else splits)
-    wide = shape.bn * (2 if gated else 1)
     sums = grid[0] * grid[1] * splits * (shape.bm + shape.bm2) * wide
     partial_out = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
     arguments = (
-        x, w, bias if bias is not None else out, mul if mul is not None else out, out, partial_out, semaphores,
+        x, w, *tensors, partial_out, semaphores,
         *((out, out, out, out) if lora is None else (lora.sums, lora.change.b, lora.change.scale, lora.ranges)),
-        rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+        rows, n, k, x.stride(0), *numbers,
         *((0, 0, 0) if lora is None else (len(lora.ranges), *lora.ends)),
     )
     ends |= dict(
-        BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SWAP_AB=shape.swap_ab,
-        EVEN=k % shape.bk == 0 and span % shape.bk == 0, SERIAL_SPLITK=serial_splitk,
-        PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
+        BM2=shape.bm2, SWAP_AB=shape.swap_ab, EVEN=k % shape.bk == 0 and span % shape.bk == 0,
+        SERIAL_SPLITK=serial_splitk, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
         PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
         TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
         PARTS=lora.parts if lora else 0, RANK=lora.rank if lora else 0, LORA_SPANS=len(lora.sums) if lora else 0,

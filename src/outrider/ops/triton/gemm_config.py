@@ -48,9 +48,7 @@ class GemmConfig:
     swap_ab: bool = True
     bm2: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
     serial_splitk: bool = False  # a program processes all spans of its tile; otherwise one program per span
-    tma: bool = (
-        False  # gemm_tma (rows are on the long side, a program processes all spans), or with more rows gemm_streamk
-    )
+    tma: bool = False  # gemm_tma (rows on the long side, a program processes all spans), with more rows gemm_streamk
     wgmma: bool = False  # gemm_wgmma: bn rows of the weights, or swap_ab: of x, meet 256 of the other
     cut: bool = False  # of those, tiles that do not come out even are cut (stream-K)
 
@@ -180,13 +178,8 @@ def config_for_rows(
 
 
 def _swap_ab_config(bm: int, more: int, wide: int, sides: int, serial_splitk: bool, bk: int = 64) -> GemmConfig:
-    stages = max(
-        2,
-        min(
-            4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6,
-            MAX_SMEM // ((bm + more + wide) * bk * 2),
-        ),
-    )
+    most = 4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6
+    stages = max(2, min(most, MAX_SMEM // ((bm + more + wide) * bk * 2)))
     return GemmConfig(bm, wide // sides, bk, stages, 8 if bm * wide >= 16384 else 4, True, more, serial_splitk)
 
 
@@ -312,11 +305,7 @@ def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int
             ):
                 continue
             spans = tile.splits if not serial_splitk else 1
-            each = (
-                (bm + more) * wide * (k / spans) * 2 / (rate * 6e6)
-                + 2.5
-                + (tile.splits if serial_splitk else 0)
-                + _logits(n)
-            )
+            each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
+            each = each + (tile.splits if serial_splitk else 0) + _logits(n)
             rest = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
             yield triton.cdiv(tiles * spans, 132) * each + rest, _swap_ab_config(bm, more, wide, sides, serial_splitk)

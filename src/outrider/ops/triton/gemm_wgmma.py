@@ -11,9 +11,9 @@ import triton
 from torch import Tensor
 
 from ..backend import Epilogue
-from ..cuda.runtime import FOLDER, TensorMap, tensor_map
+from ..cuda.runtime import FOLDER, Flags, TensorMap, tensor_map
 from .gemm_config import GemmReduction
-from .nvrtc_kernels import Flags, NvrtcKernels
+from .nvrtc_kernels import NvrtcKernels
 from .wna16_gemv import ACTS
 
 SOURCE = FOLDER / "gemm_wgmma.cu"
@@ -95,7 +95,6 @@ def flags_of(end: Epilogue, tile: WgmmaTile, spans: bool) -> Flags:
     """The compiler flags of the source."""
     return dict(
         BN=tile.bn, SWAP_AB=int(tile.swap_ab), STAGES=tile.stages, SPLITS=1 + spans, GATED=int(end.gated),
-        ACT=ACTS[end.act],
-        BIAS=0 if end.bias is None else 1 if end.bias.dtype == torch.bfloat16 else 2,
+        ACT=ACTS[end.act], BIAS=0 if end.bias is None else 1 if end.bias.dtype == torch.bfloat16 else 2,
         SOFTCAP=int(end.softcap is not None), FLOAT_OUT=int(end.out_dtype == torch.float32), CUT=int(tile.cut),
     )

@@ -121,8 +121,7 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, semaphores: Tensor, pd
         x, change.a, change.scale, ranges, sums, semaphores, rows, k, x.stride(0), span,
         PARTS=parts, RANK=rank, BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans, REDUCE=reduce,
         PREFETCH=lines if x.element_size() == 2 else 0, PREC=precision(x), PDL=pdl,
-        num_warps=4, num_stages=4,
-        launch_pdl=pdl,
+        num_warps=4, num_stages=4, launch_pdl=pdl,
     )
     return Shrunk(sums[spans:] if reduce else sums, change, ranges)
 

@@ -71,8 +71,7 @@ def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: t
 def mix_epilogue_kernel(
     y, weight, dense, dense_w, post_w, x, out_w, scale, next_w, x_out, h_out, n, eps,
     TOP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr,
-    NEXT: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NEXT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes
     of x and both. PARTS: dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is
@@ -155,8 +154,7 @@ def grouped_gemm(
     experts_kernel[(triton.cdiv(n, bn), pairs.tiles(g.pairs))](
         source, as_tensor(w), pairs.members, pairs.counts, to, n, k,
         EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
-        BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32",
-        PDL=pdl,
+        BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", PDL=pdl,
         num_warps=g.warps, num_stages=2 if float32 else g.stages, launch_pdl=pdl,
     )
 

@@ -2,9 +2,8 @@
 (`ops/cuda/moe_gemv_int8.cu`): the bits of `routing`, `quant_moe` and `quant`, faster, and in three launches instead of
 six or seven.
 
-`Plan.of` decides by weights: bfloat16, gate_up in groups of 128 columns, down with one scale per row, as `--quantize
-int8` makes of Gemma's 26B-A4B. `FewExperts.of` decides by device: Hopper, where both gave the same bits. Triton runs
-everything else, and everything if NVRTC is missing.
+`MoeGemvPlan.of` decides by weights: bfloat16, gate_up in groups of 128 columns, down with one scale per row, as
+`--quantize int8` makes of Gemma's 26B-A4B.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import triton
 from torch import Tensor
 
 from ..backend import ExpertWeights, MlpWeights
-from ..cuda.runtime import FOLDER, Kernel
+from ..cuda.runtime import FOLDER, Flags, Kernel
 from ..formats import DeviceWeight
 from ..reference import as_tensor
 from .gemm_config import choose_reduction
-from .nvrtc_kernels import Flags, NvrtcKernels
+from .nvrtc_kernels import NvrtcKernels
 from .quant_config import choose_quant_tile
 from .quant_moe import QuantExperts
 from .repack import Codes, QuantWeight
@@ -55,32 +54,20 @@ class SharedMLP:
     @staticmethod
     def of(gate_up: DeviceWeight, down: DeviceWeight, hidden: int, most: int) -> SharedMLP | None:
         """most: chunks that a warp can take of down."""
-        if (
-            not isinstance(gate_up, QuantWeight)
-            or not isinstance(down, QuantWeight)
-            or not grouped(gate_up)
-            or not by_row(down)
-        ):
+        if not isinstance(gate_up, QuantWeight) or not isinstance(down, QuantWeight):
             return None
         inner = down.shape[1]
-        fits = (
-            gate_up.shape == (2 * inner, hidden)
-            and down.shape[0] == hidden
-            and inner % 8 == 0
-            and spans(down)[0] <= most
-        )
+        shapes = gate_up.shape == (2 * inner, hidden) and down.shape[0] == hidden and inner % 8 == 0
+        fits = grouped(gate_up) and by_row(down) and shapes and spans(down)[0] <= most
         return SharedMLP(gate_up, down) if fits else None
 
 
 def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
     """Columns of a span, and spans, in the order of sums that a router [E, H] has in Triton; None: not one for the
     kernel."""
-    if (
-        not isinstance(router, Tensor)
-        or router.dtype != torch.bfloat16
-        or not router.is_contiguous()
-        or router.shape[0] % 8
-    ):
+    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16:
+        return None
+    if not router.is_contiguous() or router.shape[0] % 8:
         return None
     n, k = router.shape
     tile = choose_reduction(n, k, False, router.element_size())
@@ -108,12 +95,9 @@ class MoeGemvPlan:
         rows: int, experts_of: ExpertWeights, beside: SharedMLP | None, sms: int, room: int
     ) -> MoeGemvPlan | None:
         router, gate_up, down, top = experts_of.router, experts_of.gate_up, experts_of.down, experts_of.top_k
-        if (
-            not isinstance(gate_up, QuantExperts)
-            or not isinstance(down, QuantExperts)
-            or not grouped(gate_up.matrix)
-            or not by_row(down.matrix)
-        ):
+        if not isinstance(gate_up, QuantExperts) or not isinstance(down, QuantExperts):
+            return None
+        if not grouped(gate_up.matrix) or not by_row(down.matrix):
             return None
         routed = router_spans(router)
         if routed is None or tuple(router.shape) != (down.shape[0], down.shape[1]):
@@ -151,21 +135,14 @@ class MoeGemvPlan:
 def grouped(w: QuantWeight) -> bool:
     """int8 with a bfloat16 factor for each chunk of 128 columns and nothing besides."""
     plain = w.codes is Codes.INT8 and w.plane == 32 and w.per == 4 and not w.half
-    return (
-        plain and w.zero_point is None and w.factor is None and w.order is None and w.shape[1] % w.columns_of_chunk == 0
-    )
+    bare = w.zero_point is None and w.factor is None and w.order is None
+    return plain and bare and w.shape[1] % w.columns_of_chunk == 0
 
 
 def by_row(w: QuantWeight) -> bool:
     """int8 with a factor for each row."""
-    return (
-        w.codes is Codes.INT8
-        and w.plane == 32
-        and w.per == 0
-        and w.factor is not None
-        and w.order is None
-        and w.shape[1] % 8 == 0
-    )
+    plain = w.codes is Codes.INT8 and w.plane == 32 and w.per == 0
+    return plain and w.factor is not None and w.order is None and w.shape[1] % 8 == 0
 
 
 def spans(w: QuantWeight) -> tuple[int, int]:

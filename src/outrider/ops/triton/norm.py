@@ -62,8 +62,7 @@ def per_layer_kernel(
     h = (h * tl.rsqrt(tl.sum(h * h, 0) / n + eps) * gain).to(kind).to(tl.float32) + (e * factor).to(kind).to(tl.float32)
     tl.store(
         out + (layer * tl.num_programs(0) + row) * n + i,
-        (h.to(kind).to(tl.float32) * 0.7071067811865476).to(kind),
-        mask=ok,
+        (h.to(kind).to(tl.float32) * 0.7071067811865476).to(kind), mask=ok,
     )
 
 
@@ -86,8 +85,7 @@ def per_layer_inputs(
 def residual_norm_kernel(
     x, y, post_w, scale, next_w, second_w, third_w, x_out, h_out, second_out, third_out, n, eps,
     POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     """MORE: three norms of the sum instead of one. EARLY: weights are fetched while the kernel ahead still runs; where
     there are many rows, more programs at a time are worth more than the registers that this takes."""
@@ -144,8 +142,7 @@ def residual_norm(
         *(more or (x, x)),
         x_out, h_out, second, third, width, eps,
         POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block,
-        EARLY=early,
-        PDL=pdl, num_warps=warps, launch_pdl=pdl, **({} if early else {"maxnreg": 64}),
+        EARLY=early, PDL=pdl, num_warps=warps, launch_pdl=pdl, **({} if early else {"maxnreg": 64}),
     )
     return x_out, h_out, second, third
 

@@ -5,17 +5,15 @@ gave the same bits; elsewhere, and where they cannot be compiled, Triton runs ev
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..cuda.runtime import CudaError, Kernel, missing
+from ..cuda.runtime import CudaError, Flags, Kernel, missing
 from .quant_config import max_smem, sm_count
 
-Flags = Mapping[str, int | str]
 log = logging.getLogger("outrider")
 
 

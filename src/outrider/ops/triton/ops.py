@@ -1,4 +1,8 @@
-"""Every op in Triton. Rows are independent: a row has the same bits in a pass of any size, decode or prefill."""
+"""Every op in Triton. Rows are independent: a row has the same bits in a pass of any size, decode or prefill.
+
+A matrix is a dense tensor, a `QuantWeight` (rows of one quantised format) or `Parts` (rows of several); experts are
+dense or `QuantExperts`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from ..backend import (
     MoeLayer,
     Norms,
 )
-from ..formats import DeviceWeight
+from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from ..reference import ReferenceOps, as_tensor
 from ..trees import Frontier, Nodes, TreeRows
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
@@ -32,9 +36,15 @@ from .attention_wgmma import AttentionWgmma
 from .gemm import FUSED_ROWS, GemmDevice, GemmKind, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .gemm_wgmma import GemmWgmma
+from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
 from .precompile import Precompiler
+from .quant import quant_linear
 from .quant_config import max_smem
+from .quant_moe import QuantExperts, hold_experts, round_experts
+from .repack import Parts, QuantWeight, repack
 from .routing import Pairs, list_pairs
+from .w4a16_wgmma import W4A16Wgmma
+from .wna16_gemv import MAX_GEMV_TOKENS, WNA16Gemv
 
 SIDE_STREAM_ROWS = 8  # rows up to which experts and the shared dense MLP run concurrently
 
@@ -43,7 +53,7 @@ class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
         independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024,
-        packed_rows=8192, adapter_slots=True,
+        packed_rows=8192, adapter_slots=True, quantizes=tuple(MODES),
         prefill_with_decodes=512, prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
     )
 
@@ -51,13 +61,13 @@ class TritonOps(ReferenceOps):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
         device = torch.device(device)
         on_gpu = device.type == "cuda"
-        major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 0
-        self.pdl = major >= 9 if pdl is None else pdl
+        self.capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+        self.pdl = self.capability >= (9, 0) if pdl is None else pdl
         # every kernel leaves its counters at 0
         self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)
         self.pointers = trees.Pointers()
         self.shared = max_smem(device)
-        self.hopper = not on_gpu or major == 9  # the device that prefill tiles were tuned on
+        self.hopper = not on_gpu or self.capability[0] == 9  # the device that prefill tiles were tuned on
         self.wide_heads = AttentionWgmma.of(device, self.semaphores)
         wgmma = GemmWgmma.of(device, self.semaphores)
         alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma)
@@ -67,13 +77,41 @@ class TritonOps(ReferenceOps):
         self.gemm = replace(alone, ahead=ahead) if on_gpu else alone
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        if (
-            asked == "fp8"
-            and self.semaphores.is_cuda
-            and torch.cuda.get_device_capability(self.semaphores.device) < (8, 9)
-        ):
+        if asked == "fp8" and self.semaphores.is_cuda and self.capability < (8, 9):
             raise OutriderError("--kv-dtype fp8: this GPU has no eight-bit floats (sm_89 and later have); leave it out")
         return super().kv_dtype(dtype, asked)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+    def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None:
+        if stays_dense((sum(p.shape[0] for p in parts), *parts[0].shape[1:])):
+            return None
+        here = [p.to(device) for p in parts]
+        whole = join(here)
+        if whole is not None:
+            return repack(whole) if len(whole.shape) == 2 else hold_experts(whole)
+        made = [repack(p) for p in here]
+        held = tuple(m for m in made if m is not None)
+        return Parts((sum(p.shape[0] for p in parts), parts[0].shape[1]), held) if len(held) == len(made) else None
+
+    def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
+        if mode not in MODES:
+            raise OutriderError(f"--quantize {mode}: the GPU holds {', '.join(MODES)}")
+        format = rounded_to(mode, dense.shape)
+        if format is None:
+            return self.prepare(dense)
+        made = repack(format.quantise(dense)) if dense.dim() == 2 else round_experts(dense, format)
+        return made or self.prepare(dense)
+
+    def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
+        return super().take_rows(self.unpack(weight), order)
+
+    def unpack(self, weight: DeviceWeight) -> Tensor:
+        """Dense, in bfloat16: the weight times the columns of the identity."""
+        if isinstance(weight, Tensor):
+            return weight
+        kind = torch.bfloat16 if self.semaphores.is_cuda else torch.float32  # the interpreter has no bfloat16
+        one = torch.eye(weight.shape[1], dtype=kind, device=self.semaphores.device)
+        return self.linear(one, weight).t().to(torch.bfloat16).contiguous()
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
@@ -81,7 +119,41 @@ class TritonOps(ReferenceOps):
 
     def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor:
         """x [R, in] · w [out, in], and what `end` makes of it."""
-        return dense_gemm(x, as_tensor(w), self.gemm, end)
+        if isinstance(w, QuantWeight):
+            return self.multiply(x, w, end)
+        if not isinstance(w, Parts):
+            return dense_gemm(x, as_tensor(w), self.gemm, end)
+        if end.act:
+            made = self.product(x, w, replace(end, mul=None, act=""))
+            gate, up = made.chunk(2, dim=-1) if end.mul is None else (made, end.mul)
+            return self.act_mul(gate, up, end.act)
+        outs, at = [], 0
+        for part in w.parts:
+            rows = slice(at, at + part.shape[0])
+            outs.append(self.multiply(x, part, replace(end, bias=None if end.bias is None else end.bias[rows])))
+            at = rows.stop
+        return torch.cat(outs, dim=-1)
+
+    def multiply(self, x: Tensor, w: QuantWeight, end: Epilogue) -> Tensor:
+        """By whichever kernel takes it: the bits are the same."""
+        kernels = self.few if x.shape[0] <= MAX_GEMV_TOKENS else self.more
+        out = kernels.product(x, w, end, self.pdl) if kernels is not None else None
+        return quant_linear(x, w, self.semaphores, end, self.pdl) if out is None else out
+
+    @cached_property
+    def few(self) -> WNA16Gemv | None:
+        """Kernels for few tokens, created with the first quantised product."""
+        return WNA16Gemv.of(self.semaphores.device, self.semaphores)
+
+    @cached_property
+    def more(self) -> W4A16Wgmma | None:
+        """The same for more of them."""
+        return None if self.few is None else W4A16Wgmma(self.semaphores.device, self.semaphores)
+
+    @cached_property
+    def moe_gemv_int8(self) -> MoeGemvInt8 | None:
+        """Kernels for the experts of few tokens, created at first use."""
+        return MoeGemvInt8.of(self.semaphores.device, self.semaphores)
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         return self.product(x, w, Epilogue(bias))
@@ -100,7 +172,8 @@ class TritonOps(ReferenceOps):
 
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
         """The product that `gated_linear` activates, [R, 2·I], with the same sums."""
-        w = as_tensor(w)
+        if not isinstance(w, Tensor):
+            return self.product(x, w, NO_EPILOGUE)
         cut = choose_reduction(w.shape[0] // 2, w.shape[1], True, w.element_size())  # the gated product's sums
         many = cut.many and (2 * cut.many[0], *cut.many[1:])
         return dense_gemm(x, w, self.gemm, tile=replace(cut, bn=2 * cut.bn, many=many))
@@ -199,8 +272,16 @@ class TritonOps(ReferenceOps):
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        dense, join = self.dense_mlp(h, layer.mlp, layer.experts.act)
-        return self._mixed(dense, router_in, x, stream, layer, join)
+        experts = layer.experts
+        few = self.moe_gemv_int8 if len(x) <= MAX_MOE_GEMV_ROWS and isinstance(experts.down, QuantExperts) else None
+        held = None if few is None else few.layer(x, experts, layer.mlp)
+        if few is None or held is None:
+            dense, join = self.dense_mlp(h, layer.mlp, experts.act)
+            return self._mixed(dense, router_in, x, stream, layer, join)
+        beside, join = self.dense_mlp(h, layer.mlp, experts.act) if held.mlp is None else (None, lambda: self.pdl)
+        z = few.logits(held, router_in, self.pdl)
+        made = few.answers(held, z, x, h, self.pdl)
+        return moe.mix(made.pairs, made.weight, made.dense if beside is None else beside, stream, layer.end, join())
 
     def moe_next_to(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
@@ -255,11 +336,9 @@ class TritonOps(ReferenceOps):
             return drafter
         if draft.unsupported(drafter) is None:
             return cast(M, draft.FusedDrafter(drafter, pdl=True))
-        return (
-            cast(M, draft_steps.SteppedDrafter(drafter, pdl=True))
-            if draft_steps.unsupported(drafter) is None
-            else drafter
-        )
+        if draft_steps.unsupported(drafter) is None:
+            return cast(M, draft_steps.SteppedDrafter(drafter, pdl=True))
+        return drafter
 
     def argmax(self, z: Tensor) -> Tensor:
         return choose.argmax(z, self.pdl)
@@ -267,4 +346,11 @@ class TritonOps(ReferenceOps):
     def gumbel_argmax(
         self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
     ) -> Tensor:
-        return choose.gumbel_argmax(z, seed, position, tokens, sampled, self.pdl)
+        return choose.argmax(z, self.pdl, (seed, position, sampled.view(torch.uint8)), tokens)
+
+
+class DenseTritonOps(TritonOps):
+    """All weights in 16 bits, whatever the file holds."""
+
+    capabilities = replace(TritonOps.capabilities, quantizes=())
+    pack_weights, quantize = ReferenceOps.pack_weights, ReferenceOps.quantize

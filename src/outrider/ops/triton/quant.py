@@ -134,12 +134,10 @@ def quant_kernel(
     x, w, high, scale, zero_point, sums, factor, bias, mul, out, partial_out, semaphores,
     M, N, K, chunks, chunk_span, x_stride, mul_stride, sums_stride, softcap,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    FACTOR: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr,
-    BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    PREC: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, TRIGGER_LATE: tl.constexpr,
+    ZERO_POINT: tl.constexpr, FACTOR: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
+    EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr, TRIGGER_LATE: tl.constexpr,
 ):
     """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, zero_point int32 [N / 64,
     chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N]. PER: planes per group; 0: no scales except those
@@ -223,22 +221,7 @@ def quant_kernel(
             _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
             if MORE > 0:
                 _finish(
-                    beside,
-                    bias,
-                    mul,
-                    out,
-                    more,
-                    pid_n,
-                    M,
-                    N,
-                    mul_stride,
-                    softcap,
-                    MORE,
-                    BN,
-                    GATED,
-                    ACT,
-                    BIAS,
-                    MUL,
+                    beside, bias, mul, out, more, pid_n, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL,
                     SOFTCAP,
                 )
     else:

@@ -41,9 +41,8 @@ class QuantTile:
     ahead: int = 2  # chunks prefetched before the previous kernel is done
     warps: int = 4
     more: int = 0  # tokens in addition to those of a tile: 40 are 32 and 8
-    registers: int | None = (
-        None  # maximum registers per thread, so that more programs fit an SM; None: the compiler's choice
-    )
+    # maximum registers per thread, so that more programs fit an SM; None: the compiler's choice
+    registers: int | None = None
 
 
 def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:

@@ -59,35 +59,24 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
         part = repack(format.quantise(rows[lo * ROWS : (lo + step) * ROWS]))
         if part is None:
             return None
-        for name, t in (
-            ("words", part.words),
-            ("scale", part.scale),
-            ("zero_point", part.zero_point),
-            ("factor", part.factor),
-            ("high", part.high),
-        ):
+        for name in ("words", "scale", "zero_point", "factor", "high"):
+            t: Tensor | None = getattr(part, name)
             if t is not None:
                 each = len(t) // len(part.words)  # a tile has one entry, or one for each of its rows
                 whole.setdefault(name, t.new_empty((tiles * each, *t.shape[1:])))[lo * each : lo * each + len(t)] = t
     assert part is not None
-    held = replace(
-        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"),
-        zero_point=whole.get("zero_point"),
-        factor=whole.get("factor"),
-        high=whole.get("high"),
-    )
-    return QuantExperts((count, n, k), held)
+    scale, zero_point, factor, high = (whole.get(name) for name in ("scale", "zero_point", "factor", "high"))
+    held = replace(part, shape=(count * n, k), words=whole["words"], scale=scale, zero_point=zero_point, factor=factor)
+    return QuantExperts((count, n, k), replace(held, high=high))
 
 
 @triton.jit
 def quant_experts_kernel(
     x, w, high, scale, zero_point, sums, factor, members, counts, out, N, K, chunks, sums_stride,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    ALONE: tl.constexpr,
-    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ALONE: tl.constexpr, CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr,
+    FP16: tl.constexpr, ZERO_POINT: tl.constexpr, FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out
     [pairs, N / 2]). Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile
@@ -131,8 +120,7 @@ def quant_experts_kernel(
                 lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
             at_sums = sums + chunk * GROUPS * sums_stride + source
             acc, _ = add_chunk(
-                acc, acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, x_ptr, live, live, at_sums,
-                sums_stride,
+                acc, acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, x_ptr, live, live, at_sums, sums_stride,
                 K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, ZERO_POINT, BM, 0, BN, EVEN, PLAIN, PREC,
             )
         _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
@@ -141,8 +129,7 @@ def quant_experts_kernel(
 @triton.jit
 def _finish(
     acc, factor, out, rows, pair, live, pid_n, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr,
-    FACTOR: tl.constexpr,
+    ACT: tl.constexpr, FACTOR: tl.constexpr,
 ):
     """Round where the plain twin rounds: after the product, after the activation."""
     if FACTOR:
@@ -199,10 +186,8 @@ def quant_product(
         sums, to if m.factor is None else m.factor,
         pairs.members, pairs.counts, to, n, k, m.chunks, sums.stride(0),
         EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
-        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half,
-        ZERO_POINT=m.zero_point is not None,
-        FACTOR=m.factor is not None,
-        BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
+        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, ZERO_POINT=m.zero_point is not None,
+        FACTOR=m.factor is not None, BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=pdl,
     )

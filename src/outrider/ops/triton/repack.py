@@ -50,9 +50,8 @@ class QuantWeight:
     factor: Tensor | None  # float32 [N, filled up to whole 64]
     half: bool  # scale and zero_point are float16
     order: Tensor | None = None  # int64 [K]: the columns of x that the weight's stand for
-    high: Tensor | None = (
-        None  # uint8 or int16 [N / 64, chunks, 64, plane]: of five and six bits those above each word's nibbles
-    )
+    # uint8 or int16 [N / 64, chunks, 64, plane]: of five and six bits those above each word's nibbles
+    high: Tensor | None = None
 
     @property
     def bits(self) -> int:
@@ -156,11 +155,8 @@ def repack(weight: Weight) -> QuantWeight | None:
         if grid.scale.dtype == torch.float32:  # the largest of a row is 1, so that float16 holds all of them well
             largest = grid.scale.abs().amax(1, keepdim=True).clamp_min(1e-30)
             factor = largest if factor is None else factor * largest
-            grid = replace(
-                grid,
-                scale=grid.scale / largest,
-                zero_point=None if grid.zero_point is None else grid.zero_point / largest,
-            )
+            shifted = None if grid.zero_point is None else grid.zero_point / largest
+            grid = replace(grid, scale=grid.scale / largest, zero_point=shifted)
         kind = torch.float16 if half else torch.bfloat16
         scale = pairs(grid.scale.to(kind), tiles, chunks, planes // per)
         zero_point = None if grid.zero_point is None else pairs(grid.zero_point.to(kind), tiles, chunks, planes // per)
@@ -190,9 +186,8 @@ def pairs(numbers: Tensor, tiles: int, chunks: int, groups: int) -> Tensor:
     half."""
     n, count = numbers.shape
     width = groups + groups % 2
-    padded = torch.nn.functional.pad(numbers, (0, chunks * groups - count, 0, tiles * ROWS - n)).view(
-        tiles, ROWS, chunks, groups
-    )
+    padded = torch.nn.functional.pad(numbers, (0, chunks * groups - count, 0, tiles * ROWS - n))
+    padded = padded.view(tiles, ROWS, chunks, groups)
     padded = torch.nn.functional.pad(padded, (0, width - groups)).contiguous()
     return padded.view(torch.int32).transpose(1, 2).contiguous()  # [tiles, chunks, 64, pairs]
 
@@ -207,13 +202,9 @@ def _grid(weight: Weight) -> Grid | None:
             small = scale.float().abs()
             if scale.dtype == torch.bfloat16 and bool(((small > 6.2e-5) & (small < 6e4)).all()):
                 scale = scale.to(torch.float16)  # exact, and the offset keeps three more bits
-        if format.bits == 4:
-            return Grid(
-                Codes.INT4, format.group, lambda lo, hi: halves(t["q"][lo:hi]), scale, zero_point, order=t.get("order")
-            )
-        return Grid(
-            Codes.INT8, format.group, lambda lo, hi: t["q"][lo:hi] ^ 128, scale, zero_point, order=t.get("order")
-        )
+        four, order = format.bits == 4, t.get("order")
+        values = lambda lo, hi: halves(t["q"][lo:hi]) if four else t["q"][lo:hi] ^ 128  # noqa: E731
+        return Grid(Codes.INT4 if four else Codes.INT8, format.group, values, scale, zero_point, order=order)
     if isinstance(format, Float8Format):
         return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
     if isinstance(format, NvFp4Format):

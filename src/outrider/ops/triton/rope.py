@@ -42,8 +42,7 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor,
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "places", "row_seq"])
 def rope_write_kernel(
     qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, places, row_seq, qkv_stride, table_stride, page_stride,
-    eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -140,8 +139,7 @@ def rope_write(
         keys.stride(0), spec.eps,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some,
-        PDL=pdl,
-        num_warps=some, launch_pdl=pdl,
+        PDL=pdl, num_warps=some, launch_pdl=pdl,
     )
     return q
 

@@ -119,11 +119,9 @@ def branch(
     where = torch.empty((rows, chunks, BRANCH), dtype=torch.int32, device=device)
     mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
     logits, named = logits.contiguous(), logits if ids is None else ids.contiguous()
-    drawn = (
-        (mass,) * 4
-        if noise is None
-        else (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
-    )
+    drawn = (mass,) * 4
+    if noise is not None:
+        drawn = (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
     same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=pdl, launch_pdl=pdl)
     best_kernel[(rows, chunks)](
         logits, named, *drawn, best, where, mass, n, chunks, NOISE=noise is not None, CHUNK=CHUNK, num_warps=4, **same
@@ -131,8 +129,7 @@ def branch(
     nxt = Frontier(*(torch.empty_like(t) for t in (front.tokens, front.before, front.node, front.chance, front.chain)))
     branch_kernel[(rows // WIDTH,)](
         named, best, where, mass, front.node, front.chance, front.chain, nodes.tokens, nodes.parents, nodes.chance,
-        nodes.chain,
-        nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.chain, n, chunks, nodes.tokens.shape[1],
+        nodes.chain, nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.chain, n, chunks, nodes.tokens.shape[1],
         level * WIDTH * BRANCH,
         SPACE=triton.next_power_of_2(BRANCH * chunks), num_warps=1, **same,
     )
@@ -268,13 +265,7 @@ def walk_kernel(
 
 
 def accept_path(
-    chosen: Tensor,
-    ids: Tensor,
-    above: Tensor,
-    rows: int,
-    start_of: Tensor,
-    deepest: int,
-    limit: Tensor | None,
+    chosen: Tensor, ids: Tensor, above: Tensor, rows: int, start_of: Tensor, deepest: int, limit: Tensor | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rows: most of one sequence."""
@@ -307,14 +298,10 @@ def keep_path_kernel(
         to = tl.load(caches + cache).to(tl.pointer_type(like.dtype.element_ty))
         pages = table + b * table_stride
         old, new = base + source, base + depth
-        old = (
-            tl.load(pages + old // PAGE, mask=moves, other=0).to(tl.int64) * page_stride
-            + (head * PAGE + old % PAGE) * D
-        )
-        new = (
-            tl.load(pages + new // PAGE, mask=moves, other=0).to(tl.int64) * page_stride
-            + (head * PAGE + new % PAGE) * D
-        )
+        page = tl.load(pages + old // PAGE, mask=moves, other=0).to(tl.int64)
+        old = page * page_stride + (head * PAGE + old % PAGE) * D
+        page = tl.load(pages + new // PAGE, mask=moves, other=0).to(tl.int64)
+        new = page * page_stride + (head * PAGE + new % PAGE) * D
         ok = moves[:, None] & (d < D)[None, :]
         x = tl.load(to + old[:, None] + d[None, :], mask=ok, other=0.0)
         tl.debug_barrier()

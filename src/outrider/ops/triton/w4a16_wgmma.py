@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..backend import Epilogue
-from ..cuda.runtime import FOLDER
-from .nvrtc_kernels import Flags, NvrtcKernels
+from ..cuda.runtime import FOLDER, Flags
+from .nvrtc_kernels import NvrtcKernels
 from .quant import group_sums
 from .repack import Codes, QuantWeight
 from .wna16_gemv import ACTS, MAX_GEMV_TOKENS, WorkUnits, aligned, compared, units_of, weights_of

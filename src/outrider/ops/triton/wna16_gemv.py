@@ -2,8 +2,7 @@
 `quant`, faster.
 
 `supports` decides by weights: bfloat16, every code of `repack`, scales of groups, of rows or both, no epilogue except a
-gate. `FewRows.of` decides by device: Hopper, where both gave the same bits. Triton runs everything else, and everything
-if NVRTC is missing; one line of the log says so.
+gate.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..backend import Epilogue
-from ..cuda.runtime import FOLDER
-from .nvrtc_kernels import Flags, NvrtcKernels
+from ..cuda.runtime import FOLDER, Flags
+from .nvrtc_kernels import NvrtcKernels
 from .quant_config import choose_quant_tile
 from .repack import ROWS, Codes, QuantWeight
 
@@ -168,12 +167,8 @@ def supports(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
 def compared(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     """The same for any number of tokens."""
     n, k = w.shape
-    if (
-        extras.bias is not None
-        or extras.mul is not None
-        or extras.softcap is not None
-        or extras.out_dtype not in (None, torch.bfloat16)
-    ):
+    plain = all(part is None for part in (extras.bias, extras.mul, extras.softcap))
+    if not plain or extras.out_dtype not in (None, torch.bfloat16):
         return False
     known = w.plane == VALUES[w.codes][1] and (w.zero_point is None or (w.columns_of_chunk == 256 and k % 16 == 0))
     whole = n % (2 * ROWS) == 0 if extras.gated else n % WARP_ROWS == 0 and n > WARP_ROWS
