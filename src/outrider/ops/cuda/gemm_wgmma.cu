@@ -47,15 +47,7 @@ struct Work {  // of a cluster
     }
 };
 
-struct Ring {  // where in the stages a thread is
-    u32 base, slot = 0, phase = 0;
-    __device__ __forceinline__ u32 stage() const { return base + slot * STAGE; }
-    __device__ __forceinline__ u32 full() const { return base + STAGES * STAGE + slot * 8; }
-    __device__ __forceinline__ u32 empty() const { return full() + STAGES * 8; }
-    __device__ __forceinline__ void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
+using Ring = StageRing<STAGES, STAGE>;
 
 __device__ __forceinline__ void fetch(Ring ring, const TensorMap& a, const TensorMap& b, const Problem& p, int rank) {
     const Work work(p);

@@ -87,3 +87,17 @@ template <bool Across = false, int SUMS> __device__ __forceinline__ void multipl
         asm volatile(MULTIPLY("m64n160k16", T80, "%80", "%81", "%82", "0") : D32(0), D32(32), D8(64), D8(72) : "l"(a), "l"(b), "r"(add));
 }
 #endif
+
+#ifndef OUTRIDER_RING
+#define OUTRIDER_RING
+// Where in a ring of stages a thread is: COUNT of BYTES each, then a `full` barrier for each, then an `empty` one.
+template <int COUNT, int BYTES> struct StageRing {
+    u32 base, slot = 0, phase = 0;
+    __device__ __forceinline__ u32 stage() const { return base + slot * BYTES; }
+    __device__ __forceinline__ u32 full() const { return base + COUNT * BYTES + slot * 8; }
+    __device__ __forceinline__ u32 empty() const { return full() + COUNT * 8; }
+    __device__ __forceinline__ void next() {
+        if (++slot == COUNT) slot = 0, phase ^= 1;
+    }
+};
+#endif
