@@ -130,6 +130,20 @@ def test_a_build_sweeps_what_killed_ones_left(monkeypatch: pytest.MonkeyPatch, t
     assert {path.name for path in kept.iterdir()} == {"build-now", built.name}
 
 
+def test_a_terminated_build_ends_its_compilers(tmp_path: Path) -> None:
+    """They went on for minutes, and their folder stayed in the cache."""
+    fake = tmp_path / "cc"
+    fake.write_text(f"#!/bin/sh\nsleep 999 & echo $! >> {tmp_path}/pids; wait\n")
+    fake.chmod(0o755)
+    env = {**os.environ, "OUTRIDER_CACHE": str(tmp_path / "cache"), "CC": str(fake)}
+    code = "from outrider.ops.cpu import build; build.shared_object('generic')"
+    run, pids = subprocess.Popen([sys.executable, "-c", code], env=env), tmp_path / "pids"
+    until(lambda: pids.exists() and len(pids.read_text().split()) == len(build.UNITS))
+    run.terminate()
+    assert run.wait(PATIENCE) == 143 and list((tmp_path / "cache" / "kernels").iterdir()) == []
+    until(lambda: not any(Path("/proc", pid).exists() for pid in pids.read_text().split()))
+
+
 def fake_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     fake = folder / "cc"
     fake.write_text(f"#!/bin/sh\n{script}\n")

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -233,7 +234,10 @@ def _run(commands: list[list[str]], folder: str) -> None:
     start = functools.partial(
         subprocess.Popen[str], env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
     )
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until every compiler is known here
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until all are known here
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for c in commands:
             running.append(start([*limited, *c]))
@@ -241,6 +245,8 @@ def _run(commands: list[list[str]], folder: str) -> None:
         said = [process.communicate()[1] for process in running]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
         for process in running:
             if process.poll() != 0:
                 with suppress(ProcessLookupError):
