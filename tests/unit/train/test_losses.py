@@ -72,7 +72,7 @@ def test_a_mix_reads_and_writes_itself() -> None:
     for mix in MIXES:
         assert LossMix.parse(f"soft={mix.soft}, tv={mix.tv},hard={mix.hard}") == mix
     for bad in ("soft", "soft=x", "sort=1", "soft=0"):
-        with pytest.raises(OutriderError, match="^loss: "):
+        with pytest.raises(OutriderError, match=r"^loss: "):
             LossMix.parse(bad)
 
 
