@@ -31,6 +31,7 @@ from types import FrameType
 from typing import IO, Any
 
 SLOW, LONG, EVERY = 0.030, 0.012, 0.020  # seconds: by the clock, computing; how often the lock is asked for
+RECENT = 4096  # requests whose client is kept: the watch must not look like a leak of the server
 WAITING = re.compile(r"(threading|queue|selectors|thread|unix_events)\.py")  # threads that wait for work
 
 
@@ -149,6 +150,8 @@ def watch_steps(out: IO[str]) -> None:
 
     async def begun(call: Call) -> None:
         clients.update((r.id, call._client) for r in call.answer.job.requests)
+        while len(clients) > RECENT:
+            del clients[next(iter(clients))]
         await begin(call)
 
     def masked(matcher: GrammarMatcher, drafts: Any) -> Any:
