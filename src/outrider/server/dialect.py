@@ -69,8 +69,8 @@ class Dialect:
 
 
 def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates whose turns must alternate (Gemma 3, Mistral): the system speaks first, later for the user, and
-    neighbours of the same role are one message. Agents send several of the system's and of the user's in a row."""
+    """For templates whose turns must alternate (Gemma 3, Mistral): messages of the same role in a row, as agents send
+    them, are joined, and a system message after the first turn becomes the user's."""
     out: list[dict[str, Any]] = []
     for message in messages:
         role = message["role"]
