@@ -135,15 +135,12 @@ def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
 
 
 @pytest.mark.parametrize("gated,splits", [(False, 1), (True, 1), (False, 3)])
-def test_tiles_that_the_copy_engine_fetches(ops: TritonOps, gated: bool, splits: int) -> None:
-    """Rows, columns and spans that end inside a tile; gate and up of one tile; programs that take several tiles."""
+def test_epilogues_and_misaligned_rows_of_stream_k(ops: TritonOps, gated: bool, splits: int) -> None:
+    """Rows, columns and spans that end inside a tile; bias, activation and factor; rows that TMA cannot load."""
     rows, n, k = 37, 40, 144
     x, w, y = rand(rows, k), rand(n * (2 if gated else 1), k, seed=1), rand(rows, n, seed=2)
     bias = rand(len(w), seed=3)
-    tile, fetched = (
-        GemmReduction(32, 16, splits, 2),
-        Rows(16, 16, 16, 2, swap_ab=False, serial_splitk=splits > 1, tma=True),
-    )
+    tile, fetched = GemmReduction(32, 16, splits, 2), Rows(16, 16, 16, 2, bm2=16, tma=True)
     extra = Epilogue(act="silu") if gated else Epilogue(mul=y, act="gelu_tanh")
     for more in (extra, replace(extra, bias=bias)):
         want = dense_gemm(x, w, ops.gemm, more, tile)

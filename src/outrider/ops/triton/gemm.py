@@ -4,9 +4,9 @@ The weight's own reduction (gemm_config.py) fixes a sum: the inner dimension is 
 chain of matrix instructions of 16 columns each, and the spans are added in order. Everything else follows from the
 number of rows and changes no bit: the tile of a program, which of the two operands is on the long side of the
 instruction, how many columns are fetched at a time, and whether the spans of a tile run in several programs (the last
-one to finish adds them up) or one after the other in a single program, as in a pass of many rows. With TMA, passes of
-several hundred rows go to `gemm_tma`, and those whose rows are a power of two and some more to `gemm_streamk`; on
-Hopper `gemm_wgmma` takes those of them where it is faster.
+one to finish adds them up) or one after the other in a single program, as in a pass of many rows. Beyond 128 rows an
+estimate (`gemm_config`) may choose `gemm_streamk` (TMA; rows that are a power of two and some more) or, on Hopper,
+`gemm_wgmma`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from .gemm_config import (
     config_for_rows,
     fit_smem,
 )
-from .gemm_streamk import splitk_kernel, streamk_kernel
-from .gemm_tma import matrix_descriptor, tma_aligned, tma_kernel
+from .gemm_streamk import matrix_descriptor, splitk_kernel, streamk_kernel, tma_aligned
 from .gemm_wgmma import GemmWgmma, WgmmaTile, flags_of
 from .lowrank import Shrunk, lowrank_delta, side_by_side
 from .precompile import Precompiler
 from .quant_config import sm_count
 
 LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
-L2_ROWS = 2048  # rows whose x stays in L2 while products of many rows go through the weights
 FUSED_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
 PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 
@@ -352,9 +350,8 @@ def launch_of(
     tensors = (out if bias is None else bias, out if mul is None else mul, out)
     numbers = (0 if mul is None else mul.stride(0), span, float(softcap or 0.0))
     wide = shape.bn * (2 if gated else 1)
-    assert lora is None or not (shape.tma or shape.bm2), "changes are added to products of few rows"
-    use_tma = shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w)
-    if use_tma and shape.bm2:
+    assert lora is None or not shape.bm2, "changes are added to products of few rows"
+    if shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):
         tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
         programs = tiles * splits if splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES else min(tiles, sm_count(x.device))
         cut = tiles % programs > 0
@@ -368,15 +365,6 @@ def launch_of(
         if splits > 1:
             return GemmLaunch(splitk_kernel, (programs,), given, ends | dict(BM2=shape.bm2), out)
         return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(BM2=shape.bm2, CUT=cut), out)
-    if use_tma:
-        tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
-        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that
-        # its fetching needs.
-        several = splits == 1 and out_dtype.itemsize == 2
-        programs = min(tiles, sm_count(x.device)) if several else tiles
-        tiled = matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(w, shape.bn, shape.bk, gated)
-        ends |= dict(SEVERAL=several, GROUP_M=max(1, L2_ROWS // shape.bm))
-        return GemmLaunch(tma_kernel, (programs,), (*tiled, *tensors, rows, n, k, *numbers), ends, out)
     grid = (triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn), 1 if serial_splitk else splits)
     sums = grid[0] * grid[1] * splits * (shape.bm + shape.bm2) * wide
     partial_out = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out

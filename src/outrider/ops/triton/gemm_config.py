@@ -48,7 +48,7 @@ class GemmConfig:
     swap_ab: bool = True
     bm2: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
     serial_splitk: bool = False  # a program processes all spans of its tile; otherwise one program per span
-    tma: bool = False  # gemm_tma (rows on the long side, a program processes all spans), with more rows gemm_streamk
+    tma: bool = False  # gemm_streamk
     wgmma: bool = False  # gemm_wgmma: bn rows of the weights, or swap_ab: of x, meet 256 of the other
     cut: bool = False  # of those, tiles that do not come out even are cut (stream-K)
 
@@ -157,7 +157,6 @@ def config_for_rows(
     if rows > 128:
         options = [
             *_many_row_configs(tile, n, k, rows, sides),
-            *_tma_configs(tile, n, k, rows, sides),
             *_streamk_configs(tile, n, k, rows, sides),
             *(_wgmma_configs(tile, n, k, rows, sides) if wgmma else ()),
         ]
@@ -205,29 +204,9 @@ POINTER_RATES = {
 }
 
 
-TMA_RATES = {  # the same for programs with TMA: (rows, rows of weights): share of the rate, stages, warps
-    (128, 256): (0.95, 3, 8),
-    (256, 128): (0.93, 3, 8),
-    (128, 128): (0.87, 4, 4),
-}
-TMA_SPLIT_RATES = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator
-
-
 def _logits(n: int) -> int:
     """Additional microseconds of a tile of logits: its results are float32."""
     return 6 if n > 100_000 else 0
-
-
-def _tma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """As `_many_row_configs`, for programs with TMA."""
-    spans = tile.splits > 1
-    if spans and sides == 2:
-        return
-    for (bm, wide), (rate, stages, warps) in (TMA_SPLIT_RATES if spans else TMA_RATES).items():
-        tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
-        each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0) + _logits(n)
-        shape = GemmConfig(bm, wide // sides, 64, stages, warps, False, serial_splitk=spans, tma=True)
-        yield triton.cdiv(tiles, 132) * each + 8, shape  # the first loads are late
 
 
 # Stream-K programs: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may
@@ -271,7 +250,7 @@ def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int)
 
 # Tiles of gemm_wgmma: (bn, swap_ab): share of the rate. With several spans a second accumulator takes registers.
 WGMMA_RATES = {(256, False): 0.97, (192, False): 0.96, (160, True): 0.92}
-SWAP_MAX_ROWS = 320  # up to which x was on the short side
+SWAP_MAX_ROWS = 640  # up to which x was on the short side
 CUT_MAX_WAVES = 11  # up to which cut tiles were measured
 CUT_MAX_ROWS = 2048  # beyond them idle SMs leave their power to the others, and cut tiles gain nothing
 

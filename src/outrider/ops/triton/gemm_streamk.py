@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import epilogue, pdl_start
 
@@ -174,3 +176,13 @@ def _finish(
 @triton.jit
 def _places(HIGH: tl.constexpr, WIDTH: tl.constexpr):
     return tl.arange(0, HIGH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+def matrix_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A TMA descriptor of a matrix with tiles of this size."""
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns])
+
+
+def tma_aligned(x: Tensor) -> bool:
+    """Whether TMA can load it: rows must begin at whole 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
