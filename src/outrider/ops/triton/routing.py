@@ -31,16 +31,13 @@ def route_kernel(
     before = (logit[:, None] > logit[None, :]) | ((logit[:, None] == logit[None, :]) & (ids[:, None] < ids[None, :]))
     rank = tl.sum(before.to(tl.int32), 0)  # how many stand before each
     p = tl.exp(logit - tl.max(logit, 0))
+    at = rank[:, None] == slot[None, :]  # [BLOCK, SLOTS]: at most one expert per slot, so these sums are exact
+    ps = tl.sum(tl.where(at, p[:, None], 0.0), 0)
+    # logits that are no numbers have no order: some expert
+    best = tl.minimum(tl.sum(tl.where(at, ids[:, None], 0), 0), EXPERTS - 1)
     total = 0.0
-    best = tl.zeros((SLOTS,), dtype=tl.int32)
-    ps = tl.zeros((SLOTS,), dtype=tl.float32)
-    for i in tl.static_range(TOP):
-        one = tl.sum(tl.where(rank == i, p, 0.0), 0)
-        total += one
-        ps = tl.where(slot == i, one, ps)
-        at = tl.sum(tl.where(rank == i, ids, 0), 0)
-        # logits that are no numbers have no order: some expert
-        best = tl.where(slot == i, tl.minimum(at, EXPERTS - 1), best)
+    for i in tl.static_range(TOP):  # in the order of the slots
+        total += tl.sum(tl.where(slot == i, ps, 0.0), 0)
     ok = slot < TOP
     tl.store(chosen + row * TOP + slot, best, mask=ok)
     tl.store(weight + row * TOP + slot, ps / total * tl.load(scale + best, mask=ok, other=0.0), mask=ok)
