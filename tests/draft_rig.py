@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from gpu_rig import Rig
+from outrider.cache.store import SeqCache
 from outrider.ops.reference import ReferenceOps
+from outrider.spec.drafter import DraftBatch
+from outrider.spec.slot_sampling import sampling_batch
+from outrider.types import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN = 48  # of the target; the drafter's is 32
@@ -44,3 +48,18 @@ def draft_rig(sliding: int, **assistant: Any) -> Rig:
         elif w.dim() == 2:
             w.mul_(8.0)
     return rig
+
+
+def batch_of(rig: Rig, seqs: list[SeqCache], contexts: int | list[int], params: list[SamplingParams]) -> DraftBatch:
+    """The first sequences, one for each of `params`, at one context or at one each."""
+    n, device = len(params), rig.device
+    lengths = [contexts] * n if isinstance(contexts, int) else contexts
+    slots = torch.tensor([s.slot for s in seqs[:n]], device=device)
+    length = torch.tensor(lengths, device=device)
+    each, start = torch.arange(n, device=device), torch.arange(n + 1, dtype=torch.int32, device=device)
+    kv = rig.store.view(slots, length - 1, each, start, 1, max(lengths) + 64)
+    rng = torch.Generator(device=device).manual_seed(lengths[0] + n)
+    features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)
+    sampling = sampling_batch(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
+    last = (each * 7919 + 11) % rig.config.vocab_size
+    return DraftBatch([""] * n, [[]] * n, last, length, features, kv, sampling, rig.ops)

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tests import rounds
 from tests.gpu.company import batches, crowd, prefill_idle
 from tests.gpu.engines import engine_tokens, mixed, one_launch, preempted
 from tests.gpu.place import GIB, HERE, KS, LAYERS
@@ -26,7 +25,6 @@ import gpu_peer
 from gpu_rig import SIZES, Rig, collect, plain_run, speculative_run
 from outrider.models.config import ModelConfig
 from outrider.models.names import tensor_plan
-from outrider.spec.mtp import MTPDrafter
 from outrider.types import SamplingParams
 from outrider.weights.load import kept_dtype
 
@@ -154,53 +152,6 @@ def warm_up() -> str:
     return f"{time.perf_counter() - began:.1f} s" + (f"; failed: {failed}" if failed else "")
 
 
-# ---- drafting
-@torch.inference_mode()
-def draft_rounds(size: str) -> str:
-    """Whole rounds of a compiled drafter against a float32 one that follows its guesses: batches that share a launch
-    and those that do not, greedy and with noise, twice; the state it hands its head is as close as bfloat16 allows."""
-    p = HERE
-    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + 64) as rig:
-        seqs = rig.open(8, p.context, 32)
-        rounds.gentle(rig)
-        assert rig.drafter is not None
-        reference = rounds.float32_drafter(rig)
-        fast = rig.ops.compile_drafter(rig.drafter.model) if p.gpu else rig.drafter.model
-        assert fast is not rig.drafter.model or not p.gpu, f"{size}: the ops have no rounds for it"
-        drafter, worst, same = MTPDrafter(fast, rig.model), 0.0, []
-        for batch, context, hot in (
-            (1, p.context, False),
-            (1, 30, False),
-            (1, p.context - 5, True),
-            (2, p.context, True),
-            (4, p.context - 9, False),
-            (8, p.context, False),
-        ):
-            x = rounds.batch_of(
-                rig, seqs, context, [SamplingParams(temperature=0.8, seed=5) if hot else SamplingParams()] * batch
-            )
-            tokens = drafter.propose(x, 5).tokens
-            assert torch.equal(tokens, drafter.propose(x, 5).tokens), (
-                f"{size}, {batch} at {context}: a second round guesses otherwise"
-            )
-            seen = rounds.follow(reference, rig, x, tokens)
-            limit = (
-                0.1 if batch == 1 else 0.3
-            )  # batches go through the plain steps, whose stream is bfloat16: about 1 % off
-            assert seen.short <= limit, (
-                f"{size}, {batch} at {context}: a guess {seen.short} standard deviations below the best"
-            )
-            same.append(seen.same)
-            if p.gpu and batch <= fast.most:
-                first = rounds.follow(reference, rig, x, drafter.propose(x, 1).tokens)
-                worst = max(worst, first.error(fast.states[:batch]))
-                assert worst <= 1e-2 and not int(fast.alarm), (
-                    f"{size}, {batch} at {context}: relative error {worst:.1e}, alarm {int(fast.alarm)}"
-                )
-        assert min(same) >= 0.5, f"{size}: few guesses are those of the float32 drafter: {same}"
-        return f"relative error {worst:.1e}; guesses alike {min(same):.2f}..{max(same):.2f}"
-
-
 # ---- memory
 @torch.inference_mode()
 def memory() -> str:
@@ -308,8 +259,6 @@ def all_checks() -> list[tuple[str, Callable[[], str]]]:
     """In the order that finds most, soonest."""
     checks: list[tuple[str, Callable[[], str]]] = [("warm-up", warm_up), ("one launch a cycle", one_launch)]
     checks += [("engine tokens", engine_tokens), ("64 mixed requests", mixed), ("preemption", preempted)]
-    for size in ("E2B", "E4B"):
-        checks.append((f"draft rounds {size}", lambda size=size: draft_rounds(size)))  # type: ignore[misc]
     for size in LAYERS:
         checks.append((f"rows alone {size}", lambda size=size: prefill_idle(size)))  # type: ignore[misc]
     for size in ("E2B", "26B-A4B", "31B"):

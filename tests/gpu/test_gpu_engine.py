@@ -47,11 +47,6 @@ def test_64_mixed_requests_as_alone() -> None:
     checks.mixed()
 
 
-@pytest.mark.parametrize("size", ["E2B", "E4B"])
-def test_draft_rounds(size: str) -> None:
-    checks.draft_rounds(size)
-
-
 @pytest.mark.parametrize("size", checks.LAYERS)
 def test_bitwise_equality(size: str) -> None:
     checks.equality(size)

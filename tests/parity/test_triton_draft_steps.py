@@ -11,8 +11,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from tests.draft_rig import DEVICE, HIDDEN, draft_rig  # noqa: E402
-from tests.rounds import batch_of  # noqa: E402
+from tests.draft_rig import DEVICE, HIDDEN, batch_of, draft_rig  # noqa: E402
 
 from gpu_rig import Rig  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402

@@ -38,7 +38,6 @@ NODES = 7, TIMED
 # Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split
 # of the keys.
 TOGETHER, APART = 8, 1 << 18
-ALARM_EVERY = 64  # steps between two checks of a drafter's alarm, which costs a copy
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -57,7 +56,6 @@ class Copied:
     key: Key
     host: Output
     event: torch.cuda.Event | None
-    alarm: Tensor | None = None  # the drafter's, on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,6 @@ class GraphExecutor(Executor):
         self.prefill_graphs = PrefillGraphs(runner, pass_rows, pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._uploaded: dict[str, tuple[object, ...]] = {}
-        self._replays, self._alarm = 0, torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
         members = drafter.members if drafter is not None else ()
@@ -317,14 +314,11 @@ class GraphExecutor(Executor):
         host.tokens.copy_(out.tokens, non_blocking=True)
         if host.logprobs is not None and out.logprobs is not None:
             host.logprobs.copy_(out.logprobs, non_blocking=True)
-        event, alarm = None, self.drafter.alarm if self.drafter is not None and captured.key.k else None
-        self._replays += 1
-        if alarm is not None:
-            alarm = None if self._replays % ALARM_EVERY else self._alarm.copy_(alarm, non_blocking=True)
+        event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return Copied(captured.key, host, event, alarm)
+        return Copied(captured.key, host, event)
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         copied, scheduled = pending.payload, pending.batch.decode
@@ -332,8 +326,6 @@ class GraphExecutor(Executor):
             return []
         if copied.event is not None:
             copied.event.synchronize()
-        if copied.alarm is not None and int(copied.alarm):
-            self._heed_alarm()
         lines = copied.host.tokens[: len(scheduled)].tolist()
         if copied.key.nodes:
             return [branched(i, item, line, copied.key) for i, (item, line) in enumerate(zip(scheduled, lines))]
@@ -345,16 +337,6 @@ class GraphExecutor(Executor):
             likely = None if top is None else logprobs(rows[i * width :], tokens, top)
             out.append(Emitted(tokens, item.plan.k, likely))
         return out
-
-    def _heed_alarm(self) -> None:
-        """A one-launch draft round has timed out: draft step by step from now on."""
-        drafter = self.drafter
-        if drafter is None or drafter.alarm is None or self.runner.divided:
-            return
-        log.warning("drafter %s: a round in one launch timed out; from now on it goes step by step", drafter.name)
-        drafter.alarm = None
-        drafter.use_steps()
-        self._drop(lambda key: key.source not in ("drafter", "both"))
 
     def _drop(self, keep: Callable[[Key], bool]) -> None:
         if self.device.type == "cuda":

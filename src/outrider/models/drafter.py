@@ -26,7 +26,6 @@ from .layers import gather_blocks, rope_variants
 class MTPNet:
     most = 0  # maximum sequences of a whole round in one call; 0 unless a backend replaces this class
     has_runner_ups = False
-    alarm: Tensor | None = None  # int32 [1] on the device, not 0 once a round in one call has failed
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
         layers = bind(config, target.config)

@@ -80,7 +80,6 @@ class Drafter:
     net: MTPNet | None = None  # a network that a backend may run inside its own decode step
     in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
     host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step
-    alarm: Tensor | None = None  # int32 [1] on the device, not 0 once a round in one launch has failed there
     profile: AcceptanceProfile | None = None  # how often it is right, before anything was observed
     trained_for: str | None = None  # fingerprint of the target that it was trained for
     content: str = ""  # of one with its own K/V: what that depends on besides the target, for K/V kept on disk
@@ -104,9 +103,6 @@ class Drafter:
     def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
         """Up to k tokens for each sequence in one call (`host_rounds`)."""
         raise NotImplementedError(f"{self.name} has no rounds in one call")
-
-    def use_steps(self) -> None:
-        """From now on draft step by step, not in one launch (`alarm`)."""
 
     def max_nodes(self, depth: int) -> int:
         """The most tokens that a tree of this depth can have in a captured step; 0: it builds none there."""

@@ -25,7 +25,6 @@ class MTPDrafter(Drafter):
     def __init__(self, model: MTPNet, target: TextModel):
         self.model, self.target, self.net = model, target, model
         self.taps, self.trained_for = model.config.taps, model.config.target_hash
-        self.alarm = model.alarm
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """One call if the network runs whole rounds for this many sequences; else step by step."""
@@ -42,9 +41,6 @@ class MTPDrafter(Drafter):
         noise = DraftNoise(sampling.temperature, sampling.sampled, sampling.seed, batch.position + 1)
         tokens, confidence, lengths = self.model.draft(batch.last, batch.features, batch.kv, k, noise, end)
         return Draft(tokens, lengths, confidence=confidence)
-
-    def use_steps(self) -> None:
-        self.model.most, self.model.has_runner_ups = 0, False
 
     def score(self, batch: DraftBatch) -> Score:
         model, state = self.model, self.model.start(batch.kv, batch.features)

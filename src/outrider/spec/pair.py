@@ -28,7 +28,7 @@ class DrafterPair(Drafter):
         self.taps = (*mtp.taps, *(tap for tap in block.taps if tap not in mtp.taps))
         self.max_tokens = max(mtp.max_tokens, block.max_tokens)
         self.kv_specs, self.content = block.kv_specs, block.content
-        self.net, self.alarm, self.trained_for = mtp.net, mtp.alarm, mtp.trained_for
+        self.net, self.trained_for = mtp.net, mtp.trained_for
 
     @property
     def members(self) -> tuple[Drafter, ...]:
@@ -43,9 +43,6 @@ class DrafterPair(Drafter):
 
     def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
         self.block.extend(tuple(streams[self.taps.index(tap)] for tap in self.block.taps), kv, following)
-
-    def use_steps(self) -> None:
-        self.mtp.use_steps()
 
     def max_nodes(self, depth: int) -> int:
         return max(drafter.max_nodes(depth) for drafter in self.members)

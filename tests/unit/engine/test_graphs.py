@@ -210,24 +210,6 @@ def test_a_failing_capture_leaves_the_eager_cycle(
     assert calls == 4
 
 
-def test_a_round_that_timed_out_ends_rounds_in_one_launch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The kernel's flag was set and nobody read it: every later step waited a second for its draft."""
-    monkeypatch.setattr("outrider.engine.graphs.ALARM_EVERY", 2)
-    engine = engines("dense")
-    drafter, stepped = engine.drafter, list[bool]()
-    assert drafter is not None
-    drafter.alarm = torch.ones(1, dtype=torch.int32)
-    monkeypatch.setattr(drafter, "use_steps", lambda: stepped.append(True))
-    r = request("a", PROMPT, k=3)
-    assert run(engine, [r])["a"] == alone("dense", r)
-    assert stepped == [True] and drafter.alarm is None
-    assert [x.message for x in caplog.records if "step by step" in x.message] == [
-        "drafter mtp: a round in one launch timed out; from now on it goes step by step"
-    ]
-
-
 def test_a_special_graph_that_cannot_be_captured_does_not_end_the_others() -> None:
     """Steps with it are eager, back and forth with the graphs of the others; the texts are the same."""
     engine = engines("dense")

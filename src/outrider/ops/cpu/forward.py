@@ -173,7 +173,6 @@ class CompiledDrafter:
 
     most = EVERY_ROW  # sequences in one call
     has_runner_ups = False
-    alarm: Tensor | None = None
 
     def __init__(self, drafter: Any, stack: Stack):
         config = drafter.config

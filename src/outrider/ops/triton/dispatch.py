@@ -39,7 +39,6 @@ TABLE = (
     KernelRow("experts", f"up to {MAX_MOE_GEMV_ROWS} rows, int8", "moe_gemv_int8.cu", "sm_90"),
     KernelRow("experts", f"up to {SIDE_STREAM_ROWS} rows", "moe.experts_kernel, shared MLP on a side stream", "any"),
     KernelRow("experts", "any", "moe.experts_kernel, quant_moe.quant_experts_kernel", "any"),
-    KernelRow("MTP draft steps", "small drafter, bf16", "draft.FusedDrafter: one launch per round", "sm_90"),
     KernelRow("MTP draft steps", "large drafter", "draft_steps.SteppedDrafter: short kernels", "sm_90"),
     KernelRow("MTP draft steps", "any", "the target's operations, step by step", "any"),
 )

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, DraftEnd, DraftNoise, KVView
 from . import draft_steps_kernel as kernels
-from .draft import LOG2E, all_dense, power
 from .quant_config import sm_count
+
+LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,15 @@ def unsupported(drafter: Any) -> str | None:
     return None
 
 
+def power(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def all_dense(drafter: Any) -> bool:
+    layers = (m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))
+    return all(isinstance(m, Tensor) for m in (drafter.pre, drafter.post, drafter.head, *layers))
+
+
 def tile_for(k: int, h: int, cut: tuple[int, int, int]) -> tuple[int, int, int]:
     """Rows, parts and warps for a product over k columns."""
     elements, parts, warps = cut
@@ -75,7 +85,6 @@ class SteppedDrafter:
     """The drafter's own methods, and `draft` for a whole round."""
 
     has_runner_ups = True
-    alarm: Tensor | None = None
     most = 1  # sequences in a round: more are faster step by step, where products share the weights among rows
 
     def __init__(self, drafter: Any, cuts: StepTiles = StepTiles(), pdl: bool = False, sms: int | None = None):

@@ -330,13 +330,9 @@ class TritonOps(ReferenceOps):
 
     def compile_drafter(self, drafter: M) -> M:
         """A wrapper with the drafter's own methods whose rounds take few launches, if supported: Hopper and later."""
-        from . import draft, draft_steps  # here: they need the drafter's side of the package
+        from . import draft_steps  # here: it needs the drafter's side of the package
 
-        if not self.pdl:
-            return drafter
-        if draft.unsupported(drafter) is None:
-            return cast(M, draft.FusedDrafter(drafter, pdl=True))
-        if draft_steps.unsupported(drafter) is None:
+        if self.pdl and draft_steps.unsupported(drafter) is None:
             return cast(M, draft_steps.SteppedDrafter(drafter, pdl=True))
         return drafter
 
