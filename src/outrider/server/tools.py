@@ -3,8 +3,8 @@
     <|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
     <tool_call>[{"name": "weather", "arguments": {"city": "Paris", "days": 3}}]</tool_call>
 
-Both parsers emit a `call` with the name as soon as it is known and then pieces of the arguments as JSON text. Text that
-turns out not to be a call is returned as content.
+Both parsers emit a `call` with the name and then pieces of the arguments as JSON text, as they come. Text that turns
+out not to be a call is returned as content.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
+from contextlib import suppress
 
 from .output import CharParser, EndOfText, OutputPart, Reading, TagParser
 
@@ -19,6 +20,7 @@ GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_RESPONSE = "<|tool_response>"
 JSON_OPEN, JSON_CLOSE = "<tool_call>", "</tool_call>"
 NAME = r"[A-Za-z0-9_.-]{1,128}"
+JSON_HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{')
 GEMMA_HEAD = re.compile(rf"\s*call\s*:\s*({NAME})\s*")
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 WORDS = {"true": "true", "false": "false", "null": "null", "None": "null", "True": "true", "False": "false"}
@@ -181,7 +183,8 @@ class GemmaCalls(_Calls):
 
 
 class JsonCalls(_Calls):
-    """One object or a list of objects with `name` and `arguments` (or `parameters`), in either order."""
+    """One object or a list of objects with `name` and `arguments` (or `parameters`). Arguments behind the name are
+    passed on as they come; of an object in another order, when it is whole."""
 
     open_tag = JSON_OPEN
 
@@ -189,7 +192,7 @@ class JsonCalls(_Calls):
         """A block that no call came out of is content; of another, what is not JSON of the right shape is dropped."""
         self._raw, before, close = JSON_OPEN, self.calls, TagParser(JSON_CLOSE)
         try:
-            while not (yield from self._object_or_end(close)):
+            while (yield from self._object(close)):
                 pass
         except _Broken:
             if self.calls > before:
@@ -199,100 +202,71 @@ class JsonCalls(_Calls):
         if self.calls == before and self._raw.removeprefix(JSON_OPEN).strip() != "[]" + JSON_CLOSE:
             self._content(self._raw)
 
-    def _next(self) -> Reading[str]:
-        char = yield
-        self._raw += char
-        return char
-
-    def _object_or_end(self, close: TagParser) -> Reading[bool]:
-        """Whether the block ended."""
-        char = yield from self._next()
-        free, tag = close.feed(char)
-        if not tag and free.removesuffix("{").strip(" \t\r\n,[]"):
-            raise _Broken
-        if not tag and char == "{":
-            yield from self._object()
-        return bool(tag)
-
-    def _object(self) -> Reading[None]:
-        self._name: str | None = None
-        self._early = ""  # arguments that came before the name
-        self._had_args = False
-        try:
-            while (yield from self._member()):
-                pass
-        except EndOfText as e:
-            if e.complete and self._name is not None and not self._had_args:
-                self._args("{}")
-            raise
-        if self._name is None:
-            raise _Broken
-        if not self._had_args:
-            self._args("{}")
-
-    def _member(self) -> Reading[bool]:
-        """Whether the object goes on."""
-        while (char := (yield from self._next())) in " \t\r\n,":
-            pass
-        if char == "}":
-            return False
-        key = char
-        if char != '"':
-            raise _Broken
-        while (char := (yield from self._next())) != '"':
-            key += char
-        while (char := (yield from self._next())) != ":":
-            if not char.isspace():
-                raise _Broken
-        is_args = key in ('"arguments', '"parameters')
-        value, end = yield from self._value(is_args)
-        if key == '"name':
-            name = _loads(value)
-            if not isinstance(name, str) or not re.fullmatch(NAME, name) or self._name is not None:
-                raise _Broken
-            self._name = name
-            self._call(name)
-            self._args(self._early)
-        elif is_args and value[0] != "{":
-            inner = _loads(value)  # some models write the arguments as a string that holds JSON
-            self._stream(inner if isinstance(inner, str) and isinstance(_loads(inner), dict) else "{}")
-        return end != "}"
-
-    def _value(self, is_args: bool) -> Reading[tuple[str, str]]:
-        """The text of a value, and the character behind that ended it. An object of arguments is passed on at once."""
-        value, escaped = "", False
-        stack: list[str] = []  # what closes the strings and brackets that are open
+    def _object(self, close: TagParser) -> Reading[bool]:
+        """The next object. False: the block ended before or behind its arguments."""
+        text, stage, nesting = "", "head", _Nesting()
         try:
             while True:
-                char = yield from self._next()
-                if not value and char.isspace():
+                char = yield
+                self._raw += char
+                if not text or (stage == "rest" and len(nesting.open) == 1):
+                    free, tag = close.feed(char)
+                    if tag is not None:
+                        return False
+                    if not text and free.removesuffix("{").strip(" \t\r\n,[]"):
+                        raise _Broken
+                if not text and char != "{":
                     continue
-                if value and not stack and char in ",}] \t\r\n":  # a number or a word ended
-                    return value, char
-                value += char
-                if stack and stack[-1] == '"':
-                    if char == '"' and not escaped:
-                        stack.pop()
-                    escaped = char == "\\" and not escaped
-                elif char in CLOSERS:
-                    stack.append(CLOSERS[char])
-                elif char in "}]" and stack:
-                    stack.pop()
-                if is_args and value[0] == "{":
-                    self._stream(char)
-                if not stack and char in '}]"':
-                    return value, ""
+                text += char
+                nesting.feed(char)
+                if stage == "args":
+                    self._args(char)
+                    stage = "rest" if len(nesting.open) == 1 else "args"
+                elif stage == "head" and char == "{" and (head := JSON_HEAD.fullmatch(text)):
+                    self._call(head[1])
+                    self._args(char)
+                    stage = "args"
+                if not nesting.open:
+                    if stage == "head":
+                        self._whole(text)
+                    return True
         except EndOfText as e:
-            if e.complete and is_args and value[:1] == "{":
-                self._stream("".join(reversed(stack)))
+            if e.complete and stage == "args":
+                self._args("".join(reversed(nesting.open[1:])))
+            elif e.complete and text and stage == "head":
+                with suppress(_Broken):
+                    self._whole(text + "".join(reversed(nesting.open)))
             raise
 
-    def _stream(self, text: str) -> None:
-        self._had_args = True
-        if self._name is None:
-            self._early += text
-        else:
-            self._args(text)
+    def _whole(self, text: str) -> None:
+        """A call out of a whole object."""
+        found = _loads(text)
+        name = found.get("name") if isinstance(found, dict) else None
+        if not isinstance(found, dict) or not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise _Broken
+        given = found.get("arguments", found.get("parameters"))
+        if isinstance(given, str):  # some models write a string that holds JSON
+            given = _loads(given)
+        self._call(name)
+        self._args(_dumps(given if isinstance(given, dict) else {}))
+
+
+class _Nesting:
+    """What closes the strings and brackets of a JSON text that are open."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self._escaped = False
+
+    def feed(self, char: str) -> None:
+        if self.open and self.open[-1] == '"':
+            if char == '"' and not self._escaped:
+                self.open.pop()
+            self._escaped = char == "\\" and not self._escaped
+        elif char in CLOSERS:
+            self.open.append(CLOSERS[char])
+        elif char in "}]" and self.open:
+            self.open.pop()
 
 
 def _drop(text: str) -> None:
@@ -310,5 +284,5 @@ def _loads(text: str) -> object:
         return None
 
 
-def _dumps(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

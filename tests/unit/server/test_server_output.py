@@ -119,6 +119,12 @@ def test_what_is_no_call_is_given_back(parser: type[JsonCalls], text: str) -> No
     assert run(parser(), text) == [("content", text)]
 
 
+def test_a_call_without_its_last_brace_ends_with_its_tag() -> None:
+    """The text behind it, further calls included, was dropped."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    assert calls(JsonCalls(), text) == [("f", {"a": 1}), ("g", {})]
+
+
 def test_an_empty_list_means_no_call() -> None:
     assert run(JsonCalls(), "<tool_call>[]</tool_call>") == []
 
