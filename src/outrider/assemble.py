@@ -72,9 +72,9 @@ def assemble(
             return budget
         agreed = True
         window = -1 if budget.window_tokens is None else budget.window_tokens
-        mine = (budget.max_context, budget.tokens, window, budget.pass_rows)
-        context, tokens, window, rows = team.all_reduce_min(mine)
-        return KVBudget(context, tokens, None if window < 0 else window, rows)
+        mine = (budget.max_context, budget.tokens, window, budget.pass_rows, budget.packed_rows)
+        context, tokens, window, *rows = team.all_reduce_min(mine)
+        return KVBudget(context, tokens, None if window < 0 else window, *rows)
 
     try:
         return _assemble(model, settings, say, team, agree)

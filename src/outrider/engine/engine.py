@@ -123,7 +123,8 @@ class Engine:
         runner, drafter, made = self.runner, self.drafter, list[Executor]()
         if self.graphs and (drafter is None or drafter.in_graph):
             widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
-            made.append(GraphExecutor(runner, self.can, self.kv_budget.pass_rows, widths))
+            budget = self.kv_budget
+            made.append(GraphExecutor(runner, self.can, budget.pass_rows, budget.packed_rows, widths))
         net = drafter.net if drafter is not None else None
         cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
         if cycle is not None and not made:

@@ -101,9 +101,14 @@ class GraphExecutor(Executor):
     async_results = True
 
     def __init__(
-        self, runner: ModelRunner, capabilities: Capabilities, pass_rows: int = 0, widths: Sequence[int] = (0,)
+        self,
+        runner: ModelRunner,
+        capabilities: Capabilities,
+        pass_rows: int = 0,
+        packed_rows: int = 0,
+        widths: Sequence[int] = (0,),
     ):
-        """pass_rows: rows of the largest captured prefill pass. widths: the K that a server's steps will have."""
+        """pass_rows, packed_rows: as `KVBudget` has them. widths: the K that a server's steps will have."""
         drafter = runner.drafter
         assert drafter is None or drafter.in_graph, f"{drafter.name} cannot run inside a graph"
         self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
@@ -116,7 +121,7 @@ class GraphExecutor(Executor):
         pool = GraphPool(self.device)
         # Refused keys use a feature that could not be captured: those steps are eager.
         self.cache: GraphCache[Key, CapturedGraph] = GraphCache(self.device, pool)
-        self.prefill_graphs = PrefillGraphs(runner, pass_rows, pool)
+        self.prefill_graphs = PrefillGraphs(runner, pass_rows, packed_rows, pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._uploaded: dict[str, tuple[object, ...]] = {}
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch

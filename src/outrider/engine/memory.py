@@ -18,7 +18,7 @@ from ..models.config import ModelConfig
 from ..models.inspect import row_numbers, work_bytes
 from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
-from .prefill_budget import max_prefill_rows
+from .prefill_budget import max_packed_rows, max_prefill_rows
 
 UNKNOWN = 1 << 62  # bytes, if the system does not report how many are free
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
@@ -35,6 +35,7 @@ class KVBudget:
     tokens: int  # positions of K/V of full layers in all
     window_tokens: int | None = None  # of sliding layers; None: as many as all slots can ever hold
     pass_rows: int = 0  # rows of the largest prefill pass captured as a CUDA graph
+    packed_rows: int = 0  # of several prompt chunks in one pass; 0: as many as are independent
 
     @classmethod
     def of(
@@ -53,7 +54,8 @@ class KVBudget:
             work = work_bytes(model.vocab_size, min(can.graph_rows, batch * (MAX_DRAFT + 1)))
             budget = int(free - (1.0 - config.gpu_memory) * total) - work - captured_bytes(model, passes)
         found = plan_kv_memory(config, model, dtype, free_bytes(device), batch, budget, extra)
-        return replace(found, pass_rows=passes)
+        packed = max_packed_rows(model, can, passes, spare_bytes(config, device))
+        return replace(found, pass_rows=passes, packed_rows=packed)
 
     def layout(self, config: EngineConfig, slots: int, chunk: int) -> CacheSpec:
         """The cache layout for this budget. chunk: maximum positions of one sequence in a pass."""

@@ -26,6 +26,7 @@ FEWEST = 2048  # minimum rows of such a pass: with fewer the tensor cores would 
 # rows of captured prefill passes: from 256 on at most a fifth is padding
 ROWS = (16, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 LAUNCHING = 1.6e13  # operations in 30 ms on an H200, the host's minimum time to launch a pass kernel by kernel
+HIDDEN = 3  # times that work, and the host is far enough ahead for launches to cost nothing
 CLIENTS = 3  # clients with streams among which a step's time is divided on a CPU; more count as this many
 LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # those that a server captures before its first request
 
@@ -118,3 +119,11 @@ def max_prefill_rows(model: ModelConfig, can: Capabilities) -> int:
     work = model_size(model)
     fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, 0) <= LAUNCHING]
     return max(fit, default=0) if can.prompts_independent else 0
+
+
+def max_packed_rows(model: ModelConfig, can: Capabilities, captured: int, spare: int) -> int:
+    """Rows of several chunks in one pass: as many as are captured, or more, kernel by kernel, if the host's launches
+    are hidden and memory allows. A mixture reads all its experts in every pass, so it gains most."""
+    if flops(model_size(model), can.independent_rows, 0, 0) <= HIDDEN * LAUNCHING:
+        return captured
+    return prefill_idle(model, FEWEST, can.independent_rows, spare)

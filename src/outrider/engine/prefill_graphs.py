@@ -45,14 +45,14 @@ class PrefillKey:
 
 
 class PrefillGraphs:
-    def __init__(self, runner: ModelRunner, most: int, pool: GraphPool):
-        """most: rows of the largest captured pass (`max_prefill_rows`); 0: no captures."""
+    def __init__(self, runner: ModelRunner, most: int, pack: int, pool: GraphPool):
+        """most: rows of the largest captured pass (`max_prefill_rows`); 0: no captures. pack: rows of several chunks in
+        one pass (`max_packed_rows`); 0: as many as are independent."""
         self.runner, self.device = runner, runner.device
         self.cache: GraphCache[PrefillKey, Graph] = GraphCache(self.device, pool)
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         table, page = next(iter(runner.store.tables.values())), runner.store.spec.page_size
-        self.most, self.furthest = most, table.shape[1] * page  # positions that a table can hold
-        self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
+        self.most, self.pack, self.furthest = most, pack, table.shape[1] * page  # positions that a table can hold
         self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with padding
         count = size(ROWS[-1], SEQUENCES[-1]) if most else 0

@@ -138,7 +138,9 @@ def work_bytes(vocab: int, rows: int) -> int:
 
 
 def row_numbers(config: ModelConfig) -> int:
-    return max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in config.layers) + 8 * config.hidden
+    moe, widest = config.moe, max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in config.layers)
+    pairs = 0 if moe is None else moe.top_k * (2 * config.hidden + moe.intermediate)
+    return widest + 8 * config.hidden + pairs
 
 
 def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:

@@ -16,7 +16,7 @@ from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_mo
 from outrider.engine import capture, prefill_graphs
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
-from outrider.engine.prefill_budget import LIKELY, ROWS, max_prefill_rows
+from outrider.engine.prefill_budget import LIKELY, ROWS, max_packed_rows, max_prefill_rows
 from outrider.engine.prefill_graphs import PrefillKey, warmup_keys
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
@@ -157,6 +157,19 @@ def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
     assert max(key.context for key in keys if key.sequences > 8) == 8192
     assert len(warmup_keys(most["31B"], 32768, (False, True))) == 10 and warmup_keys(0, 32768, (False,)) == []
     assert all(5 * (b - a) <= b for a, b in pairwise(ROWS[3:])), "of more than 256 rows a fifth at most fills up"
+
+
+def test_passes_beyond_the_captured_ones_hide_their_launches() -> None:
+    """26B-A4B's prompts went through 2,048 rows at a time, and each pass read all experts again."""
+    can = Capabilities(independent_rows=8192, prompts_independent=True)
+
+    def packed(size: str, spare: int) -> int:
+        model = ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"])
+        return max_packed_rows(model, can, max_prefill_rows(model, can), spare << 30)
+
+    sizes = ("E2B", "E4B", "12B", "26B-A4B", "31B")
+    assert {size: packed(size, 14) for size in sizes} == dict(zip(sizes, (2048, 2048, 8192, 8192, 8192), strict=True))
+    assert packed("26B-A4B", 2) == 2048, "a card with little room to spare takes no larger passes"
 
 
 def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
