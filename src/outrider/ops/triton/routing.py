@@ -28,16 +28,18 @@ def route_kernel(
     ids, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     pdl_start(PDL)
     logit = tl.load(z + row * EXPERTS + ids, mask=ids < EXPERTS, other=float("-inf"))
-    before = (logit[:, None] > logit[None, :]) | ((logit[:, None] == logit[None, :]) & (ids[:, None] < ids[None, :]))
-    rank = tl.sum(before.to(tl.int32), 0)  # how many stand before each
-    p = tl.exp(logit - tl.max(logit, 0))
-    at = rank[:, None] == slot[None, :]  # [BLOCK, SLOTS]: at most one expert per slot, so these sums are exact
-    ps = tl.sum(tl.where(at, p[:, None], 0.0), 0)
-    # logits that are no numbers have no order: some expert
-    best = tl.minimum(tl.sum(tl.where(at, ids[:, None], 0), 0), EXPERTS - 1)
-    total = 0.0
-    for i in tl.static_range(TOP):  # in the order of the slots
-        total += tl.sum(tl.where(slot == i, ps, 0.0), 0)
+    highest, total = tl.max(logit, 0), 0.0
+    best = tl.zeros((SLOTS,), dtype=tl.int32)
+    ps = tl.zeros((SLOTS,), dtype=tl.float32)
+    for i in tl.static_range(TOP):
+        high = tl.max(logit, 0)
+        at = tl.min(tl.where(logit == high, ids, BLOCK), 0)
+        one = tl.exp(high - highest)
+        total += one
+        ps = tl.where(slot == i, one, ps)
+        # logits that are no numbers have no order: some expert
+        best = tl.where(slot == i, tl.minimum(at, EXPERTS - 1), best)
+        logit = tl.where(ids == at, float("-inf"), logit)
     ok = slot < TOP
     tl.store(chosen + row * TOP + slot, best, mask=ok)
     tl.store(weight + row * TOP + slot, ps / total * tl.load(scale + best, mask=ok, other=0.0), mask=ok)
@@ -49,10 +51,10 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
     e = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     pdl_start(PDL)
-    before = 0
+    less = tl.zeros((BLOCK,), dtype=tl.int32)
     for base in range(0, pairs, BLOCK):
-        before += tl.sum((tl.load(chosen + base + i, mask=base + i < pairs, other=1 << 30) < e).to(tl.int32), 0)
-    found = 0
+        less += (tl.load(chosen + base + i, mask=base + i < pairs, other=1 << 30) < e).to(tl.int32)
+    before, found = tl.sum(less, 0), 0
     for base in range(0, pairs, BLOCK):
         hit = tl.load(chosen + base + i, mask=base + i < pairs, other=-1) == e
         place = before + found + tl.cumsum(hit.to(tl.int32), 0) - 1
@@ -121,13 +123,13 @@ def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
     block, slots = triton.next_power_of_2(count), triton.next_power_of_2(top_k)
     route_kernel[(rows,)](
         z, expert_scale, chosen, weight,
-        EXPERTS=count, TOP=top_k, BLOCK=block, SLOTS=slots, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        EXPERTS=count, TOP=top_k, BLOCK=block, SLOTS=slots, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )
     if rows == 1:
         return Pairs(count, top_k, True, weight, chosen, counts)
     members = torch.empty((pairs,), dtype=torch.int32, device=z.device)
+    block, warps = (256, 1) if pairs <= 1024 else (2048, 8) if pairs <= 8192 else (8192, 8)
     group_kernel[(count,)](
-        chosen, members, counts, pairs,
-        BLOCK=256 if pairs <= 1024 else 2048, PDL=pdl, num_warps=1 if pairs <= 1024 else 8, launch_pdl=pdl,
+        chosen, members, counts, pairs, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
     )
     return Pairs(count, top_k, False, weight, members, counts)
