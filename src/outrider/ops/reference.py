@@ -262,18 +262,21 @@ class ReferenceOps(TreeOps):
         angles = positions.float()[:, None] * inv_freq[None, :]
         return angles.cos(), angles.sin()
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, cos, sin)
+
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
         """qkv [R, spec.qkv_rows]: norm and rotate q and k, norm v, write k and v at the rows' positions; returns q
         [R, heads·D]."""
         rows, dim, (q_norm, k_norm) = qkv.shape[0], spec.head_dim, norms
         q = qkv[:, : spec.heads * dim].view(rows, spec.heads, dim)
-        q = rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), *angles)
+        q = self.rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), *angles)
         if spec.writes:
             raw_k = qkv[:, spec.heads * dim : (spec.heads + spec.kv_heads) * dim].view(rows, spec.kv_heads, dim)
             raw_v = (
                 raw_k if spec.k_eq_v else qkv[:, (spec.heads + spec.kv_heads) * dim :].view(rows, spec.kv_heads, dim)
             )
-            k = rotate(raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps), *angles)
+            k = self.rotate(raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps), *angles)
             v = self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
             self.write_kv(k, v, spec, kv)
         return q.reshape(rows, spec.heads * dim)
@@ -346,7 +349,7 @@ class ReferenceOps(TreeOps):
         parts = made.view(made.shape[0], -1, spec.head_dim)
         raw_k, raw_v = parts[:, : spec.kv_heads], parts[:, 0 if spec.k_eq_v else spec.kv_heads :]
         k = raw_k if attn.k_norm is None else self.rms_norm(raw_k, attn.k_norm, spec.eps)
-        return rotate(k, *angles), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
+        return self.rotate(k, *angles), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
 
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
         """A block drafter's K/V of committed positions, from their product (see `block_kv`), at the rows' positions."""

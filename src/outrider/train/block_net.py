@@ -31,7 +31,7 @@ from .capture import CapturedStates, capture
 from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .design import spread_reads
-from .net import DrafterModule, TrainNet, rms, rotate
+from .net import DrafterModule, TrainNet, rms
 from .target import TrainTarget
 
 Keys = tuple[Tensor, Tensor]
@@ -108,11 +108,7 @@ class GroupedBlock(BlockNet):
 
     def project(self, layer: DraftLayer, x: Tensor, angles: Rotations) -> Keys:
         """K and V [R, kv_heads, D] of rows x."""
-        spec, ops = layer.attn.spec, self.ops
-        made = ops.linear(x, layer.kv, layer.kv_bias).view(len(x), -1, spec.head_dim)
-        k, v = made[:, : spec.kv_heads], made[:, 0 if spec.k_eq_v else spec.kv_heads :]
-        k = k if layer.attn.k_norm is None else ops.rms_norm(k, layer.attn.k_norm, spec.eps)
-        return turned(k, *angles[layer.rope]), ops.rms_norm(v, None, spec.eps) if spec.norm_v else v
+        return self.ops.block_kv(self.ops.linear(x, layer.kv, layer.kv_bias), angles[layer.rope], layer.attn)
 
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
         return BlockRows(like, like, end)  # gradients flow through `past` instead
@@ -140,7 +136,7 @@ class GroupedBlock(BlockNet):
         slots, dim = len(x) // self.start.numel(), spec.head_dim
         q = self.ops.linear(x, layer.q, layer.q_bias).view(len(x), spec.heads, dim)
         q = q if layer.attn.q_norm is None else self.ops.rms_norm(q, layer.attn.q_norm, spec.eps)
-        q = turned(q, *angles[layer.rope]).view(groups, most * slots, spec.kv_heads, -1, dim)
+        q = self.ops.rotate(q, *angles[layer.rope]).view(groups, most * slots, spec.kv_heads, -1, dim)
         fresh = tuple(t.view(groups, most, slots, spec.kv_heads, dim) for t in self.project(layer, x, angles))
         if first:
             fresh = tuple(torch.cat(pair, 2) for pair in zip(self.past[here], fresh, strict=True))
@@ -153,11 +149,6 @@ class GroupedBlock(BlockNet):
         queries = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [groups, kv_heads, heads per K/V head · group · S, D]
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=spec.scale)
         return mixed.unflatten(2, (-1, most * slots)).permute(0, 3, 1, 2, 4).reshape(len(x), -1)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [R, heads, D] by its rows' angles [R, D/2]."""
-    return rotate(x[None], cos[:, None], sin[:, None])[0]
 
 
 class BlockModule(TrainNet):

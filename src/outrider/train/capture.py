@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.backend import Angles, HeadNorms
 from ..ops.formats import DeviceWeight
 from ..ops.reference import ReferenceOps, activation, as_tensor
 from ..types import AttnSpec
@@ -26,11 +25,11 @@ from .losses import likely_tokens
 
 @dataclass
 class DenseKV:
-    """Whole sequences: row r is position r % T of sequence r // T."""
+    """Whole sequences of T positions. Rows are the last Tq positions of each, sequence by sequence; those that write
+    K/V are all T."""
 
     batch: int
-    length: int
-    positions: Tensor  # int64 [B·T]
+    positions: Tensor  # int64 [B·Tq]
     keys: dict[int, Tensor] = field(default_factory=dict)  # by layer [B, kv_heads, T, D]
     values: dict[int, Tensor] = field(default_factory=dict)
 
@@ -63,27 +62,21 @@ class DenseOps(ReferenceOps):
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate).mul_(up)
 
-    def rope_write(  # type: ignore[override]
-        self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: DenseKV
-    ) -> Tensor:
-        """As the reference's; where q and k have no norms of their own, each turns in one kernel."""
-        normed = any(norm is not None for norm in norms)
-        if not qkv.is_cuda or normed or not spec.writes or spec.k_eq_v or spec.norm_v:
-            return super().rope_write(qkv, angles, norms, spec, kv)  # type: ignore[arg-type]
-        from .kernels import turn
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return super().rotate(x, cos, sin)
+        from .kernels import Rotate
 
-        q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
-        self.write_kv(turn(k, *angles, 1.0), v, spec, kv)
-        return turn(q, *angles, 1.0).flatten(1)
+        return Rotate.apply(x, cos, sin)
 
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: DenseKV) -> None:  # type: ignore[override]
-        shape = (kv.batch, kv.length, spec.kv_heads, spec.head_dim)
+        shape = (kv.batch, -1, spec.kv_heads, spec.head_dim)
         kv.keys[spec.kv_layer] = k.view(shape).transpose(1, 2)
         kv.values[spec.kv_layer] = v.reshape(shape).transpose(1, 2)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: DenseKV) -> Tensor:  # type: ignore[override]
         k, v = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
-        qs = q.view(kv.batch, kv.length, spec.heads, spec.head_dim).transpose(1, 2)
+        qs = q.view(kv.batch, -1, spec.heads, spec.head_dim).transpose(1, 2)
         out = causal_attention(qs, spread_heads(k, spec.heads), spread_heads(v, spec.heads), spec.scale, spec.window)
         return out.transpose(1, 2).reshape(q.shape)
 
@@ -120,7 +113,7 @@ class CapturedStates:
 def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> CapturedStates:
     """ids [B, T] from position 0. `model` must have been built over DenseOps."""
     batch, length = ids.shape
-    kv = DenseKV(batch, length, torch.arange(length, device=ids.device).repeat(batch))
+    kv = DenseKV(batch, torch.arange(length, device=ids.device).repeat(batch))
     out = model.forward(ids.reshape(-1), kv, taps)  # type: ignore[arg-type]
     shape = (batch, length, out.hidden.shape[-1])
     return CapturedStates(out.hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in out.streams))

@@ -1,5 +1,4 @@
-"""The drafter as a trainable network: the arithmetic of `models/drafter.py`, batched over all anchors of whole
-sequences.
+"""The drafter as a trainable network: `models/drafter.py` over dense ops, batched over all anchors of whole sequences.
 
 Anchor a is a position that the target has seen: hidden state a, keys 0..a. Step j takes the embedding of token a + j
 (for all anchors at once: the sequence shifted by j) and predicts token a + j + 1. The K/V, the mask and the rotary
@@ -10,7 +9,7 @@ T. Parameters carry the canonical weight names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -20,25 +19,14 @@ from ..models.block_config import BlockConfig
 from ..models.compat import bind
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
+from ..models.drafter import MTPNet
 from ..models.inspect import DrafterSize, drafter_size
-from ..models.layers import inverse_frequencies
 from ..models.names import TensorPlan, tensor_plan
-from ..ops.reference import activation
 from ..spec.block_load import draft_size
-from .capture import CapturedStates, causal_attention, spread_heads
+from .capture import CapturedStates, DenseKV, spread_heads
 from .data import TrainBatch
 
 QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
-
-
-@dataclass
-class Context:
-    """Shared by all steps over one batch."""
-
-    # per drafter layer: K and V [B, heads, T, D]; cos and sin [Tq, 1, D/2] float32
-    kv: list[tuple[Tensor, Tensor]]
-    angles: list[tuple[Tensor, Tensor]]
-    taps: list[Tensor]  # [B, Tq, Hb] at unit scale
 
 
 def rms(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -113,7 +101,7 @@ class TrainNet(nn.Module):
 
 
 class DrafterModule(TrainNet):
-    """An MTP drafter; `step` computes in the dtype of the weights that `cast` gave."""
+    """An MTP drafter."""
 
     config: DrafterConfig
 
@@ -123,55 +111,27 @@ class DrafterModule(TrainNet):
         self.layers, self.taps = bind(config, target), config.taps
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 
-    def context(self, seen: CapturedStates, first: int) -> Context:
-        length, device, config = seen.hidden.shape[1], seen.hidden.device, self.config
-        spread: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        positions = torch.arange(first, length, device=device) + 2 - config.position_offset
-        kv, angles = [], []
-        for layer in self.layers:
-            at = (layer.attn.kv_layer, layer.attn.heads)
-            if at not in spread:
-                spread[at] = spread_heads(seen.keys[at[0]], at[1]), spread_heads(seen.values[at[0]], at[1])
-            kv.append(spread[at])
-            turn = positions.float()[:, None] * inverse_frequencies(layer.rope, device)[None, :]
-            angles.append((turn.cos()[:, None], turn.sin()[:, None]))
-        return Context(kv, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
-
-    def step(self, w: Mapping[str, Tensor], ctx: Context, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """embedding, hidden [B, Tq, Hb] -> g for the head, next hidden [B, Tq, Hb]."""
-        config, eps, gemma = self.config, self.config.norm_eps, self.config.gemma
-        parts = [embedding, hidden] if gemma else [rms(embedding, None, eps), rms(hidden, None, eps), *ctx.taps]
-        x = F.linear(torch.cat(parts, dim=-1), w["pre"])
-        for i, layer in enumerate(self.layers):
-            at, spec = f"layers.{i}.", layer.attn
-            q = F.linear(rms(x, w[at + "attn_norm"], eps), w[at + "qkv"]).unflatten(-1, (spec.heads, spec.head_dim))
-            if gemma:
-                q = rms(q, w[at + "q_norm"], eps)
-            q = rotate(q, *ctx.angles[i]).transpose(1, 2)  # [B, heads, Tq, D]
-            y = causal_attention(q, *ctx.kv[i], spec.scale, spec.window)
-            y = F.linear(y.transpose(1, 2).flatten(2), w[at + "out"])
-            x = x + (rms(y, w[at + "post_attn_norm"], eps) if gemma else y)
-            gate, up = F.linear(rms(x, w[at + "mlp_norm"], eps), w[at + "gate_up"]).chunk(2, dim=-1)
-            y = F.linear(activation(config.activation, gate) * up, w[at + "down"])
-            x = x + (rms(y, w[at + "post_mlp_norm"], eps) if gemma else y)
-            if gemma:
-                x = x * w[at + "scalar"]
-        h = rms(x, w["norm"], eps)
-        after = F.linear(h, w["post"]) if config.has_post else h
-        return (after if config.tied_to_target else h), after
-
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
     ) -> Iterator[Tensor]:
         """The input of step j is the true token j positions later."""
+        first, (size, length, wide) = batch.first, seen.hidden.shape
         with torch.no_grad():
-            ids = F.pad(batch.ids[:, batch.first :], (0, steps))
+            ids = F.pad(batch.ids[:, first:], (0, steps))
             embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)  # [B, Tq + steps, Hb]
-        ctx, hidden = self.context(seen, batch.first), seen.hidden[:, batch.first :]
-        width = hidden.shape[1]
+        # heads are spread once for all steps
+        keys, values = (
+            {l.attn.kv_layer: spread_heads(side[l.attn.kv_layer], l.attn.heads) for l in self.layers}
+            for side in (seen.keys, seen.values)
+        )
+        positions = torch.arange(first, length, device=seen.hidden.device).repeat(size)
+        features = torch.cat((seen.hidden, *seen.taps), -1)[:, first:].flatten(0, 1)  # [B·Tq, Hb·(1 + taps)]
+        net = MTPNet(replace(self.config, clusters=0), w, model.ops, model)  # the loss scores the whole head
+        state = net.start(DenseKV(size, positions, keys, values), features)  # type: ignore[arg-type]
+        hidden = features[:, :wide]
         for j in range(1, steps + 1):
-            g, hidden = self.step(w, ctx, embedded[:, j : j + width], hidden)
-            yield g
+            g, hidden = net.step(embedded[:, j : j + length - first].flatten(0, 1), hidden, state)
+            yield g.unflatten(0, (size, -1))
 
 
 def four_bits(w: Tensor) -> Tensor:
@@ -195,13 +155,3 @@ def four_bits_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     flat = torch.cat([w.reshape(-1, QUANT_BLOCK) for w in matrices])
     pieces = four_bits(flat).to(dtype).flatten().split([w.numel() for w in matrices])
     return [piece.view(w.shape) for piece, w in zip(pieces, matrices, strict=True)]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, T, heads, D]; cos, sin [T, 1, D/2] float32."""
-    if x.is_cuda:
-        from .kernels import Rotate
-
-        return Rotate.apply(x, cos[:, 0], sin[:, 0])
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

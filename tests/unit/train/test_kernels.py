@@ -11,7 +11,7 @@ from outrider.ops.cpu.packing import quantize_rows
 from outrider.ops.reference import rotate as plain_rotate
 from outrider.train.kernels import Rotate, head_terms, turn
 from outrider.train.losses import row_terms
-from outrider.train.net import four_bits, four_bits_all, rotate
+from outrider.train.net import four_bits, four_bits_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,13 +43,13 @@ def test_rotation_and_its_gradient() -> None:
     """Catches: the period of the angles, the direction of the way back, gradients in another layout."""
     r = torch.Generator().manual_seed(2)
     x, up, angle = (
-        torch.randn(2, 5, 3, 8, generator=r),
-        torch.randn(2, 3, 5, 8, generator=r),
-        torch.randn(5, 1, 4, generator=r),
+        torch.randn(10, 3, 8, generator=r),
+        torch.randn(3, 10, 8, generator=r),
+        torch.randn(5, 4, generator=r),
     )
     mine, theirs = x.clone().to(DEVICE).requires_grad_(), x.clone().requires_grad_()
-    want = rotate(theirs, angle.cos(), angle.sin()).transpose(1, 2)
-    got = Rotate.apply(mine, angle.cos()[:, 0].to(DEVICE), angle.sin()[:, 0].to(DEVICE)).transpose(1, 2)
+    want = plain_rotate(theirs, angle.cos().repeat(2, 1), angle.sin().repeat(2, 1)).transpose(0, 1)
+    got = Rotate.apply(mine, angle.cos().to(DEVICE), angle.sin().to(DEVICE)).transpose(0, 1)
     torch.testing.assert_close(got.cpu(), want)
     want.backward(up)
     got.backward(up.to(DEVICE))
