@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..models.decoder import TextModel
 from ..ops.formats import DeviceWeight
-from ..ops.reference import ReferenceOps, activation, as_tensor
+from ..ops.reference import ReferenceOps, as_tensor
 from ..types import AttnSpec
 from .data import Sequences, TrainBatch
 from .losses import likely_tokens
@@ -57,10 +57,6 @@ class DenseOps(ReferenceOps):
                 kept = self._cast[id(w)] = (w, w.to(x.dtype))
             w = kept[1]
         return F.rms_norm(x, (x.shape[-1],), w, eps)
-
-    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        gate, up = self.linear(x, w).chunk(2, dim=-1)
-        return activation(act, gate).mul_(up)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not x.is_cuda:
