@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import resources
 
 from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig
 from .export import Json
 
+TEMPLATE = resources.files("outrider") / "assets" / "model_card.md"
 COLUMNS = (1, 2, 3, 4, 6, 8)
 VIEWS = {"clustered": "greedy, clustered head", "full": "greedy, full head", "sampled": "sampled, coupled"}
 
@@ -17,38 +19,15 @@ def model_card(config: DrafterConfig | BlockConfig, result: Json, runs: Sequence
     target, commands = runs[-1]["target"], "\n".join(dict.fromkeys(str(run["command"]) for run in runs))
     measured = any(view in result for view in VIEWS)
     phases = "\n".join(f"{number}. {trained(run)}" for number, run in enumerate(runs, 1))
-    return f"""---
-tags: [speculative-decoding, drafter, outrider]
----
-# Drafter for {target}
-{describe(config)}
-
-It fits only the target it was trained for (hash {runs[-1]["target_hash"]}); other quantisations of the same model work
-with lower acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.
-
-```
-outrider chat {target} --drafter THIS_FOLDER
-```
-
-## Figures
-{figures(result) if measured else "Not measured: the run was stopped before its evaluation."}
-
-## Training
-{phases}
-
-```
-{commands}
-```
-
-Everything else: `provenance.json`, `log.jsonl`. `acceptance.json` is what the controller starts from.
-
-## Licence
-As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares this.
-
-## Limits
-- Measured on held-out prompts like those it was trained on, not on a benchmark.
-- Sampled text is drafted less well than greedy text, and prompts of another kind less well than these.
-"""
+    shown = figures(result) if measured else "Not measured: the run was stopped before its evaluation."
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        target=target,
+        description=describe(config),
+        hash=runs[-1]["target_hash"],
+        figures=shown,
+        phases=phases,
+        commands=commands,
+    )
 
 
 def trained(run: Json) -> str:
