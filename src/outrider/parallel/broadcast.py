@@ -24,7 +24,7 @@ from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
 from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, ScheduledSeq, Seq, StepBatch
 from ..spec.plan import CostPart
-from ..types import GroupName, ImageSpan, Matcher, OutriderError, SamplingParams
+from ..types import GroupName, Matcher, OutriderError
 from .process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -32,13 +32,8 @@ if TYPE_CHECKING:
 
 
 # ---- messages
-class Joined(NamedTuple):
-    """A sequence that is new to the other ranks."""
-
-    prompt: list[int]
-    params: SamplingParams  # without the grammar
-    grammar: bool
-    images: tuple[ImageSpan, ...]  # with the soft tokens that rank 0 computed
+# by group, new pages: index of the first, and physical pages
+Pages = dict[GroupName, tuple[int, list[int]]]
 
 
 class SeqMessage(NamedTuple):
@@ -47,7 +42,7 @@ class SeqMessage(NamedTuple):
     item: ScheduledSeq
     id: str
     fresh: bool  # its cache slot has changed since the last message
-    pages: Mapping[GroupName, tuple[int, list[int]]]  # new pages: index of the first, and physical pages
+    pages: Pages
     tokens: list[int]  # new ones
     num_inflight_tokens: int
 
@@ -58,19 +53,9 @@ class StepMessage:
     prompts: list[SeqMessage]
     decode: list[SeqMessage]
     trust: Mapping[str, Sequence[float]]
-    joined: dict[str, Joined]
+    # sequences that are new to the other ranks, with their images' soft tokens and a `RemoteMatcher` for a grammar
+    joined: list[Request]
     left: list[str]
-
-
-@dataclass(frozen=True)
-class Order:
-    """A command: "plan" or "launch" a step with an executor, "probe" or "prepare" one, or "score" a text."""
-
-    what: str
-    executor: int = 0
-    step: StepMessage | None = None
-    probe: tuple[CostPart, int, int, int] | None = None
-    score: tuple[int, dict[GroupName, tuple[int, list[int]]], list[int], int, bool] | None = None
 
 
 # ---- rank 0
@@ -97,30 +82,34 @@ class Leader:
         engine.executors = [BroadcastExecutor(executor, index, self) for index, executor in enumerate(engine.executors)]
         engine.runner.scored = self._score
 
-    def tell(self, what: str, executor: int, batch: StepBatch) -> None:
+    def send(self, command: str, *arguments: object) -> None:
+        """command: a method of `Follower`."""
+        self.team.send((command, arguments))
+
+    def tell(self, command: str, executor: int, batch: StepBatch) -> None:
         if batch is not self._last:
             self._serial, self._last = self._serial + 1, batch
-        self.team.send(Order(what, executor, self.describe(batch)))
+        self.send(command, executor, self.describe(batch))
 
     def describe(self, batch: StepBatch) -> StepMessage:
         left = [name for name, known in self._known.items() if self.engine.running(name) is not known.seq]
         for name in left:
             del self._known[name]
-        joined: dict[str, Joined] = {}
+        joined: list[Request] = []
         prompts, decode = (
             [self._lane(item, joined) for item in scheduled] for scheduled in (batch.prompts, batch.decode)
         )
         return StepMessage(self._serial, prompts, decode, batch.trust, joined, left)
 
-    def _lane(self, item: ScheduledSeq, joined: dict[str, Joined]) -> SeqMessage:
+    def _lane(self, item: ScheduledSeq, joined: list[Request]) -> SeqMessage:
         seq = item.seq
         known = self._known.get(seq.id)
         if known is None:
             known = self._known[seq.id] = Known(seq)
-            params = seq.request.params
-            images = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in seq.request.images)
-            own = replace(params, grammar=None)
-            joined[seq.id] = Joined(list(seq.request.prompt), own, params.grammar is not None, images)
+            params, images = seq.request.params, seq.request.images
+            images = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in images)
+            own = replace(params, grammar=RemoteMatcher() if params.grammar is not None else None)
+            joined.append(Request(seq.id, list(seq.request.prompt), own, images=images))
             if seq.answer.matcher is not None:
                 seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.team)
         fresh = known.cache is not seq.held
@@ -132,7 +121,7 @@ class Leader:
         return SeqMessage(bare, seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
 
     def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
-        self.team.send(Order("score", score=(cache.slot, new_pages(cache, {}), tokens, begin, logits)))
+        self.send("score", cache.slot, new_pages(cache, {}), tokens, begin, logits)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -158,7 +147,7 @@ def captured(engine: Engine) -> list[GraphExecutor]:
     return [executor for executor in engine.executors if isinstance(executor, GraphExecutor)]
 
 
-def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> dict[GroupName, tuple[int, list[int]]]:
+def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> Pages:
     """The pages of a sequence that were not broadcast yet; `told` then counts them as broadcast."""
     new = {}
     for name, pages in cache.pages.items():
@@ -193,12 +182,12 @@ class BroadcastExecutor:
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         with self.leader.together():
-            self.leader.team.send(Order("probe", self.index, probe=(part, batch, k, context)))
+            self.leader.send("probe", self.index, part, batch, k, context)
             self.inner.probe(part, batch, k, context)
 
     def prepare(self) -> str:
         with self.leader.together():
-            self.leader.team.send(Order("prepare", self.index))
+            self.leader.send("prepare", self.index)
             return self.inner.prepare()
 
     def can_probe(self, part: CostPart) -> bool:
@@ -230,64 +219,60 @@ class BroadcastMatcher:
 
 # ---- the other ranks
 class RemoteMatcher:
-    """A grammar's matcher at the other ranks: its masks come from rank 0."""
+    """A grammar and its matcher at the other ranks: its masks come from rank 0."""
 
     failed: str | None = None
-
-    def __init__(self, team: ProcessGroup):
-        self.team = team
 
     def matcher(self) -> Matcher:
         return self
 
     def bits(self, drafts: Sequence[int]) -> ndarray:
-        return self.team.receive()  # type: ignore[return-value]
+        assert ProcessGroup.here is not None
+        return ProcessGroup.here.receive()  # type: ignore[return-value]
 
     def advance(self, tokens: Sequence[int]) -> None:
         pass
 
 
 class Follower:
-    def __init__(self, engine: Engine, team: ProcessGroup):
-        self.engine, self.team = engine, team
+    """Each public method is a command of rank 0."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
         self._seqs: dict[str, Seq] = {}
         self._last: tuple[int, StepBatch] = (0, StepBatch())
         self._plan: Plan | None = None  # the last one that rank 0 asked for with "plan"
 
-    def execute(self, order: Order) -> None:
-        executor, runner = self.engine.executors[order.executor], self.engine.runner
-        if order.probe is not None:
-            executor.probe(*order.probe)
-            return
-        if order.what == "prepare":
-            executor.prepare()
-            return
-        runner.close_scratch()  # the probe has ended
-        if order.score is not None:
-            slot, pages, tokens, begin, logits = order.score
-            self.engine.store.place(slot, True, pages)
-            runner.score(SeqCache(slot), tokens, begin, logits)
-            return
-        assert order.step is not None
-        batch = self._batch(order.step)
-        if order.what == "plan":
-            self._plan = executor.plan(batch)
-            return
-        plan = self._plan if self._plan is not None and self._plan.batch is batch else executor.plan(batch)
+    def prepare(self, executor: int) -> None:
+        self.engine.executors[executor].prepare()
+
+    def probe(self, executor: int, part: CostPart, batch: int, k: int, context: int) -> None:
+        self.engine.executors[executor].probe(part, batch, k, context)
+
+    def score(self, slot: int, pages: Pages, tokens: list[int], begin: int, logits: bool) -> None:
+        self.engine.runner.close_scratch()
+        self.engine.store.place(slot, True, pages)
+        self.engine.runner.score(SeqCache(slot), tokens, begin, logits)
+
+    def plan(self, executor: int, step: StepMessage) -> None:
+        self._plan = self.engine.executors[executor].plan(self._batch(step))
+
+    def launch(self, executor: int, step: StepMessage) -> None:
+        batch, chosen = self._batch(step), self.engine.executors[executor]
+        plan = self._plan if self._plan is not None and self._plan.batch is batch else chosen.plan(batch)
         assert plan is not None, "rank 0 could plan this step"
-        executor.launch(plan)
+        chosen.launch(plan)
 
     def _batch(self, told: StepMessage) -> StepBatch:
+        self.engine.runner.close_scratch()  # a probe has ended
         for name in told.left:
             self._seqs.pop(name, None)
             if self.engine.drafter is not None:
                 self.engine.drafter.forget(name)
-        for name, who in told.joined.items():
-            params = replace(who.params, grammar=RemoteMatcher(self.team)) if who.grammar else who.params
-            seq = self._seqs[name] = Seq(Request(name, who.prompt, params, images=who.images), 0.0, [])
-            seq.answer = OutputProcessor(
-                params, (), None, params.grammar.matcher() if params.grammar is not None else None
-            )
+        for request in told.joined:
+            seq, grammar = Seq(request, 0.0, []), request.params.grammar
+            seq.answer = OutputProcessor(request.params, (), None, grammar.matcher() if grammar is not None else None)
+            self._seqs[request.id] = seq
         scheduled = [[self._lane(item) for item in scheduled] for scheduled in (told.prompts, told.decode)]
         if told.serial != self._last[0]:
             self._last = (told.serial, StepBatch(scheduled[0], scheduled[1], told.trust))
@@ -305,13 +290,13 @@ class Follower:
 
 def follow(engine: Engine, team: ProcessGroup) -> None:
     """Executes rank 0's commands until rank 0 ends the run."""
-    follower = Follower(engine, team)
+    follower = Follower(engine)
     engine.runner.divided = True
     team.captured += captured(engine)
     with torch.inference_mode():
         while True:
-            order = team.receive()
-            if order is None:
+            command = team.receive()
+            if command is None:
                 return
-            assert isinstance(order, Order)
-            follower.execute(order)
+            assert isinstance(command, tuple)
+            getattr(follower, command[0])(*command[1])
