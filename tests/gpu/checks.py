@@ -230,7 +230,7 @@ def block_drafter() -> str:
         if drafter == folder:
             config = describe(path).config
             job = TrainConfig(path, Path(), Path(), kind="dflash", layers=2).resolved()
-            net = BlockModule(new_block(job, config), config)
+            net = BlockModule(new_block(job, config))
             save_drafter(Path(folder), net.config, net.export())
         count = 96 if HERE.gpu else 8
         heats = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 1.0)]
