@@ -18,11 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.cache.store import CacheSpec, KVStore
+from outrider.engine.engine import Engine
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.spec.block import BlockDrafter
 from outrider.spec.block_load import block_plan, load_block
-from outrider.types import KVView
+from outrider.types import AttnSpec, KVView
 from outrider.weights.files import from_folder
 
 VOCAB = 64
@@ -137,6 +138,38 @@ def context_of(block: BlockNet, streams: list[Tensor], following: Tensor | None 
     if count:
         block.write_context(streams, kv, torch.zeros_like(at) if following is None else following)
     return kv
+
+
+def audit_pages(engine: Engine, block: BlockNet) -> int:
+    """Of the sequences that decode in a C engine with pages of 16 in float32: after the drafter has caught up, its K/V
+    is that of one pass over the whole text, bit for bit. Returns how many there were."""
+    seqs = [seq for seq in engine.scheduler.running if seq.has_features and seq.computed == len(seq.tokens) - 1]
+    engine.runner.catch_up(seqs)
+    for seq in seqs:
+        known = seq.computed
+        store = KVStore(block.target.config, CacheSpec(1, 512, 16, 512, 512), torch.float32, "cpu", block.kv_specs)
+        cache, _ = store.open([0], 16, reuse=False)
+        store.reserve(cache, known)
+        at, start = torch.arange(known), torch.tensor([0, known], dtype=torch.int32)
+        kv = store.view(torch.tensor([cache.slot]), at, torch.zeros_like(at), start, known, known)
+        out = block.target.forward(torch.tensor(seq.tokens[:-1]), kv, block.config.taps or ())
+        block.write_context(out.streams, kv, torch.tensor(seq.tokens[1:]))
+        for spec in block.kv_specs:
+            mine, fresh = kept(engine.store, seq.held.slot, spec, known), kept(store, cache.slot, spec, known)
+            assert all(torch.equal(a, b) for a, b in zip(mine, fresh, strict=True)), (seq.id, known)
+    return len(seqs)
+
+
+def kept(store: KVStore, slot: int, spec: AttnSpec, count: int) -> list[Tensor]:
+    """K and V [heads, positions, D] of a layer, from tiles as the C library lays them out."""
+    made = []
+    for pages, transposed in ((store.keys[spec.kv_layer], True), (store.values[spec.kv_layer], False)):
+        assert pages is not None and pages.dtype == torch.float32
+        rows = pages[store.tables[spec.group][slot, : -(-count // 16)].long()]  # [P, heads, 16, D]
+        if transposed:
+            rows = rows.view(*rows.shape[:2], spec.head_dim, 16).transpose(2, 3)
+        made.append(rows.transpose(0, 1).flatten(1, 2)[:, :count])
+    return made
 
 
 def speculators(name: str) -> Any:

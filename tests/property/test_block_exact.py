@@ -6,6 +6,8 @@ to another sequence, or a prefix computed for another request would show.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.block_drafters import LAYOUTS, drafter, net, tensors
+from tests.block_drafters import LAYOUTS, audit_pages, drafter, net, tensors
 from tests.engines import VARIANTS, VOCAB, request, run, run_joining, tiny_engine, tiny_model
 from tests.unit.engine.test_graphs import Thirds
 
 from outrider.cache.store import CacheSpec, KVStore
+from outrider.engine.engine import Engine, Event
+from outrider.engine.host import HostExecutor
 from outrider.engine.step import Request
+from outrider.models.block import BlockNet
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
@@ -216,26 +221,50 @@ def test_a_drafter_that_foresees_is_accepted(folder: Path) -> None:
         assert engine.metrics.accepted == engine.metrics.drafted > 10
 
 
+def audited_steps(engine: Engine, block: BlockNet) -> list[int]:
+    """From now on the block drafter's pages are audited after every third step; how many sequences each time."""
+    step, audits, count = engine.step, list[int](), itertools.count()
+
+    def audited_step() -> list[Event]:
+        events = step()
+        if next(count) % 3 == 2:
+            audits.append(audit_pages(engine, block))
+        return events
+
+    engine.step = audited_step  # type: ignore[method-assign]
+    return audits
+
+
 WIDE = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+
+
+@cache
+def compiled() -> TextModel:
+    ops = CpuOps(threads=2)
+    config = ModelConfig.from_hf({**VARIANTS["llama"], **WIDE})
+    return ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, 3), ops))
+
+
+def wide_drafter(folder: Path, layout: str, model: TextModel) -> BlockDrafter:
+    body = {key: {**raw, **WIDE} if key == "transformer_layer_config" else raw for key, raw in LAYOUTS[layout].items()}
+    raw = body if "transformer_layer_config" in body else {**body, **WIDE}
+    return BlockDrafter(net(folder / f"{layout}-wide", raw, tensors(raw, 4, 1.0), model))
 
 
 @pytest.mark.parametrize("layout", [*KINDS, "dspark"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "T0.9"])
 def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, Any]) -> None:
-    """On a CPU the target's part of a step is one call, with the drafter's tokens handed in: texts, features, drafts
-    and context are those of the single operations. Catches streams read from other rows than were run."""
-    ops = CpuOps(threads=2)
-    config = ModelConfig.from_hf({**VARIANTS["llama"], **WIDE})
-    weights = dummy_weights(config, "cpu", torch.float32, ops, None, 3)
-    model = ops.compile(TextModel(config, weights, ops))
-    body = {key: {**raw, **WIDE} if key == "transformer_layer_config" else raw for key, raw in LAYOUTS[layout].items()}
-    raw = body if "transformer_layer_config" in body else {**body, **WIDE}
-    made = [
-        Audited(BlockDrafter(net(folder / f"{layout}-wide", raw, tensors(raw, 4, 1.0), model)).block) for _ in range(2)
-    ]
+    """On a CPU a step is one call, with the drafter's tokens handed in where they depend on each other: texts, features,
+    drafts and context are those of the single operations. Catches streams read from other rows than were run, and rows
+    that are read late, twice, or into the pages of another sequence."""
+    model = compiled()
+    made = [wide_drafter(folder, layout, model) for _ in range(2)]
     one, many = (tiny_engine("llama", d, model=model, max_batch=4, page_size=16) for d in made)
     assert [e.name for e in one.executors] == ["host", "eager"]
+    assert isinstance(one.executors[0], HostExecutor)
+    assert one.executors[0].block == ("dflash" if layout == "z-lab" else None)
     many.executors = many.executors[1:]
+    audits = audited_steps(one, made[0].block), audited_steps(many, made[1].block)
     jobs = [
         request("a", PROMPT, k=3, drafter=made[0].name, **params),
         request("b", PROMPT[2:], k=5, drafter="ngram", **params),
@@ -247,8 +276,52 @@ def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, An
     assert got == want
     assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
     assert torch.equal(one.runner.features, many.runner.features)
-    assert made[0].audits > 3 and one.metrics.drafter_failures == many.metrics.drafter_failures == 0
-    made[0].rounds = 0  # what a scratch sequence holds is no text
+    assert min(map(sum, audits)) > 3 and one.metrics.drafter_failures == many.metrics.drafter_failures == 0
     for part in (VERIFY, CostPart("draft", made[0].name)):
         assert one.executors[0].can_probe(part)
         one.executors[0].probe(part, 2, 3, 40)
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(KINDS), st.lists(one, min_size=1, max_size=5), st.booleans())
+def test_joining_and_leaving_one_call(folder: Path, layout: str, asked: list[Any], tight: bool) -> None:
+    """Steps in one call and step by step (penalties, grammars) in turn, rejected drafts, pages handed on, prefixes taken
+    over, answers longer than what is kept unread."""
+    made = wide_drafter(folder, layout, compiled())
+    room = {"kv_tokens": 96, "max_context": 80} if tight else {}
+    engine = tiny_engine("llama", made, names=("ngram",), k=None, model=compiled(), max_batch=3, page_size=16, **room)
+    audited_steps(engine, made.block)
+    jobs = [
+        (at, request(f"{i}", p, k=k, **{**params, "max_tokens": 4 * params["max_tokens"]}))
+        for i, (p, params, k, at) in enumerate(asked)
+    ]
+    alone = tiny_engine("llama", model=compiled(), page_size=16, **room)
+    want = {r.id: run(alone, [Request(r.id, r.prompt, r.params, 0, False)])[r.id] for _, r in jobs}
+    assert run_joining(engine, jobs) == want
+    assert run_joining(engine, [(at, replace(r, id=f"{r.id} again")) for at, r in jobs]) == {
+        f"{id} again": text for id, text in want.items()
+    }
+    assert engine.metrics.drafter_failures == 0
+
+
+def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> None:
+    """Rows are read when as many are kept as fit, or before a draft; never one by one, which would cost every plain
+    step the weights of the projections."""
+    made = wide_drafter(folder, "z-lab", compiled())
+    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    unread = engine.runner.unread
+    assert unread is not None
+    engine.submit(request("a", PROMPT, k=0, max_tokens=70))
+    kept = []
+    while engine.busy:
+        engine.step()
+        if engine.scheduler.running:
+            kept.append(int(unread.span[engine.scheduler.running[0].held.slot, 1]))
+    rows = [count for count in kept if count]  # before the first step there are none
+    assert rows == [1 + i % 32 for i in range(69)]
+    engine.submit(request("b", PROMPT, k=4, max_tokens=30))
+    while engine.busy:
+        engine.step()
+        if engine.scheduler.running:
+            assert int(unread.span[engine.scheduler.running[0].held.slot, 1]) <= 5
+    assert engine.metrics.drafted > 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.block_drafters import LAYOUTS, drafter, net, tensors
 from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joining, tiny_engine
-from tests.property.test_block_exact import MODELS, PROMPT, Audited, plain
+from tests.property.test_block_exact import MODELS, PROMPT, Audited, audited_steps, plain
 from tests.property.test_block_exact import one as asked_one
 from tests.property.test_capture_blind import ShapesOnly
 from tests.unit.engine.test_graphs import graphs_of
@@ -164,7 +164,7 @@ def host_engine(folder: Path, layout: str, taps: tuple[int, ...], mtp_first: boo
     width = {key: value for key, value in WIDE.items() if key != "num_hidden_layers"}
     body = {key: {**raw, **width} if key == "transformer_layer_config" else raw for key, raw in LAYOUTS[layout].items()}
     raw = body if "transformer_layer_config" in body else {**body, **width}
-    block = Audited(BlockDrafter(net(folder / f"{layout}-wide", raw, tensors(raw, 4, 1.0), model)).block)
+    block = BlockDrafter(net(folder / f"{layout}-wide", raw, tensors(raw, 4, 1.0), model))
     made = DrafterPair(mtp, block) if mtp_first else DrafterPair(block, mtp)
     controller = Controller(CostTable(), (*(one.name for one in made.members), "ngram"))
     room = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
@@ -174,14 +174,16 @@ def host_engine(folder: Path, layout: str, taps: tuple[int, ...], mtp_first: boo
 @pytest.mark.parametrize("taps", [(), (2,), (1, 2)], ids=["none", "another layer", "one of both"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "T0.9"])
 def test_one_call_of_the_library(folder: Path, taps: tuple[int, ...], params: dict[str, Any]) -> None:
-    """MTP drafts are made inside the call, the block drafter's before it, in one step too: tokens, features and counts
-    are those of the single operations. Catches streams of the one handed to the other."""
+    """Drafts of both are made inside the call (EAGLE-3's before it), in one step too: tokens, features, counts and
+    context are those of the single operations. Catches streams of the one handed to the other."""
     layout = "speculators-eagle3" if taps == (2,) else "z-lab"
     one, many = (host_engine(folder, layout, taps) for _ in range(2))
     assert [e.name for e in one.executors] == ["host", "eager"] and not one.executors[0].trees
     many.executors = many.executors[1:]
     for engine in (one, many):
         switching(engine, 3).branching = False
+    block = one.drafter.block  # type: ignore[union-attr]
+    audits = audited_steps(one, block.block)
     jobs = [
         *(request(f"{i}", PROMPT[i:], **{**params, "max_tokens": 16}) for i in range(3)),
         request("e", PROMPT[3:], **{**params, "presence_penalty": 0.5, "max_tokens": 8}),  # no part of the call
@@ -194,12 +196,24 @@ def test_one_call_of_the_library(folder: Path, taps: tuple[int, ...], params: di
     both_drafted(one)
     none = [request(r.id, r.prompt, k=0, drafter=False, **{**params, "max_tokens": len(got[r.id])}) for r in jobs[:3]]
     assert run(one, none) == {r.id: got[r.id] for r in none}
-    block = one.drafter.block  # type: ignore[union-attr]
-    assert block.audits > 0
-    block.rounds = 0
+    assert sum(audits) > 3
     for part in (VERIFY, CostPart("draft", "mtp"), CostPart("draft", block.name)):
         assert one.executors[0].can_probe(part)
         one.executors[0].probe(part, 2, 3, 40)
+
+
+def test_the_path_of_an_mtp_tree_is_read(folder: Path) -> None:
+    """Trees of the MTP drafter stay inside the call: the block drafter reads the rows of the accepted path. Catches rows
+    read in the order in which the tree was verified."""
+    engine = host_engine(folder, "z-lab", ())
+    audits = audited_steps(engine, engine.drafter.block.block)  # type: ignore[union-attr]
+    jobs = [request(f"{i}", PROMPT[i:], k=4, drafter="mtp", temperature=0.9, seed=i, max_tokens=24) for i in range(2)]
+    want = {job.id: run(engine, [request(job.id, job.prompt, k=0, drafter=False, **vars(job.params))]) for job in jobs}
+    for job in jobs:
+        job.tree = 9
+    engine.executors = engine.executors[:1]  # no other may be needed
+    assert run(engine, jobs) == {name: text[name] for name, text in want.items()}
+    assert sum(audits) > 3 and engine.metrics.drafted_by_drafter["mtp"] > 0
 
 
 def test_a_given_k_uses_the_first_and_a_request_may_name_one(folder: Path) -> None:

@@ -62,6 +62,7 @@ class EagerExecutor(Executor):
     def _run(self, batch: StepBatch) -> list[Emitted]:
         runner, scheduled = self.runner, batch.decode
         seqs = [item.seq for item in scheduled]
+        runner.catch_up(seqs)
         x = self._input(scheduled, runner.sampling(seqs))
         draft, ks = None, [item.plan.k for item in scheduled]
         widths = tuple(item.plan.max_drafted for item in scheduled)
@@ -185,14 +186,17 @@ class EagerExecutor(Executor):
         return Draft(tokens, lengths, confidence, trees)
 
     @torch.inference_mode()
-    def drafts(self, batch: StepBatch, sampling: SamplingBatch, apart: str | None) -> dict[int, DraftResult]:
-        """Drafts of a step that another executor runs, by index of the sequence; not those of the drafter `apart`."""
-        drafted = [item.plan.k and item.guess is None and item.plan.drafter != apart for item in batch.decode]
+    def drafts(
+        self, batch: StepBatch, sampling: SamplingBatch, apart: tuple[str | None, ...]
+    ) -> dict[int, DraftResult]:
+        """Drafts of a step that another executor runs, by index of the sequence; not those of the drafters `apart`."""
+        drafted = [item.plan.k and item.guess is None and item.plan.drafter not in apart for item in batch.decode]
         which = [i for i, here in enumerate(drafted) if here]
         if not which:
             return {}
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
         scheduled = [batch.decode[i] for i in which]
+        self.runner.catch_up([item.seq for item in scheduled])
         draft = self.propose(scheduled, self._input(scheduled, some), batch.trust)
         sure = draft.confidence.tolist() if draft.confidence is not None else [[]] * len(which)
         made = zip(draft.tokens.tolist(), map(confidences, sure), draft.lengths.tolist())
@@ -227,7 +231,9 @@ class EagerExecutor(Executor):
         self, drafter: Drafter, ids: Sequence[str], tokens: Sequence[Sequence[int]], x: CycleInput
     ) -> DraftBatch:
         runner, (each, start) = self.runner, (torch.arange(n, device=x.slots.device) for n in (len(ids), len(ids) + 1))
-        kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, x.max_context)
+        # the longest draft of the batch may reach further than a sequence's own
+        reach = x.max_context + (max(drafter.block_rows, x.rows.k) if drafter.kv_specs else 0)
+        kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, reach)
         assert runner.drafter is not None
         features = runner.drafter.features_of(drafter, runner.features[x.slots])
         return DraftBatch(ids, tokens, x.last, x.position, features, kv, x.sampling, x.ops)

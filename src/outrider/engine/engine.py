@@ -81,7 +81,9 @@ class Engine:
         budget = self.kv_budget = kv.agree(KVBudget.of(config, model.config, self.can, dtype, self.device, own))
         # one sequence must be able to finish alone
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
-        layout = budget.layout(config, self.max_batch, max(self.chunk, MAX_DRAFT + 1, kv.image_rows))
+        block_rows = {one.name: one.block_rows for one in (drafter.members if drafter is not None else ())}
+        written = max(self.chunk, MAX_DRAFT + 1, kv.image_rows, *block_rows.values())
+        layout = budget.layout(config, self.max_batch, written)
         self.store = KVStore(model.config, layout, dtype, self.device, own)
         self.share_answers = self.can.prompts_independent
         # prefixes are shared in multiples of it
@@ -89,6 +91,7 @@ class Engine:
         self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
         rest = (self.granularity, self.can.replay_rows, config.prefix_cache, self.max_context)
         self.scheduler = Scheduler(self.store, self.max_batch, self.prefill, *rest)
+        self.scheduler.block_rows = {name: rows for name, rows in block_rows.items() if rows}
         self._metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
@@ -125,11 +128,12 @@ class Engine:
             widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
             budget = self.kv_budget
             made.append(GraphExecutor(runner, self.can, budget.pass_rows, budget.packed_rows, widths))
-        net = drafter.net if drafter is not None else None
-        cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps)
-        if cycle is not None and not made:
+        net, block = (drafter.net, drafter.block_call) if drafter is not None else (None, None)
+        cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps, block)
+        own = drafter is not None and bool(drafter.kv_specs)
+        if cycle is not None and not made and (not own or cycle.unread is not None):
             made.append(HostExecutor(runner, cycle))
-        if drafter is not None and drafter.kv_specs and not made:
+        if drafter is not None and own and not made:
             log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
         return [*made, EagerExecutor(runner)]
 
@@ -313,6 +317,7 @@ class Engine:
         event.finish_reason, event.stats = reason, seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.share_answers:
             end = seq.computed - seq.computed % self.config.page_size
+            self.runner.catch_up([seq])
             self.store.share(seq.cache, seq.cache_keys, end, seq.prefix_root)
         self.scheduler.remove(seq)
         if self.drafter is not None:

@@ -1,14 +1,13 @@
 """The CPU executor: a step is one call of a C library (`Backend.host_cycle`), for requests that are greedy or use
 temperature, top-k, top-p and min-p, with or without logprobs.
 
-Between two passes over the weights every line of Python runs on cold caches, so this path is short. An MTP drafter's
-round is part of the call, a draft model's a call before it; a block drafter drafts operation by operation before it
-and reads its residual streams after it.
+Between two passes over the weights every line of Python runs on cold caches, so this path is short. The rounds of an
+MTP drafter and of a DFlash are part of the call, a draft model's is a call before it; other block drafters draft
+operation by operation before it. What a block drafter reads is kept in the call (ops.cpu.block).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,13 +34,15 @@ class HostExecutor(Executor):
         self.runner, self.cycle = runner, cycle
         drafter = runner.drafter
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
-        # it drafts operation by operation, and reads every pass
+        # drafts operation by operation
         self.eager = EagerExecutor(runner) if drafter is not None and drafter.kv_specs else None
         members = drafter.members if drafter is not None else ()
-        # the drafter whose rounds are part of the call
-        self.inside = next((one.name for one in members if one.net is not None and cycle.drafts), None)
-        calls = self.inside is not None or self.ahead is not None or self.eager is not None
-        self.trees = self.inside is not None and self.eager is None
+        # drafters whose rounds are part of the call
+        self.mtp = next((one.name for one in members if one.net is not None and cycle.drafts), None)
+        self.block = next((one.name for one in members if one.kv_specs and cycle.drafts_blocks), None)
+        runner.unread = cycle.unread
+        calls = self.mtp is not None or self.ahead is not None or self.eager is not None
+        self.trees = self.mtp is not None and self.eager is None
         self.drafters = (None, "ngram", *(one.name for one in members if calls))  # drafters that the call supports
         self._probes: dict[int, SamplingBatch] = {}
 
@@ -54,8 +55,8 @@ class HostExecutor(Executor):
                 return None
             if seq.adapter is not None and not self.cycle.takes(seq.adapter):
                 return None
-            if item.plan.nodes and self.eager is not None:
-                return None  # the call accepts no given trees, and the drafter cannot read the path of its own
+            if item.plan.nodes and self.eager is not None and item.plan.drafter != self.mtp:
+                return None  # the call accepts no given trees
         return Plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:
@@ -70,8 +71,9 @@ class HostExecutor(Executor):
             if self.ahead is not None:
                 ahead = self._draft_ahead(batch, sampling)
             elif self.eager is not None:
-                ahead = self.eager.drafts(batch, sampling, self.inside)
-            requests = []
+                runner.keep_unread([item.seq for item in batch.decode])
+                ahead = self.eager.drafts(batch, sampling, (self.mtp, self.block))
+            requests, inside = [], None
             for i, x in enumerate(batch.decode):
                 seq, each, guess = x.seq, x.plan, x.guess
                 if i in ahead:
@@ -79,22 +81,16 @@ class HostExecutor(Executor):
                     guess = ahead[i].tokens[: each.k]
                 guess = guess if each.k else None
                 top = seq.request.params.logprobs
-                requests.append(CycleRequest(x.slot, seq.tokens[-1], x.start, each, guess, top, seq.adapter))
-            made = self.cycle.run(requests, sampling, batch.trust.get(self.inside or ""))
+                block = each.drafter is not None and each.drafter == self.block and guess is None
+                requests.append(CycleRequest(x.slot, seq.tokens[-1], x.start, each, guess, top, seq.adapter, block))
+                inside = each.drafter if each.k and guess is None else inside
+            # one drafter's trust: if requests name two, some drafts end a little early or late
+            made = self.cycle.run(requests, sampling, batch.trust.get(inside or ""))
             for i, drafted in ahead.items():
                 if drafted.confidence:
                     made[i] = made[i]._replace(confidence=drafted.confidence[: requests[i].plan.k + 1])
             pending.payload = made
-            if self.eager is not None:
-                self._extend([(x.slot, x.start, result.k) for x, result in zip(batch.decode, made)], batch)
         return pending
-
-    @torch.inference_mode()
-    def _extend(self, passed: Sequence[tuple[int, int, int]], batch: StepBatch | None = None) -> None:
-        """Let a drafter with its own K/V read the last call; passed: slot, position, draft tokens of each sequence."""
-        kv = self.runner.view([slot for slot, _, _ in passed], [(start, k + 1) for _, start, k in passed])
-        streams, chosen = self.cycle.last_pass(sum(k + 1 for _, _, k in passed))
-        self.runner.extend(batch.decode if batch is not None else (), streams, kv, chosen)
 
     def _draft_ahead(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
         """Drafts of a drafter whose round is a separate call, by index of the sequence."""
@@ -154,10 +150,14 @@ class HostExecutor(Executor):
             for name in names:
                 self.ahead.forget(name)
             guess = [0] * k
-        if self.eager is not None and part.drafter not in (None, self.inside):
+        if self.runner.unread is not None and part != VERIFY:  # a draft reads what its last cycle accepted
+            for slot in slots:
+                self.runner.unread.assume(slot, context, min(context, 2))
+        if self.eager is not None and part.drafter not in (None, self.mtp, self.block):
+            if self.runner.unread is not None:
+                self.runner.unread.read(slots)
             self.eager.probe(part, batch, k, context)
             guess = [0] * k
-        plan = DraftPlan(part.drafter, k)
-        self.cycle.run([CycleRequest(slot, 0, context, plan, guess) for slot in slots], sampling, None)
-        if self.eager is not None:
-            self._extend([(slot, context, k) for slot in slots])
+        plan, block = DraftPlan(part.drafter, k), part.drafter is not None and part.drafter == self.block
+        requests = [CycleRequest(slot, 0, context, plan, guess, block=block) for slot in slots]
+        self.cycle.run(requests, sampling, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from ..types import ImageSpan, KVView, OutputRows
 from .adapters import AdapterPool
 from .metrics import Metrics
 from .step import ScheduledSeq, Seq
+
+if TYPE_CHECKING:
+    from ..ops.cpu.block import UnreadRows
 
 log = logging.getLogger("outrider")
 
@@ -41,9 +45,11 @@ class ModelRunner:
     divided: bool = False  # other processes run the same steps: if one of them fails, all must fail
     scratch: list[SeqCache] = field(default_factory=list)  # sequences without a request, for timing steps
     adapters: AdapterPool | None = None  # None: this engine has no adapters
+    unread: UnreadRows | None = None  # what C steps have kept for a block drafter to read
     scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # called before a text is scored
     slot_sampling: SlotSampling = field(init=False)
     _joined: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `slot_sampling` holds, by slot
+    _kept: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `unread` holds, by slot
     _sampled: list[Seq] = field(default_factory=list)  # the last batch,
     batch_sampling: SamplingBatch | None = None  # and its rows; None: a graph has updated them
 
@@ -147,6 +153,21 @@ class ModelRunner:
         except Exception as error:
             self.switch_off(self.drafter.name, scheduled, error)
 
+    def keep_unread(self, seqs: Sequence[Seq]) -> None:
+        """Ensure that `unread` holds nothing of a slot's earlier sequence."""
+        for seq in seqs if self.unread is not None else ():
+            if self.unread is not None and self._kept.get(seq.held.slot) is not seq.cache:
+                self._kept[seq.held.slot] = seq.held
+                self.unread.assume(seq.held.slot, 0, 0)
+
+    def catch_up(self, seqs: Sequence[Seq]) -> None:
+        """Let a block drafter read what C steps have kept of these sequences: before it drafts operation by operation,
+        before a step that it reads at once, and before pages are shared."""
+        if self.unread is not None:
+            self.keep_unread(seqs)
+            self.store.flush()
+            self.unread.read([seq.held.slot for seq in seqs])
+
     def switch_off(self, drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception) -> None:
         """The drafter failed on these sequences: they continue with plain decoding."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -232,8 +253,9 @@ class ModelRunner:
         """Scratch sequences with `positions` reserved and any content; what does not fit uses the scratch page."""
         while len(self.scratch) < count:
             self.scratch.append(self.store.open([0], self.store.spec.page_size, reuse=False)[0])
+        ahead = self.drafter.block_rows if self.drafter is not None else 0
         for cache in self.scratch[:count]:
-            self.store.reserve(cache, positions)
+            self.store.reserve(cache, positions + ahead)
         return [cache.slot for cache in self.scratch[:count]]
 
     def close_scratch(self) -> None:

@@ -40,6 +40,7 @@ class Scheduler:
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
+        self.block_rows: dict[str | None, int] = {}  # by drafter: positions that its drafts write at (Drafter)
         # prompt rows beyond the budgets of the steps since then: of unsplit images, and by client
         self._overdrawn, self._charged = 0, dict[str, int]()
 
@@ -82,7 +83,12 @@ class Scheduler:
         """Schedule a decoding sequence if pages can be reserved. The plan may have been made some steps ago."""
         if len(seq.tokens) + plan.nodes > self.max_context:
             plan = plan._replace(nodes=0)
-        if not self._reserve(seq, len(seq.tokens) + seq.num_inflight_tokens + plan.max_drafted):
+        ahead = plan.max_drafted
+        if plan.drafter in self.block_rows:
+            ahead = max(ahead, self.block_rows[plan.drafter] - 1)
+            if len(seq.tokens) + ahead > self.max_context:
+                plan, ahead = NO_DRAFT, 0
+        if not self._reserve(seq, len(seq.tokens) + seq.num_inflight_tokens + ahead):
             return
         guess: Sequence[int] | None = None
         if plan.drafter == "ngram" and seq.ngram is not None:

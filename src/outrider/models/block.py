@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.backend import Angles
+from ..ops.backend import Angles, BlockCall
 from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
 from ..types import AttnSpec, BlockAttn, BlockRows, KVView
@@ -90,6 +90,12 @@ class BlockNet:
         d2t = vector(weights, "d2t")
         drafted = torch.arange(config.draft_vocab, device=self.norm.device)
         self.ids: Tensor | None = None if d2t is None else drafted + d2t  # [V_d] the target's ids
+        self.call: BlockCall | None = None  # whole passes (`compiled`)
+
+    def compiled(self) -> BlockNet:
+        """With passes in one call each, where the backend has them."""
+        self.call = self.ops.compile_block(self)
+        return self
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:
@@ -122,6 +128,9 @@ class BlockNet:
 
     def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None:
         """Writes each layer's K/V of a target pass. following [R]: the token after each position, for EAGLE-3."""
+        if self.call is not None:
+            self.call.write_context(streams, kv, following)
+            return
         x, angles = self.context(streams), self.angles(kv.positions)
         if self.config.kind == "eagle3":
             x, _ = self.feature_input(self.layers[0], following, x)
@@ -164,6 +173,8 @@ class BlockNet:
 
     def backbone(self, ids: Tensor, kv: KVView, end: Tensor) -> Tensor:
         """Blocks of token ids [B, S] that begin at position `end` [B] -> the head's input [B, S, H]."""
+        if self.call is not None and self.call.one_pass:
+            return self.call.backbone(ids, kv, end)
         size, slots = ids.shape
         angles = self.angles((end[:, None] + torch.arange(slots, device=end.device)).reshape(-1))
         x = self.embed(ids.reshape(-1))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..types import DraftPlan
+from ..types import DraftPlan, KVView
 from .formats import DeviceWeight
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ class Capabilities:
     adapter_slots: bool = False
     # A draft model's head is read row by row, so it pays to score a shortlist of tokens only (spec.draft_model).
     shortlists: bool = False
+    # K/V of a block drafter's own rows is written into the sequence's pages, behind the committed positions.
+    blocks_in_pages: bool = False
 
     def bucket(self, batch: int) -> int:
         """The batch size of the captured step for this number of sequences."""
@@ -161,6 +163,7 @@ class CycleRequest(NamedTuple):
     guess: Sequence[int] | None = None  # plan.k given draft tokens; None: the drafter's
     likely: int | None = None  # logprobs of the chosen tokens and of this many likeliest ones; None: none
     adapter: Adapter | None = None
+    block: bool = False  # the draft is the block drafter's
 
 
 class CycleResult(NamedTuple):
@@ -173,6 +176,16 @@ class CycleResult(NamedTuple):
     tree: tuple[list[int], list[int], float, list[int]] | None = None
     logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
     drafts: list[int] | None = None  # the tokens drafted
+
+
+class BlockCall(Protocol):
+    """A block drafter's passes in one call each, as models.block.BlockNet defines them."""
+
+    one_pass: bool  # `backbone` works
+
+    def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None: ...
+
+    def backbone(self, ids: Tensor, kv: KVView, end: Tensor) -> Tensor: ...
 
 
 class HostFilters(Protocol):

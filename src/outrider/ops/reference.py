@@ -23,6 +23,7 @@ from .noise import gumbel
 from .trees import TreeOps
 
 if TYPE_CHECKING:
+    from .backend import BlockCall
     from .cpu.cycle import CpuCycle
     from .cpu.draft_model import CpuChain
 
@@ -137,15 +138,26 @@ class ReferenceOps(TreeOps):
         """An MTP drafter whose steps, or whole rounds, take fewer calls."""
         return drafter
 
+    def compile_block(self, net: object) -> BlockCall | None:
+        """A block drafter's passes (models.block) in one call each. None: operation by operation."""
+        return None
+
     def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
         """A wrapper of the model, for one pass over tokens in which sequence i has `counts[i]` rows and uses
         `adapters[i]`; None: operation by operation (models.adapted)."""
         return None
 
     def host_cycle(
-        self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
+        self,
+        model: object,
+        drafter: object | None,
+        cache: KVPages,
+        features: Tensor,
+        taps: tuple[int, ...],
+        block: BlockCall | None = None,
     ) -> CpuCycle | None:
-        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are updated. None: not supported."""
+        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are updated. block: that of a drafter that
+        reads all rows. None: not supported."""
         return None
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> CpuChain | None:

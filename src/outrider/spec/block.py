@@ -35,7 +35,9 @@ class BlockDrafter(Drafter):
         assert config.taps is not None, "bound to a target"
         self.block, self.config, self.name, self.taps = block, config, config.kind, config.taps
         self.max_tokens, self.kv_specs = config.max_tokens, block.kv_specs
-        self.one_pass = config.kind != "eagle3"
+        self.one_pass, self.block_call = config.kind != "eagle3", block.call
+        if block.ops.capabilities.blocks_in_pages and not all(config.causal):
+            self.block_rows = config.block
 
     # ---- context --------------------------------------------------------------------------------------------------
     def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:

@@ -56,7 +56,7 @@ def load_block(
     """quantize: the format of dense matrices; then also a copy of the target's head, if the drafter shares it."""
     config = translate(BlockConfig.from_hf, files).bound(target.config)
     if load_format == "dummy":
-        return BlockNet(config, dummy_block(config, target, dtype, seed, quantize), target.ops, target)
+        return BlockNet(config, dummy_block(config, target, dtype, seed, quantize), target.ops, target).compiled()
     if (files.path / "mask_embedding.pt").is_file():
         raise OutriderError(f"{files.name}: a mask embedding in a file of its own (mask_embedding.pt) is not supported")
     source, how, ops = renamed(open_source(files)), recipe(files.config, files.name), target.ops
@@ -81,7 +81,7 @@ def load_block(
             raise OutriderError(
                 f"{source.where}: tensor d2t names tokens outside the vocabulary of {config.vocab_size}"
             )
-    return BlockNet(config, own_head(weights, target, quantize), ops, target)
+    return BlockNet(config, own_head(weights, target, quantize), ops, target).compiled()
 
 
 def rounded(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.drafter import MTPNet
-from ..ops.backend import DraftResult
+from ..ops.backend import BlockCall, DraftResult
 from ..ops.reference import Backend
 from ..ops.trees import TreeRows
 from ..types import MAX_DRAFT, AttnSpec, Draft, DraftPlan, KVView
@@ -77,6 +77,8 @@ class Drafter:
     one_pass: bool = False  # one pass drafts all tokens, so a longer draft takes no more time
     starts_from: Literal["hidden", "tokens"] = "hidden"  # a draft needs the target's states, or only the text
     kv_specs: tuple[AttnSpec, ...] = ()  # its own K/V layers in the target's store
+    block_rows: int = 0  # positions from the newest token on that a draft writes K/V at, if more than its tokens
+    block_call: BlockCall | None = None  # a network that reads all rows, which a backend may run inside its own step
     net: MTPNet | None = None  # a network that a backend may run inside its own decode step
     in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
     host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step

@@ -28,6 +28,7 @@ class DrafterPair(Drafter):
         self.taps = (*mtp.taps, *(tap for tap in block.taps if tap not in mtp.taps))
         self.max_tokens = max(mtp.max_tokens, block.max_tokens)
         self.kv_specs, self.content = block.kv_specs, block.content
+        self.block_rows, self.block_call = block.block_rows, block.block_call
         self.net, self.trained_for = mtp.net, mtp.trained_for
 
     @property

@@ -24,6 +24,7 @@
 
 typedef struct {
     int32_t heads, kv_heads, dim, kv_layer, writes, group, window, k_eq_v, norm_v; /* group 0: full, 1: sliding; window 0: none */
+    int32_t bidirectional; /* rows see later ones too, up to Batch.ends */
     float scale, eps;
 } Spec;
 
@@ -37,6 +38,7 @@ typedef struct {
     const int64_t *places;        /* [rows] of a tree: where rows are written; NULL: at their positions */
     const int32_t *paths;         /* [rows, path_width] of a tree: the row of the sequence at each depth; NULL: chains */
     int64_t path_width;
+    const int64_t *ends;          /* [seqs] the last position that rows of a bidirectional layer see */
 } Batch;
 
 INLINE int spec_qkv_rows(const Spec *s) { return (s->heads + (s->writes ? (s->k_eq_v ? 1 : 2) : 0) * s->kv_heads) * s->dim; }
@@ -191,9 +193,15 @@ static void cut_blocks(const Batch *b, int per, RowBlock *out) {
         }
 }
 INLINE int64_t first_key(const Spec *s, int64_t position) { return s->window && position - s->window + 1 > 0 ? position - s->window + 1 : 0; }
-INLINE void block_span(const Batch *b, int row, int count, int64_t *least, int64_t *most) { /* positions; in lines they ascend */
+/* The last position that a row sees. */
+INLINE int64_t last_key(const Spec *s, const Batch *b, int seq, int row) {
+    const int64_t own = b->positions[row];
+    if (!s->bidirectional) return own;
+    return s->window && own + s->window - 1 < b->ends[seq] ? own + s->window - 1 : b->ends[seq];
+}
+INLINE void block_span(const Spec *s, const Batch *b, int seq, int row, int count, int64_t *least, int64_t *most) { /* positions; in lines they ascend */
     *least = b->positions[row];
-    *most = b->positions[row + count - 1];
+    *most = last_key(s, b, seq, row + count - 1);
     for (int i = 0; b->paths && i < count; i++) {
         if (b->positions[row + i] < *least) *least = b->positions[row + i];
         if (b->positions[row + i] > *most) *most = b->positions[row + i];
@@ -201,7 +209,7 @@ INLINE void block_span(const Batch *b, int row, int count, int64_t *least, int64
 }
 INLINE void block_chunks(const Spec *s, const Batch *b, RowBlock r, int *lo, int *hi) {
     int64_t least, most;
-    block_span(b, r.row, r.count, &least, &most);
+    block_span(s, b, r.seq, r.row, r.count, &least, &most);
     *lo = (int)(first_key(s, least) / CHUNK);
     *hi = (int)(most / CHUNK) + 1;
 }
@@ -273,9 +281,9 @@ static void cut_plan(Cut *cut, const ThreadPool *team, const Spec *s, const Batc
     for (int i = 0; i < b->seqs; i++) {
         if (b->row_start[i] == b->row_start[i + 1]) continue;
         int64_t least, most;
-        block_span(b, b->row_start[i], b->row_start[i + 1] - b->row_start[i], &least, &most);
+        block_span(s, b, i, b->row_start[i], b->row_start[i + 1] - b->row_start[i], &least, &most);
         int chunks = (int)(most / CHUNK) + 1;
-        const int rows = b->paths ? (int)(most - least) + 1 : per;
+        const int rows = b->paths || s->bidirectional ? (int)(most - least) + 1 : per;
         const int within = (s->window + rows - 2) / CHUNK + 2; /* chunks that a window and a block's rows can touch */
         if (s->window && chunks > within) chunks = within;
         if (chunks > cut->most) cut->most = chunks;

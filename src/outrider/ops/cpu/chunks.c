@@ -52,7 +52,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
     uint8_t away[MAX_QUERIES] = {0};
     int tail = CHUNK; /* where the tiles begin that are put together for these */
     for (int i = 0, row = q0 % r.count, h = q0 / r.count; i < nq; i++) {
-        const int64_t last = b->positions[r.row + row] - base, first = first_key(s, b->positions[r.row + row]) - base;
+        const int64_t last = last_key(s, b, r.seq, r.row + row) - base, first = first_key(s, b->positions[r.row + row]) - base;
         lo[i] = first > 0 ? (int)(first < CHUNK ? first : CHUNK) : 0;
         hi[i] = last < CHUNK - 1 ? (int)(last < -1 ? -1 : last) : CHUNK - 1;
         int seen = hi[i];
@@ -80,7 +80,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         xs[i] = (const uint32_t *)half;
     }
 #endif
-    const int64_t newest = b->positions[r.row + r.count - 1];
+    const int64_t newest = last_key(s, b, r.seq, r.row + r.count - 1);
     for (int c = from & -LANES; c <= to; c += LANES) {
         const char *ahead = NULL, *beside = NULL; /* what shall be fetched while this tile is scored: keys to come, and its values */
         if (whole) { /* the cache is larger than the caches, its pages lie anywhere */

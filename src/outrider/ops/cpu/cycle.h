@@ -3,6 +3,7 @@
  * saves the host's work between them, which runs on cold caches after 100 MB of weights have been read.
  */
 #pragma once
+#include "block.h"
 #include "tree.h"
 
 int or_forward(ThreadPool *team, const Call *call);
@@ -20,6 +21,8 @@ typedef struct {          /* one sequence */
     int32_t priced;        /* prices[b] says what its rows cost */
     int32_t adapter;       /* which of the call's it uses; -1: none */
     int32_t likely;        /* logprobs: of the chosen tokens and of this many of the cycle's `likely` best; -1: none */
+    int32_t block;         /* its draft is the block drafter's */
+    int32_t unused;
 } Asked;
 
 typedef struct {
@@ -47,6 +50,9 @@ typedef struct {
     int32_t seqs, most, streams, shift; /* shift: of the drafter's constant position */
     float cap;                     /* of the logits; 0: none */
     int32_t likely;                /* the maximum over the sequences; -1: no logprobs */
+    const BlockNet *block;         /* a drafter that reads all rows, or NULL */
+    const Unread *unread;          /* what it has not yet read */
+    const int32_t *block_taps;     /* [block->streams] its own among `taps` */
 } Cycle;
 
 typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V + FILTER_ROOM(V)] */
@@ -131,12 +137,23 @@ static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, 
     }
 }
 
+/* A sequence's draft becomes its guesses: at most `length` of the `steps` tokens at `out`. */
+static void take_draft(Cycle *c, int b, int64_t length, const int64_t *out, const float *sure, int steps) {
+    int k = length < c->asked[b].k ? (int)length : c->asked[b].k;
+    for (int j = 0; j < k; j++) {
+        if (out[j] < 0 || out[j] >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
+        c->drafts[(long)b * c->most + j] = out[j];
+    }
+    memcpy(c->confidence + (long)b * c->most, sure, (size_t)steps * 4);
+    c->asked[b].k = k;
+}
+
 /* A draft of the sequences that have no guesses. */
 static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
     const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
     int n = 0, steps = 0, who[B];
     for (int b = 0; b < B; b++)
-        if (!c->asked[b].given && c->asked[b].k > 0 && !c->asked[b].nodes) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
+        if (!c->asked[b].given && !c->asked[b].block && c->asked[b].k > 0 && !c->asked[b].nodes) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
     if (!n) return 0;
     Draft d = *c->draft;
     const int T = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
@@ -171,19 +188,107 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
     d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
     memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
     const int failed = or_draft(team, &d);
-    for (int i = 0; i < n && !failed; i++) {
+    for (int i = 0; i < n && !failed; i++) take_draft(c, who[i], lengths[i], out + (long)i * steps, sure + (long)i * steps, steps);
+    free(room);
+    return failed;
+}
+
+/* A block drafter's pass for the sequences `who`: the newest token of each and masks. hidden [n · steps, H]: of the rows that predict. */
+static int block_forward(ThreadPool *team, const Cycle *c, const int *who, int n, int steps, float *hidden) {
+    const BlockNet *net = c->block;
+    const int S = net->block ? net->block : steps + net->first, R = n * S, W = n * steps;
+    int64_t furthest = 0;
+    for (int i = 0; i < n; i++) if (c->asked[who[i]].length > furthest) furthest = c->asked[who[i]].length;
+    const int width = (int)((furthest + S) / c->call.batch.page_size) + 1;
+    char *room = malloc(((size_t)3 * (R + W) + n) * 8 + (size_t)(2 * (n + 1) + 2 * n * width) * 4);
+    if (!room) return 1;
+    int64_t *ids = (int64_t *)room, *positions = ids + R, *row_seq = positions + R, *wanted = row_seq + R, *few_at = wanted + W, *few_seq = few_at + W,
+            *ends = few_seq + W;
+    int32_t *row_start = (int32_t *)(ends + n), *few_start = row_start + n + 1, *tables = few_start + n + 1;
+    for (int i = 0; i < n; i++) {
+        const int64_t at = c->asked[who[i]].length;
+        row_start[i] = i * S; few_start[i] = i * steps; ends[i] = at + S - 1;
+        for (int j = 0; j < S; j++) ids[i * S + j] = j ? net->mask : c->asked[who[i]].last, positions[i * S + j] = at + j, row_seq[i * S + j] = i;
+        for (int j = 0; j < steps; j++)
+            wanted[i * steps + j] = i * S + net->first + j, few_at[i * steps + j] = at + net->first + j, few_seq[i * steps + j] = i;
+    }
+    row_start[n] = R; few_start[n] = W;
+    Call call = net->call;
+    gather_tables(&call.batch, c, who, n, width, tables);
+    call.batch.seqs = n; call.batch.ends = ends;
+    call.few = call.batch;
+    call.batch.rows = R; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
+    call.few.rows = W; call.few.positions = few_at; call.few.row_seq = few_seq; call.few.row_start = few_start;
+    call.wanted = wanted; call.narrow = 1; call.hidden = hidden;
+    const int failed = or_forward(team, &call);
+    free(room);
+    return failed;
+}
+
+/* A block drafter's drafts, after it has read what it has not. */
+static int cycle_block(ThreadPool *team, Cycle *c) {
+    const BlockNet *net = c->block;
+    const int B = c->seqs;
+    int n = 0, steps = 0, who[B];
+    int64_t slots[B];
+    for (int b = 0; b < B; b++) {
+        const Asked *a = &c->asked[b];
+        if (a->given || !a->block || a->k <= 0) continue;
+        if (c->unread->span[2 * a->slot] + c->unread->span[2 * a->slot + 1] != a->length) c->unread->span[2 * a->slot + 1] = 0;
+        slots[n] = a->slot; who[n++] = b;
+        steps = a->k > steps ? a->k : steps;
+    }
+    if (!n) return 0;
+    if (or_read_slots(team, net, c->unread, slots, n)) return 1;
+    const size_t rows = (size_t)n * steps, V = (size_t)net->head.n;
+    char *room = malloc((rows + 3 * (size_t)n) * 8 + (size_t)n * 8 + (rows * (1 + net->call.stack->hidden) + 2 * (size_t)n) * 4 + n);
+    if (!room) return 1;
+    int64_t *out = (int64_t *)room, *seed = out + rows, *position = seed + n, *top_k = position + n;
+    double *top_p = (double *)(top_k + n);
+    float *min_logp = (float *)(top_p + n), *temperature = min_logp + n, *sure = temperature + n, *hidden = sure + rows;
+    uint8_t *sampled = (uint8_t *)(hidden + rows * net->call.stack->hidden);
+    for (int i = 0; i < n; i++) {
         const int b = who[i];
-        int k = lengths[i] < c->asked[b].k ? (int)lengths[i] : c->asked[b].k;
-        for (int j = 0; j < k; j++) {
-            const int64_t token = out[(long)i * steps + j];
-            if (token < 0 || token >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
-            c->drafts[(long)b * c->most + j] = token;
-        }
-        memcpy(c->confidence + (long)b * c->most, sure + (long)i * steps, (size_t)steps * 4);
-        c->asked[b].k = k;
+        seed[i] = c->seed[b]; position[i] = c->asked[b].length + 1; temperature[i] = c->temperature[b]; sampled[i] = c->sampled[b];
+        if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
+    }
+    int failed = block_forward(team, c, who, n, steps, hidden);
+    if (!failed) {
+        or_logits(team, &net->head, hidden, (int)rows, net->scale == 1.0f ? net->cap : 0.0f, c->z);
+        pool_begin(team);
+        Guess job = {steps, (int)rows, temperature, sampled, seed, position, c->top_k ? top_k : NULL, top_p, min_logp, c->z,
+                     (float *)team_scratch(team, team->size * (V + FILTER_ROOM(V)) * 4), out, sure, net};
+        failed = !job.room;
+        if (!failed) team_run(team, guess_region, &job);
+        pool_end(team);
+    }
+    for (int i = 0; i < n && !failed; i++) {
+        const Asked *a = &c->asked[who[i]];
+        double path = 1.0;
+        int64_t length = steps;
+        for (int j = 0; c->trust && j < a->k && goes_on(c->trust, a->stop, a->drop, &length, j, sure[(long)i * steps + j], &path);) j++;
+        take_draft(c, who[i], length, out + (long)i * steps, sure + (long)i * steps, steps);
     }
     free(room);
     return failed;
+}
+
+/* Keeps what the block drafter will read of a sequence's accepted rows, the first of which is `row`. */
+static int keep_unread(ThreadPool *team, const Cycle *c, const Asked *a, int b, long row) {
+    const BlockNet *net = c->block;
+    const Unread *u = c->unread;
+    const int wide = net->fc.k / net->streams;
+    int64_t *span = u->span + 2L * a->slot, slot = a->slot;
+    if (span[0] + span[1] != a->length) span[1] = 0; /* of another text */
+    if (span[1] + a->accepted + 1 > u->most && or_read_slots(team, net, u, &slot, 1)) return 1;
+    if (!span[1]) span[0] = a->length;
+    for (int j = 0; j <= a->accepted; j++, span[1]++) {
+        const long r = row + (j && a->nodes ? c->path[(long)b * c->most + j - 1] : j), at = slot * u->most + span[1];
+        u->following[at] = c->chosen[row + j]; /* of a tree: walk_tree has put the path's first */
+        for (int t = 0; t < net->streams; t++)
+            memcpy(u->states + at * net->fc.k + (long)t * wide, c->taps[c->block_taps[t]] + r * wide, (size_t)wide * 4);
+    }
+    return 0;
 }
 
 /* A tree of drafts of one sequence. */
@@ -252,6 +357,7 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
     }
     const int width = (int)(furthest / c->call.batch.page_size) + 1;
     if (c->draft && cycle_draft(team, c, width)) return 1;
+    if (c->block && cycle_block(team, c)) return 1;
     for (int b = 0; b < B; b++) if (c->asked[b].nodes && cycle_grow(team, c, b, width)) return 1;
     for (int b = 0; b < B; b++) rows += c->asked[b].k + 1;
     char *room = malloc((size_t)rows * 4 * 8 + (size_t)(rows + B + 1 + 2 * B * width) * 4 + (trees ? (size_t)rows * deep * 4 : 0));
@@ -299,6 +405,7 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
                 while (right < a->k && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
                 a->accepted = right;
             }
+            if (c->block && keep_unread(team, c, a, b, row_start[b])) failed = 1;
             const long row = row_start[b] + right;
             float *to = c->features + (long)a->slot * (1 + c->streams) * H;
             memcpy(to, call.hidden + row * H, (size_t)H * 4);

@@ -19,12 +19,13 @@ from torch import Tensor
 from ...types import MAX_DRAFT, KVPages
 from ..backend import CycleRequest, CycleResult, HostSampling
 from ..lowrank import Adapter
+from .block import CpuBlock, UnreadRows
 from .forward import CompiledDrafter, CompiledModel
 from .lib import GROUPS, CCall, CCycle, CDraft
 from .lowrank import PassAdapters
 from .ops import ptrs
 
-ASKED = Struct("=qqdddiiiiiiii")  # Asked in cycle.h
+ASKED = Struct("=qqdddiiiiiiiiii")  # Asked in cycle.h
 STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: steps; k and accepted
 
 
@@ -40,7 +41,9 @@ class CpuCycle:
         cache: KVPages,
         features: Tensor,
         taps: Sequence[int],
+        block: CpuBlock | None = None,
     ):
+        """block: of a drafter that reads all rows; `unread` is what it has not yet read."""
         ops, config = model.ops, model.config
         self.ops, self.drafter, self.hidden, self.vocab = ops, drafter, config.hidden, config.vocab_size
         self.drafts = drafter is not None
@@ -60,6 +63,12 @@ class CpuCycle:
             own = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
             own.call = CCall(ctypes.addressof(drafter.stack.c), c.call.batch)
             c.draft, c.shift = ctypes.addressof(own), drafter.shift
+        self.unread, self.drafts_blocks = None, block is not None and block.drafts
+        if block is not None:
+            self.unread = UnreadRows(block, cache, pages, c.call.batch)
+            self.block_taps = (c_int32 * len(block.taps))(*[self.taps.index(tap) for tap in block.taps])
+            c.block, c.unread = ctypes.addressof(self.unread.net), ctypes.addressof(self.unread.c)
+            c.block_taps = ctypes.addressof(self.block_taps)
         most = features.shape[0]
         self.asked = bytearray(most * ASKED.size)
         self.guesses, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
@@ -99,28 +108,23 @@ class CpuCycle:
         c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
         c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
 
-    def last_pass(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """For the first rows of the last run: the tapped streams [rows, H], and the target's choices [rows]. Valid
-        until the next run."""
-        return tuple(stream[:rows] for stream in self.streams), torch.tensor(self.chosen[:rows])
-
     def run(
         self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
     ) -> list[CycleResult]:
         """`trust`: acceptance by confidence, if drafts may end themselves; a list that does not change."""
-        c, rows, most_likely = self.c, len(asked), -1
+        c, rows, most_likely, deepest = self.c, len(asked), -1, 0
         used = [one.adapter for one in asked]
         if used != self.adapters.adapters:
             self.adapters = PassAdapters(self.stack.changes, used)
             c.call.adapters = self.adapters.c
-        for i, (slot, last, length, plan, guess, likely, _) in enumerate(asked):
+        for i, (slot, last, length, plan, guess, likely, _, block) in enumerate(asked):
             _, k, stop, drop, nodes, prices = plan
             top = -1 if likely is None else likely
             if top > most_likely:
                 most_likely = top
             ASKED.pack_into(
                 self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes,
-                prices is not None, self.adapters.of[i], top
+                prices is not None, self.adapters.of[i], top, block, 0
             )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
@@ -128,6 +132,9 @@ class CpuCycle:
                 self.priced[i] = prices
                 self.prices[i * (MAX_DRAFT + 1) : (i + 1) * (MAX_DRAFT + 1)] = list(prices)
             rows += k if k > nodes else nodes
+            if block and k > deepest:
+                deepest = k
+        rows = max(rows, deepest * len(asked))  # a block drafter's logits
         if rows > self.room:
             self._grow(rows)
         if sampling is not self.sampling:
@@ -149,7 +156,7 @@ class CpuCycle:
         if self.step(self.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
-        for i, (_, _, _, plan, guess, likely, _) in enumerate(asked):
+        for i, (_, _, _, plan, guess, likely, _, _) in enumerate(asked):
             k, right = VERIFIED.unpack_from(self.asked, i * ASKED.size)
             sure, tree, told, at = None, None, None, i * MAX_DRAFT
             if plan.nodes:

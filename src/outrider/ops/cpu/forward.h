@@ -9,9 +9,10 @@ typedef struct {
     Spec attn;
     int32_t rope, inter;
     Weight qkv, out, gate_up, down, ple_gate, ple_out;
+    Weight kv;                        /* of a block drafter: k and v, where `qkv` is q alone */
     Moe moe;                          /* next to the dense MLP */
     const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *post_attn_norm;
-    const float *mlp_norm, *gate_up_bias, *down_bias, *post_mlp_norm, *scalar, *next_norm, *ple_post_norm;
+    const float *mlp_norm, *gate_up_bias, *down_bias, *post_mlp_norm, *scalar, *next_norm, *ple_post_norm, *kv_bias;
 } Layer;
 
 typedef struct {
@@ -235,7 +236,7 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
     for (int i = 0; i < s->layers; i++) {
         const Layer *l = &s->layer[i];
         const Spec *a = &l->attn;
-        const int qkv_n = l->qkv.n, heads = qkv_n / a->dim, wide = a->heads * a->dim;
+        const int qkv_n = l->qkv.n + l->kv.n, heads = qkv_n / a->dim, wide = a->heads * a->dim;
         const float *cos = run->cos[l->rope], *sin = run->sin[l->rope];
         const int half = s->rope_half[l->rope];
         const int narrow = run->call.narrow && i == run->last_write;
@@ -246,6 +247,11 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
         to_qkv.low = shrink(team, me, run, i * LR_COUNT + LR_QKV, of, &v.acts, rows, &low);
         product_phase(team, me, &l->qkv, &v.acts, rows, &to_qkv);
         team_barrier(team);
+        if (l->kv.kind != W_NONE) {
+            Epilogue to_kv = {TO_STORE, l->kv_bias, run->qkv + l->qkv.n, qkv_n};
+            product_phase(team, me, &l->kv, &v.acts, rows, &to_kv);
+            team_barrier(team);
+        }
         for (int part = 0; part < 2; part++) {
             const int before = part ? a->heads : 0, count = part ? heads - a->heads : a->heads;
             const int only = narrow && !part, these = only ? few : rows;
@@ -319,6 +325,13 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
 
 static void stack_region(ThreadPool *team, int me, void *job) { stack_phase(team, me, job); }
 
+static Spec widest(const Spec *a, const Spec *b) {
+    Spec s = *b;
+    if (a->heads && (!a->window || (s.window && a->window > s.window))) s.window = a->window;
+    s.bidirectional |= a->bidirectional;
+    return s;
+}
+
 /* Where everything lies in `at`; with NULL only the bytes are counted. */
 static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
     const Stack *s = run->call.stack;
@@ -334,15 +347,15 @@ static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
             keeps_mlp |= a->kind == W_DENSE; /* which reads floats */
             if (a->n > rank) rank = a->n;
         }
-    const Spec *of[2] = {NULL, NULL}; /* layers of a group are alike */
+    Spec of[2] = {{0}, {0}}; /* layers of a group are alike, but for the windows and directions of a block drafter's: the widest */
     for (int i = 0; i < s->layers; i++) {
         const Layer *l = &s->layer[i];
         const Spec *a = &l->attn;
-        if ((size_t)l->qkv.n > qkv) qkv = l->qkv.n;
+        if ((size_t)(l->qkv.n + l->kv.n) > qkv) qkv = (size_t)(l->qkv.n + l->kv.n);
         if ((size_t)a->heads * a->dim > wide) wide = (size_t)a->heads * a->dim;
         if ((size_t)l->inter > inter) inter = l->inter;
         keeps_mlp |= l->down.kind == W_DENSE || (s->ple && l->ple_out.kind == W_DENSE);
-        of[a->group] = a;
+        of[a->group] = widest(&of[a->group], a);
         if (a->writes) run->last_write = i;
     }
     run->own = b->rows <= PRIVATE_ROWS;
@@ -387,9 +400,9 @@ static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
     run->moe_at = TAKE(most);
     for (int g = 0; g < 4; g++) {
         const Batch *rows = g < 2 ? b : few;
-        const Spec *a = of[g & 1];
+        const Spec *a = &of[g & 1];
         Cut *cut = g < 2 ? &run->cut[g] : &run->few_cut[g & 1];
-        if (!a || (g >= 2 && !W)) continue;
+        if (!a->heads || (g >= 2 && !W)) continue;
         cut_plan(cut, team, a, rows);
         char *place = TAKE(cut_bytes(cut, team, a, rows));
         if (place) cut_place(cut, team, a, rows, place);

@@ -26,7 +26,9 @@ from .packing import cluster_hashes
 
 # fields of CLayer that a model's block has under the same name
 MATRICES = ("qkv", "out", "gate_up", "down")
-VECTORS = [field[0] for field in CLayer._fields_ if field[1] is c_void_p and field[0] != "ple_post_norm"]
+VECTORS = [
+    field[0] for field in CLayer._fields_ if field[1] is c_void_p and field[0] not in ("ple_post_norm", "kv_bias")
+]
 
 
 class Stack:
@@ -70,11 +72,12 @@ class Stack:
         shift: int = 0,
         wanted: OutputRows | None = None,
         adapters: CAdapters | None = None,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`;
         of wanted rows."""
         pages = self.ops.pages(kv)
-        batch = CBatchBuffers(kv, pages, ids)
+        batch = CBatchBuffers(kv, pages, ids, ends)
         batch.c.rope_shift = shift
         rows = batch.c.rows if wanted is None else wanted.rows.shape[0]
         hidden = torch.empty((rows, self.hidden))

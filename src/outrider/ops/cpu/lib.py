@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ...types import AttnSpec, GroupName, KVPages, KVView
+from ...types import AttnSpec, BlockAttn, GroupName, KVPages, KVView
 from .build import HERE, SHIPPED, SOURCES, shared_object
 
 # how a weight is laid out, in the order of formats.h; GGUF's formats by their names
@@ -88,6 +88,14 @@ class CDraft(Structure):
     _fields_ = members("Draft", Call=CCall, Weight=CWeight)
 
 
+class CBlockNet(Structure):
+    _fields_ = members("BlockNet", Call=CCall, Weight=CWeight)
+
+
+class CUnread(Structure):
+    _fields_ = members("Unread")
+
+
 class CCycle(Structure):
     _fields_ = members("Cycle", Call=CCall, Weight=CWeight)
 
@@ -115,7 +123,7 @@ def load(isa: str | None = None) -> ctypes.CDLL:
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     mirrored = (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank)
-    sizes = [ctypes.sizeof(s) for s in mirrored]
+    sizes = [ctypes.sizeof(s) for s in (*mirrored, CBlockNet, CUnread)]
     assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "not the library of these sources"
     return lib
 
@@ -127,6 +135,13 @@ def c_spec(spec: AttnSpec) -> CSpec:
     return CSpec(dim=spec.head_dim, group=group, window=window, scale=spec.scale, eps=spec.eps, **named)
 
 
+def c_block_spec(attn: BlockAttn) -> CSpec:
+    """The store's window decides the pages; a row sees back as far as the narrower of that and the layer's own."""
+    c, windows = c_spec(attn.spec), [w for w in (attn.spec.window, attn.window) if w is not None]
+    c.window, c.bidirectional = min(windows, default=0), not attn.causal
+    return c
+
+
 def dense_weight(w: Tensor) -> CWeight:
     """[..., K] of any float type, read in place."""
     return CWeight(PackedKind.DENSE, w.numel() // w.shape[-1], w.shape[-1], DTYPES[w.dtype], w.data_ptr(), None)
@@ -135,12 +150,13 @@ def dense_weight(w: Tensor) -> CWeight:
 class CBatchBuffers:
     """A KVView as a C struct; keeps the memory behind its pointers alive."""
 
-    def __init__(self, kv: KVView, pages: CPages, ids: Tensor | None = None):
+    def __init__(self, kv: KVView, pages: CPages, ids: Tensor | None = None, ends: Tensor | None = None):
         self.keep: list[Tensor] = []
         assert kv.positions.dtype == kv.row_seq.dtype == torch.int64 and kv.row_start.dtype == torch.int32
         c = self.c = CBatch(kv.positions.shape[0], kv.row_start.shape[0] - 1)
         pages.bind(c)
         c.ids, c.positions, c.row_seq, c.row_start = map(self.hold, (ids, kv.positions, kv.row_seq, kv.row_start))
+        c.ends = self.hold(ends)
         if kv.ancestors is not None and kv.kv_slots is not None:
             assert kv.kv_slots.dtype == torch.int64 and kv.ancestors.dtype == torch.int32
             c.places, c.paths, c.path_width = *map(self.hold, (kv.kv_slots, kv.ancestors)), kv.ancestors.shape[1]

@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ...types import AttnSpec, KVPages, KVView, OutriderError
-from ..backend import EVERY_ROW, Angles, Capabilities, ExpertWeights, HeadNorms, M
+from ...types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
+from ..backend import EVERY_ROW, Angles, BlockCall, Capabilities, ExpertWeights, HeadNorms, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, Weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
 from ..reference import ReferenceOps, as_tensor
 from . import lowrank, packing
-from .lib import CBatchBuffers, CMoe, CPages, CSpec, CWeight, c_spec, dense_weight, load
+from .lib import CBatchBuffers, CMoe, CPages, CSpec, CWeight, c_block_spec, c_spec, dense_weight, load
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight
 
 if TYPE_CHECKING:
+    from .block import CpuBlock
     from .cycle import CpuCycle
     from .draft_model import CpuChain
 
@@ -78,6 +79,7 @@ class CpuOps(ReferenceOps):
         shortlists=True,
         prefill_with_decodes=16,
         prefill_idle=64,
+        blocks_in_pages=True,
     )
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
@@ -265,6 +267,11 @@ class CpuOps(ReferenceOps):
 
         return cast(M, compile_drafter(self, drafter) or drafter)
 
+    def compile_block(self, net: object) -> CpuBlock | None:
+        from .block import compile_block
+
+        return compile_block(self, net)
+
     def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
         """For a compiled model."""
         from .forward import AdaptedPass, CompiledModel
@@ -273,16 +280,24 @@ class CpuOps(ReferenceOps):
         return cast(M, AdaptedPass(cast(CompiledModel, model), adapters, counts)) if fits else None
 
     def host_cycle(
-        self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
+        self,
+        model: object,
+        drafter: object | None,
+        cache: KVPages,
+        features: Tensor,
+        taps: tuple[int, ...],
+        block: BlockCall | None = None,
     ) -> CpuCycle | None:
         """For a compiled model; an MTP drafter that was not compiled is left out."""
+        from .block import CpuBlock
         from .cycle import CpuCycle
         from .forward import CompiledDrafter, CompiledModel
 
         self.pages(cache)  # refuses K/V that the kernels do not read, before the first request
         if not isinstance(model, CompiledModel) or features.dtype != torch.float32:
             return None
-        return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
+        mtp = drafter if isinstance(drafter, CompiledDrafter) else None
+        return CpuCycle(model, mtp, cache, features, taps, block if isinstance(block, CpuBlock) else None)
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> CpuChain | None:
         from .draft_model import CpuChain
@@ -322,6 +337,28 @@ class CpuOps(ReferenceOps):
             longer = replace(spec, window=window)
             out.append(self.attend(q[row : row + 1], longer, shown))
         return torch.cat(out)
+
+    def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
+        made, batch, c = floats(made), self.batch(kv), c_block_spec(attn)
+        c.heads = 0  # k and v alone
+        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(made, *angles, None, attn.k_norm))
+
+    def attend_block(
+        self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+    ) -> Tensor:
+        """As the reference, but the rows' K/V goes into the sequences' pages, behind the committed positions, where the
+        target's next pass writes: `Drafter.block_rows` are reserved there."""
+        from .block import block_view
+
+        count = q.shape[0] // own.end.shape[0]
+        start = own.end + first
+        batch = CBatchBuffers(block_view(kv, start, count), self.pages(kv), ends=start + count - 1)
+        qkv, c, norms = torch.cat((floats(q), floats(made)), 1), c_block_spec(attn), (attn.q_norm, attn.k_norm)
+        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(qkv, *angles, *norms))
+        out = torch.empty_like(q, dtype=torch.float32)
+        if self.lib.or_attend(self.team, ctypes.byref(c), batch.ref, qkv.data_ptr(), qkv.stride(0), out.data_ptr()):
+            raise MemoryError("attention scratch")
+        return out
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """As the reference, one after another: a position must be read before it is overwritten."""
