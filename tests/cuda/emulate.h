@@ -318,6 +318,7 @@ template <bool Paired, bool All> inline void fetch_tile(u32 to, const TensorMap&
     if (map.matrix.paired != Paired) machine::fail("fetches by a map for other tiles");
     machine::fetch_tile(to, map.matrix, barrier, row, column, All);
 }
+inline void fetch_bytes(u32 to, const char* from, int bytes, u32 barrier) { machine::fetch_bytes(to, from, bytes, barrier); }
 template <int COUNT> inline void take_registers() {}
 template <int COUNT> inline void give_registers() {}
 inline u64 swizzled_matrix(u32 at, u32 next = 16) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(next >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62; }

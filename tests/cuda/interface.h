@@ -69,6 +69,7 @@ void barrier_arrive(u32 at, int rank, i64 bytes);  // at the barrier of a block 
 void barrier_wait(u32 at, u32 parity);
 void meet_cluster();
 void fetch_tile(u32 to, const Matrix& from, u32 barrier, int row, int column, bool all);
+void fetch_bytes(u32 to, const char* from, u32 bytes, u32 barrier);
 
 // 1: it failed, and the message says why. variables: those that are said to be shared.
 int launch(const Launch& asked, void (*kernel)(void**), char* variables, char* variables_end);
