@@ -1,4 +1,4 @@
-// What ops/triton/common.py does with sums, each operation as Triton rounds it.
+// What ops/triton/common.py does with sums, each operation as Triton rounds it; and `gathered`, for stores of 16 bytes.
 //
 // Given when compiled: ACT 1 gelu_tanh, 2 silu: what a gate goes through.
 #ifndef OUTRIDER_ACTIVATE
@@ -19,4 +19,16 @@ __device__ __forceinline__ float activate(float x) {
 }
 
 __device__ __forceinline__ float tanh_of(float x) { return __fadd_rn(1.f, -ratio(2.f, __fadd_rn(exp_of(__fadd_rn(x, x)), 1.f))); }
+
+// Of four lanes the first gets all four words v[0], the second all v[1], and so on.
+__device__ __forceinline__ uint4 gathered(u32 (&v)[4], int c) {
+    auto exchange = [&](u32& a, u32& b, int upper, int lanes) {
+        const u32 got = __shfl_xor_sync(~0u, upper ? a : b, lanes);
+        if (upper) a = got;
+        else b = got;
+    };
+    exchange(v[0], v[1], c & 1, 1), exchange(v[2], v[3], c & 1, 1);
+    exchange(v[0], v[2], c & 2, 2), exchange(v[1], v[3], c & 2, 2);
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
 #endif

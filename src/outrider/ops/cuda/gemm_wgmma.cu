@@ -116,18 +116,6 @@ struct Handover {
     }
 };
 
-// Of four lanes the first gets all four words v[0], the second all v[1], and so on.
-__device__ __forceinline__ uint4 gathered(u32 (&v)[4], int c) {
-    auto exchange = [&](u32& a, u32& b, int upper, int lanes) {
-        const u32 got = __shfl_xor_sync(~0u, upper ? a : b, lanes);
-        if (upper) a = got;
-        else b = got;
-    };
-    exchange(v[0], v[1], c & 1, 1), exchange(v[2], v[3], c & 1, 1);
-    exchange(v[0], v[2], c & 2, 2), exchange(v[1], v[3], c & 2, 2);
-    return make_uint4(v[0], v[1], v[2], v[3]);
-}
-
 struct Epilogue {
     const void* bias;
     void* out;

@@ -51,6 +51,12 @@ template <bool Paired, bool All> __device__ __forceinline__ void fetch_tile(u32 
     else FETCH("2d", " [%0], [%1, {%3, %4}], [%2];", "r"(row));
 }
 
+// `bytes` of adjacent ones, a multiple of 16.
+__device__ __forceinline__ void fetch_bytes(u32 to, const char* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // Registers of a warpgroup's threads.
 
 template <int COUNT> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
