@@ -14,7 +14,7 @@ from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 from outrider.ops.backend import Epilogue
 from outrider.ops.cuda import runtime
-from outrider.ops.triton import attention_wgmma, gemm_wgmma, moe_gemv_int8, w4a16_wgmma, wna16_gemv
+from outrider.ops.triton import attention_wgmma, gemm_wgmma, moe_gemv_int8, w4a16_gemm, w4a16_wgmma, wna16_gemv
 
 pytestmark = pytest.mark.skipif(runtime.compiler() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
 
@@ -50,6 +50,23 @@ def test_more_rows(rows: int, form: str) -> None:
     check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"
     flags = w4a16_wgmma.flags_of(w, Epilogue(act="silu"), block)
     assert compiles(f"{w4a16_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
+
+
+@pytest.mark.parametrize(
+    "tile,form,act",
+    [
+        (w4a16_gemm.W4A16Tile(10, w4a16_gemm.ONE_SPAN, 6, 3), "group 32", "gelu_tanh"),
+        (w4a16_gemm.W4A16Tile(8, w4a16_gemm.SERIAL, 4, 2), "Q4_K", ""),
+        (w4a16_gemm.W4A16Tile(4, w4a16_gemm.PARALLEL, 6, 3), "group 128", ""),
+    ],
+)
+def test_prompts_with_4_bit_weights(tile: w4a16_gemm.W4A16Tile, form: str, act: str) -> None:
+    """And a block takes as much of shared memory there as is asked for here."""
+    w = {"group 32": weight, "group 128": lambda: weight(group=128), "Q4_K": lambda: every_code()["Q4_K"]}[form]()
+    shared = tile.shared(8 // w.per, w.zero_point is not None)
+    flags = w4a16_gemm.flags_of(w, Epilogue(act=act), tile)
+    assert compiles(f"{w4a16_gemm.SOURCE.read_text()}\nstatic_assert(SHARED == {shared});\n", "90a", flags)
+    assert shared <= ROOM
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -31,6 +31,7 @@ TABLE = (
     KernelRow("dense GEMM", "any", "gemm.linear_kernel", "any"),
     KernelRow("quantised GEMM", f"up to {MAX_GEMV_TOKENS} rows, every format", "wna16_gemv.cu", "sm_90"),
     KernelRow("quantised GEMM", f"up to {MAX_WGMMA_TOKENS} rows, 4 bits", "w4a16_wgmma.cu", "sm_90"),
+    KernelRow("quantised GEMM", f"more than {MAX_WGMMA_TOKENS} rows, 4 bits", "w4a16_gemm.cu", "sm_90"),
     KernelRow("quantised GEMM", "any", "quant.quant_kernel", "any"),
     KernelRow("attention", f"over {MIN_QUERIES} queries × heads of 512, bf16", "attention_wgmma.cu", "sm_90"),
     KernelRow("attention", f"over {MIN_QUERIES} queries × heads, bf16", "prefill_attention.prompt_kernel", "sm_90"),

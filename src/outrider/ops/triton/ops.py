@@ -43,7 +43,8 @@ from .quant_config import max_smem
 from .quant_moe import QuantExperts, hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 from .routing import Pairs, list_pairs
-from .w4a16_wgmma import W4A16Wgmma
+from .w4a16_gemm import W4A16Gemm
+from .w4a16_wgmma import MAX_WGMMA_TOKENS, W4A16Wgmma
 from .wna16_gemv import MAX_GEMV_TOKENS, WNA16Gemv
 
 SIDE_STREAM_ROWS = 8  # rows up to which experts and the shared dense MLP run concurrently
@@ -136,7 +137,8 @@ class TritonOps(ReferenceOps):
 
     def multiply(self, x: Tensor, w: QuantWeight, end: Epilogue) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""
-        kernels = self.few if x.shape[0] <= MAX_GEMV_TOKENS else self.more
+        few, more = x.shape[0] <= MAX_GEMV_TOKENS, x.shape[0] <= MAX_WGMMA_TOKENS
+        kernels = self.few if few else self.more if more else self.many
         out = kernels.product(x, w, end, self.pdl) if kernels is not None else None
         return quant_linear(x, w, self.semaphores, end, self.pdl) if out is None else out
 
@@ -149,6 +151,11 @@ class TritonOps(ReferenceOps):
     def more(self) -> W4A16Wgmma | None:
         """The same for more of them."""
         return None if self.few is None else W4A16Wgmma(self.semaphores.device, self.semaphores)
+
+    @cached_property
+    def many(self) -> W4A16Gemm | None:
+        """The same for prompts and for batches with drafts."""
+        return None if self.few is None else W4A16Gemm(self.semaphores.device, self.semaphores)
 
     @cached_property
     def moe_gemv_int8(self) -> MoeGemvInt8 | None:

@@ -1,0 +1,159 @@
+"""Products of more than 40 tokens with 4-bit weights on Hopper, in CUDA C++ (`ops/cuda/w4a16_gemm.cu`): the bits of
+`quant`, faster.
+
+`suits` is the rule: what `w4a16_wgmma` takes, with more tokens. `choose_tile` follows the number of tokens; spans are
+part of the order of sums and depend on the weight alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from ..backend import Epilogue
+from ..cuda.runtime import FOLDER, Flags, tensor_map
+from .gemm_config import NUM_SEMAPHORES
+from .nvrtc_kernels import NvrtcKernels
+from .quant import group_sums
+from .repack import ROWS, Codes, QuantWeight
+from .w4a16_wgmma import MAX_WGMMA_TOKENS
+from .wna16_gemv import ACTS, WorkUnits, aligned, compared, units_of
+
+SOURCE = FOLDER / "w4a16_gemm.cu"
+PLANES, WARPS, THREADS = 8, 8, 384
+GROUP = 8  # tiles of tokens that go through all weights together: their x stays in L2
+EIGHTS = (4, 5, 7, 8, 10)  # of half of a tile's tokens: registers hold the sums of 160; each is compiled at first use
+ONE_SPAN, SERIAL, PARALLEL = 0, 1, 2  # spans of a tile: one; added up by one block; by several
+NUMBERS = ("m", "n", "chunks", "span", "splits", "pairs", "tiles_b", "group", "tiles", "sums_stride")
+
+
+class GemmProblem(ctypes.Structure):
+    """`Problem` of w4a16_gemm.cu."""
+
+    _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
+
+
+@dataclass(frozen=True)
+class W4A16Tile:
+    """How the kernel is compiled."""
+
+    eights: int  # of half of a tile's tokens
+    spans: int
+    x_stages: int
+    w_stages: int
+
+    @property
+    def tokens(self) -> int:
+        return 16 * self.eights
+
+    def shared(self, groups: int, has_zero_point: bool) -> int:
+        """Bytes. groups: of a chunk."""
+        weights = 128 * (128 + 4 * -(-groups // 2) * (1 + has_zero_point))
+        stage = _up(weights + (groups * self.tokens * 4 if has_zero_point else 0), 1024)
+        rings = _up(self.x_stages * (self.tokens * 128 + 16), 1024) + _up(self.w_stages * (stage + 16), 128)
+        return 1024 + rings + (self.tokens * 512 if self.spans == SERIAL else 0)
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+@dataclass(frozen=True)
+class W4A16Shape:
+    """A product, as far as the choice of a tile depends on it."""
+
+    rows: int
+    units: WorkUnits
+    groups: int
+    has_zero_point: bool
+
+    @property
+    def pairs(self) -> int:
+        """Tiles of the weight's rows: 128 for each block of a cluster."""
+        return -(-self.units.tiles // 16)
+
+    def cost(self, eights: int, spans: int, clusters: int) -> float:
+        """Time of the busiest cluster, in units of 12 ns on an H200, where a chunk took 0.5 us and 13 ns per token."""
+        tokens, units = 16 * eights, self.units
+        tiles, chunk = self.pairs * -(-self.rows // tokens), 1.1 * tokens + 40
+        if spans != PARALLEL:
+            return -(-tiles // clusters) * (units.chunks * chunk + 40 * units.splits + 160)
+        if 2 * WARPS * tiles > NUM_SEMAPHORES:
+            return math.inf
+        return -(-tiles * units.splits // clusters) * (units.span * chunk + 3.4 * tokens)
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(shape: W4A16Shape, clusters: int, room: int) -> W4A16Tile | None:
+    """The one with the lowest estimate; None where none fits."""
+    ways = (ONE_SPAN,) if shape.units.splits == 1 else (SERIAL, PARALLEL)
+    for _, eights, spans in sorted((shape.cost(e, s, clusters), -e, s) for e in EIGHTS for s in ways):
+        made = with_stages(-eights, spans, shape, room)
+        if made is not None:
+            return made
+    return None
+
+
+def with_stages(eights: int, spans: int, shape: W4A16Shape, room: int) -> W4A16Tile | None:
+    """As many stages as fit."""
+    tiles = (W4A16Tile(eights, spans, x, w) for x, w in ((6, 3), (5, 3), (4, 3), (4, 2), (3, 2)))
+    return next((t for t in tiles if t.shared(shape.groups, shape.has_zero_point) <= room), None)
+
+
+class W4A16Gemm(NvrtcKernels):
+    """The kernels of one device."""
+
+    source, what, own = SOURCE, "4-bit weights at more than 40 tokens go", True
+
+    def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
+        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
+        if not self.usable or not suits(x, w, extras):
+            return None
+        rows, n, units = x.shape[0], w.shape[0], units_of(w)
+        shape = W4A16Shape(rows, units, PLANES // w.per, w.zero_point is not None)
+        tile = choose_tile(shape, self.sms // 2, self.room)
+        kernel = None if tile is None else self.kernel("w4a16_gemm", flags_of(w, extras, tile))
+        if tile is None or kernel is None:
+            return None
+        x, tiles_b = aligned(x, w), triton.cdiv(rows, tile.tokens)
+        items = shape.pairs * tiles_b * (units.splits if tile.spans == PARALLEL else 1)
+        out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
+        partial_out = sums = out
+        if tile.spans == PARALLEL:
+            partial_out = torch.empty(items * 256 * tile.tokens, dtype=torch.float32, device=x.device)
+        if w.zero_point is not None:
+            sums = group_sums(x, w, tile.tokens, pdl)
+        problem = GemmProblem(
+            rows, n, units.chunks, units.span, units.splits, shape.pairs, tiles_b, GROUP, triton.cdiv(n, ROWS),
+            sums.stride(0),
+        )
+        maps = [
+            tensor_map(x.data_ptr(), rows, x.shape[1], x.stride(0), tile.tokens // 2, False),
+            tensor_map(w.words.data_ptr(), w.words.numel() // 32, 64, 64, ROWS // (1 + extras.gated), False),
+        ]
+        held = (w.scale, w.zero_point, sums, out, partial_out, self.semaphores)
+        addresses = [0 if t is None else t.data_ptr() for t in held]
+        shared = tile.shared(shape.groups, shape.has_zero_point)
+        kernel(2 * min(items, self.sms // 2), THREADS, shared, [*maps, *addresses, problem], pdl)
+        return out
+
+
+def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
+    """Whether the kernel supports this product, regardless of the device."""
+    four = w.codes in (Codes.INT4, Codes.UINT4) and w.plane == 32 and w.per > 0 and w.factor is None
+    return four and x.shape[0] > MAX_WGMMA_TOKENS and compared(x, w, extras)
+
+
+def flags_of(w: QuantWeight, extras: Epilogue, tile: W4A16Tile) -> Flags:
+    """The compiler flags of the source."""
+    return dict(
+        NT=tile.eights, X_STAGES=tile.x_stages, W_STAGES=tile.w_stages, SPANS=tile.spans, GATED=int(extras.gated),
+        ACT=ACTS[extras.act],
+        OFFSET=8 if w.codes is Codes.INT4 else 0, HALF=int(w.half), PER=w.per, ZERO_POINT=int(w.zero_point is not None),
+    )
