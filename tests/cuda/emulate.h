@@ -269,6 +269,7 @@ template <int BYTES> inline void copy_few(u32 to, const char* from) {
     machine::begin_copy(to, from, BYTES, BYTES);
 }
 inline void copy16_or_zeros(u32 to, const char* from, int bytes) { machine::begin_copy(to, from, 16, bytes); }
+inline void prefetch_line(const void*) {}
 inline void commit_copies() { machine::end_group(); }
 template <int GROUPS> inline void wait_copies_but() { machine::end_copies(GROUPS); }
 inline void wait_copies() { machine::end_group(), machine::end_copies(0); }

@@ -142,6 +142,7 @@ class Memory(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.overlaps = 1  # of kernels launched with pdl; 2: the kernel before the one ahead is done when they begin
         self.buffers: list[
             tuple[mmap.mmap, int, int, int, bool]
         ] = []  # the mapping, where in it the tensor begins; as `Buffer` has it
@@ -210,6 +211,8 @@ class Emulated:
         buffers = (Buffer * max(len(known), 1))(*(Buffer(*b) for b in known))
         message = ctypes.create_string_buffer(500)
         pointers = [ctypes.addressof(a) for a in (addresses, buffers, message)]
-        launch = Launch(*pointers, self.seed, blocks, threads, shared, len(known), len(message), pdl)
+        launch = Launch(
+            *pointers, self.seed, blocks, threads, shared, len(known), len(message), pdl * self.memory.overlaps
+        )
         if self.launch(ctypes.byref(launch)):
             raise EmulatorError(message.value.decode())

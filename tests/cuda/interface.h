@@ -20,7 +20,7 @@ struct Launch {  // as emulator.py has it
     char* message;
     u64 seed;  // of the order in which threads run; 0: one after the other
     u32 blocks, threads, shared, buffer_count, message_room;
-    u32 overlaps;  // it begins before the kernel ahead is done
+    u32 overlaps;  // 1: it begins before the kernel ahead is done; 2: and after the one before that is
 };
 
 // The thread that runs.

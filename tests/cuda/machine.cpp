@@ -28,7 +28,7 @@ inline void begin_block(Block& block) {
     for (u32 t = 0; t < the.threads; t++) {
         Fiber& f = block.fibers[t];
         f.begun = false, f.thread = t, f.lane = t % 32, f.block = &block, f.warp = &block.warps[t / 32], f.warp->lanes[f.lane] = &f;
-        f.copying = f.group = 0, f.alone = false, f.clock++, f.shown++;
+        f.copying = f.group = 0, f.alone = the.overlaps == 2, f.clock++, f.shown++;
         make_ready(&f);
     }
     the.live_blocks++;
@@ -99,7 +99,7 @@ int launch(const Launch& asked, void (*kernel)(void**), char* variables, char* v
     return why == 2;
 }
 
-void pdl_wait() { the.now->alone = true; }
+void pdl_wait() { the.now->alone = 2; }
 
 void* operands_of(Warp& warp, int lane) { return warp.lanes[lane]->operands; }
 int lanes_of(Warp& warp) { return warp.size; }

@@ -53,8 +53,8 @@ inline void order_all(Fiber** fibers, int count) {  // they have met
         f.warp->meeting_number = the.meetings;
         if (f.has_taken) widen(joint, f.taken_along), memset(f.taken_along, 0, bytes), f.has_taken = false;
     }
-    bool alone = false;
-    for (int i = 0; i < count; i++) alone |= fibers[i]->alone;
+    int alone = 0;
+    for (int i = 0; i < count; i++) alone = fibers[i]->alone > alone ? fibers[i]->alone : alone;
     for (int i = 0; i < count; i++) joint[fibers[i]->id] = clock, fibers[i]->clock = clock + 1, fibers[i]->alone = alone;
     for (int i = 0; i < count; i++) {
         Warp& w = *fibers[i]->warp;

@@ -56,7 +56,7 @@ struct Fiber {
     u32 id, clock, shown;  // among all fibers; of order.h; how often it showed what it wrote to the matrix units
     u32* taken_along;      // from flags, until the next barrier
     bool has_taken;
-    bool alone;  // the kernel ahead is done
+    int alone;  // 1: the kernel before the one ahead is done; 2: the kernel ahead is
     Block* block;
     Warp* warp;
     void* operands;  // of the instruction of the whole warp that it stands at
