@@ -2,7 +2,8 @@
 
 PDL lets a kernel start while the previous one drains. `pdl_start` lets the next kernel start and waits until all
 earlier ones are complete and visible. Before it a kernel may read weights, which no kernel writes, and K/V of positions
-below the pass's first: a kernel without PDL runs between the pass that wrote those and this one.
+below the pass's first: a kernel without PDL runs between the pass that wrote those and this one. A product after
+`lowrank.shrink` also reads x, and writes, before it waits (see there).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from .gemm_config import (
 )
 from .gemm_streamk import matrix_descriptor, splitk_kernel, streamk_kernel, tma_aligned
 from .gemm_wgmma import GemmWgmma, WgmmaTile, flags_of
-from .lowrank import Shrunk, lowrank_delta, side_by_side
+from .lowrank import Shrunk, lowrank_delta, slots_of
 from .precompile import Precompiler
 from .quant_config import sm_count
 
@@ -46,17 +46,18 @@ PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the 
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
-    x, w, bias, mul, out, partial_out, semaphores, sums, lora_b, lora_scale, ranges,
+    x, w, bias, mul, out, partial_out, semaphores, u, lora_b, ranges,
     M, N, K, x_stride, mul_stride, k_span, softcap, num_ranges, END_0, END_1,
     BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     EVEN: tl.constexpr, SPLITS: tl.constexpr, SERIAL_SPLITK: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
-    PARTS: tl.constexpr, RANK: tl.constexpr, LORA_SPANS: tl.constexpr, RANGES: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, RANGES: tl.constexpr, X_READY: tl.constexpr,
 ):
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x @ w.T) * mul [M, N].
     SERIAL_SPLITK: this program processes all SPLITS spans itself. BM2: rows in addition to BM (tiles are powers
-    of two, batches are not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none."""
+    of two, batches are not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none. X_READY: x is
+    complete when the kernel starts, u when the previous one is."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
@@ -70,19 +71,16 @@ def linear_kernel(
         if PREFETCH > 0:
             lines = split * k_span + tl.arange(0, PREFETCH) * 64  # bf16: 64 columns a line
             prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
-    if RANGES > 0:
-        head = side_by_side(lora_b, ranges, num_ranges, w_rows, N * SIDES, 0, BN * SIDES, RANK, RANK, RANGES)
-    if PDL:
-        gdc_wait()
+        if RANGES > 0:
+            slots = slots_of(ranges, num_ranges, RANGES)
+            prefetch(lora_b + (slots[None, :] * (N * SIDES) + w_rows[:, None]) * RANK)
+        if not X_READY:
+            gdc_wait()
     x_row = x + rows.to(tl.int64) * x_stride
     k_from = split * k_span
     k_to = tl.minimum(k_from + k_span, K)
     WIDE: tl.constexpr = BN * SIDES
-    if RANGES > 0:  # before the sums: behind them every load would wait for the weights of other programs
-        delta = lowrank_delta(
-            head, lora_b, sums, lora_scale, ranges, num_ranges, rows, rows < M, M, w_rows, N * SIDES, END_0, END_1, BM,
-            WIDE, PARTS, RANK, RANK, LORA_SPANS, RANGES, SWAP_AB, PREC,
-        )
+    X_CACHE: tl.constexpr = ".cg" if X_READY else ""  # L1 may hold what lay there before
     if BM2 > 0:
         more = pid_m * (BM + BM2) + BM + tl.arange(0, BM2)
         y_row = x + more.to(tl.int64) * x_stride
@@ -94,10 +92,10 @@ def linear_kernel(
         for s in range(SPLITS):
             acc += chain(
                 x_row, rows < M, w + w_row, s * k_span, tl.minimum(s * k_span + k_span, K), BM, WIDE, BK, SWAP_AB, EVEN,
-                PREC,
+                PREC, X_CACHE,
             )
     else:
-        acc = chain(x_row, rows < M, w + w_row, k_from, k_to, BM, WIDE, BK, SWAP_AB, EVEN, PREC)
+        acc = chain(x_row, rows < M, w + w_row, k_from, k_to, BM, WIDE, BK, SWAP_AB, EVEN, PREC, X_CACHE)
     # a big dense_gemm: were the next kernel let in at once, its waiting programs would crowd out this one's
     if TRIGGER_LATE:
         gdc_launch_dependents()
@@ -117,7 +115,10 @@ def linear_kernel(
             acc = _gather(base, rows < M, BM, WIDE, SIZE, SPLITS)
             tl.store(semaphores + tile, 0)
             if RANGES > 0:
-                acc = _changed(acc, delta, bias, w_rows, out.dtype.element_ty, BIAS)
+                acc = _changed(
+                    acc, u, lora_b, ranges, bias, rows, rows < M, num_ranges, w_rows, N * SIDES, END_0, END_1, BM, WIDE,
+                    PARTS, RANK, RANGES, SWAP_AB, PREC, X_READY, out.dtype.element_ty, BIAS,
+                )
             _finish(
                 acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS and RANGES == 0,
                 MUL, SOFTCAP,
@@ -130,7 +131,10 @@ def linear_kernel(
                 )
     else:
         if RANGES > 0:
-            acc = _changed(acc, delta, bias, w_rows, out.dtype.element_ty, BIAS)
+            acc = _changed(
+                acc, u, lora_b, ranges, bias, rows, rows < M, num_ranges, w_rows, N * SIDES, END_0, END_1, BM, WIDE,
+                PARTS, RANK, RANGES, SWAP_AB, PREC, X_READY, out.dtype.element_ty, BIAS,
+            )
         _finish(
             acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS and RANGES == 0, MUL,
             SOFTCAP,
@@ -142,10 +146,20 @@ def linear_kernel(
 
 
 @triton.jit
-def _changed(acc, delta, bias, w_rows, KIND: tl.constexpr, BIAS: tl.constexpr):
+def _changed(
+    acc, u, lora_b, ranges, bias, rows, live, num_ranges, w_rows, OUT, END_0, END_1,
+    BM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, RANGES: tl.constexpr,
+    SWAP_AB: tl.constexpr, PREC: tl.constexpr, X_READY: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+):
     """Rounded as without changes, bias and all, before these are added."""
+    if X_READY:
+        gdc_wait()
     if BIAS:
         acc += tl.load(bias + w_rows).to(tl.float32)[None, :]
+    delta = lowrank_delta(
+        lora_b, u, ranges, num_ranges, rows, live, w_rows, OUT, END_0, END_1, BM, WIDE, PARTS, RANK, RANK, RANGES,
+        SWAP_AB, PREC,
+    )
     return acc.to(KIND).to(tl.float32) + delta
 
 
@@ -175,6 +189,7 @@ def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
 def chain(
     x_row, row_ok, w_row, k_from, k_to,
     BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    X_CACHE: tl.constexpr,
 ):
     """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM,
     WN]. SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
@@ -183,7 +198,7 @@ def chain(
     acc = tl.zeros((WN, BM) if SWAP_AB else (BM, WN), dtype=tl.float32)
     for k in range(k_from, k_to, BK):
         if EVEN:
-            a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0)
+            a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0, cache_modifier=X_CACHE)
             b = tl.load(w_ptr + k)
         else:
             a = tl.load(x_ptr + k, mask=row_ok[:, None] & (ks[None, :] < k_to - k), other=0.0)
@@ -370,17 +385,19 @@ def launch_of(
     partial_out = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
     arguments = (
         x, w, *tensors, partial_out, semaphores,
-        *((out, out, out, out) if lora is None else (lora.sums, lora.change.b, lora.change.scale, lora.ranges)),
+        *((out, out, out) if lora is None else (lora.u, lora.change.b, lora.ranges)),
         rows, n, k, x.stride(0), *numbers,
         *((0, 0, 0) if lora is None else (len(lora.ranges), *lora.ends)),
     )
+    even = k % shape.bk == 0 and span % shape.bk == 0
     ends |= dict(
-        BM2=shape.bm2, SWAP_AB=shape.swap_ab, EVEN=k % shape.bk == 0 and span % shape.bk == 0,
+        BM2=shape.bm2, SWAP_AB=shape.swap_ab, EVEN=even,
         SERIAL_SPLITK=serial_splitk, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
         PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
         TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
-        PARTS=lora.parts if lora else 0, RANK=lora.rank if lora else 0, LORA_SPANS=len(lora.sums) if lora else 0,
+        PARTS=lora.parts if lora else 0, RANK=lora.rank if lora else 0,
         RANGES=triton.next_power_of_2(len(lora.ranges)) if lora else 0,
+        X_READY=even and lora is not None and lora.follows(x) and tma_aligned(x),
     )
     if lora is not None and shape.bm == 16 and shape.stages <= 3:
         ends["maxnreg"] = 80  # as many programs at a time as without changes: they are what hides its loads

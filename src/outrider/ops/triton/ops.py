@@ -66,6 +66,7 @@ class TritonOps(ReferenceOps):
         self.pdl = self.capability >= (9, 0) if pdl is None else pdl
         # every kernel leaves its counters at 0
         self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)
+        self.lora_counters = torch.zeros_like(self.semaphores)  # those of `lowrank.shrink`, which runs next to products
         self.pointers = trees.Pointers()
         self.shared = max_smem(device)
         self.hopper = not on_gpu or self.capability[0] == 9  # the device that prefill tiles were tuned on
@@ -171,9 +172,9 @@ class TritonOps(ReferenceOps):
     def adapted_linear(
         self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue = NO_EPILOGUE
     ) -> Tensor:
-        shrunk = lowrank.shrink(x, change, ranges, self.semaphores, self.pdl)
+        shrunk = lowrank.shrink(x, change, ranges, self.lora_counters, self.pdl)
         if isinstance(w, Tensor) and len(x) <= FUSED_ROWS and shrunk.fits:
-            return dense_gemm(x, w, self.gemm, end, lora=shrunk)
+            return dense_gemm(shrunk.x, w, self.gemm, end, lora=shrunk)
         y = self.gate_and_up(x, w) if end.gated else self.linear(x, w, end.bias)
         return lowrank.expand(y, shrunk, end.act, end.mul, self.pdl)
 
