@@ -224,7 +224,7 @@ def test_rows_of_x_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 BROKEN = {
     "x before the kernel ahead has written it": (
         "wna16_gemv.cu",
-        "    pdl_wait();\n",
+        "    wait_for_x(lora);\n",
         "",
         "has waited for the kernel ahead",
     ),

@@ -31,10 +31,11 @@ def compiles(source: str, arch: str, flags: object) -> bool:
 @pytest.mark.parametrize("name", every_code())
 def test_few_rows(name: str) -> None:
     """And a chunk takes as much of shared memory there as is asked for here. One and eight rows, gated and not, take
-    turns."""
-    w = every_code()[name]
-    gated = list(every_code()).index(name) % 2 == 0
+    turns, and so do adapters of no, small and large rank."""
+    w, index = every_code()[name], list(every_code()).index(name)
+    gated = index % 2 == 0
     flags = wna16_gemv.flags_of(w, Epilogue(act="silu" if gated else ""), 1 if gated else 8, 24)
+    flags = {**flags, "RANK": (0, 16, 64)[index % 3]}
     chunk, code = wna16_gemv.WeightChunk.of(w), "Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR>"
     check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
     assert compiles(f"{wna16_gemv.SOURCE.read_text()}\n{check}\n", "90", flags)
@@ -48,7 +49,7 @@ def test_more_rows(rows: int, form: str) -> None:
     block = w4a16_wgmma.choose_block(rows, groups, has_zero_point, ROOM)
     assert block is not None
     check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"
-    flags = w4a16_wgmma.flags_of(w, Epilogue(act="silu"), block)
+    flags = {**w4a16_wgmma.flags_of(w, Epilogue(act="silu"), block), "RANK": {9: 0, 24: 64, 40: 16}[rows]}
     assert compiles(f"{w4a16_wgmma.SOURCE.read_text()}\n{check}\n", "90a", flags)
 
 

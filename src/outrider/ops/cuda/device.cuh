@@ -169,6 +169,8 @@ template <int GROUPS> __device__ __forceinline__ void wait_copies_but() {  // bu
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }  // 128 bytes, into L2
+
 // Between warps, between blocks and between kernels.
 
 __device__ __forceinline__ void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }

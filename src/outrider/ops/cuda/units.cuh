@@ -4,8 +4,7 @@
 // Given when compiled: TOKENS 4 or 8; WARPS of a block; ACT (activate.cuh).
 #ifndef OUTRIDER_UNITS
 #define OUTRIDER_UNITS
-#include "activate.cuh"
-#include "codes.cuh"
+#include "lora.cuh"
 
 struct Shape {
     int m, n, k, chunks, span, splits, tiles, x_stride;
@@ -154,6 +153,7 @@ struct Result {
     u16* out;     // [m, n], or [m, n / 2]
     float* part;  // [tiles, splits, TOKENS, 16]
     int* semaphores;    // [tiles]: spans that are done
+    const Lora& lora;   // what is added before it is stored
 };
 
 __device__ __forceinline__ void store(u16* out, float v) { *out = bfloat_of(v); }
@@ -171,14 +171,17 @@ __device__ __forceinline__ bool last_of(int* semaphores, int splits, const Lane&
 
 // A unit's sums: kept, or, by the last warp of these rows, added to those of the other spans, in order, and stored.
 template <bool Gated>
-__device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, const Place& u, const Result& to, const Lane& lane, int token) {
-    const int g = lane.g, split = u.split, tile = u.tile;
+__device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, const Place& u, const Result& to, const Lane& lane, int token, Range range) {
+    const int g = lane.g, split = u.split, tile = u.tile, low = tile * (Gated ? 8 : 16), high = Gated ? p.n / 2 + low : low + 8;
+    float* whole = to.part + (i64)tile * p.splits * (TOKENS * 16) + token * 16 + g;
     if (p.splits > 1) {
-        float* whole = to.part + (i64)tile * p.splits * (TOKENS * 16) + token * 16 + g;
         float* own = whole + split * (TOKENS * 16);
 #pragma unroll
         for (int a = 0; a < SUMS / 2; a++) __stcg(own + a * 16, acc[a]), __stcg(own + a * 16 + 8, acc[a + SUMS / 2]);
         if (!last_of(to.semaphores + tile, p.splits, lane)) return;
+    }
+    const TileB b(to.lora, range, p.n, low, high, lane);  // on its way while spans are added
+    if (p.splits > 1) {
 #pragma unroll
         for (int a = 0; a < SUMS; a++) acc[a] = 0.f;
         for (int s = 0; s < p.splits; s += 8) {  // eight spans' loads fly together
@@ -196,6 +199,12 @@ __device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, 
                     for (int a = 0; a < SUMS; a++) acc[a] = __fadd_rn(acc[a], v[j][a]);
         }
     }
+    if constexpr (RANK > 0) {
+        float delta[4];
+        lowrank_delta<1, Gated>(delta, b, to.lora, range, p.m, low, high, TOKENS == 8 ? g : g / 2, lane);
+#pragma unroll
+        for (int a = 0; a < SUMS / 2; a++) acc[a] = changed(acc[a], delta[a]), acc[a + SUMS / 2] = changed(acc[a + SUMS / 2], delta[a + 2]);
+    }
 #pragma unroll
     for (int a = 0; a < SUMS / 2; a++) {
         if (token + a >= p.m) break;
@@ -209,9 +218,16 @@ __device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, 
     }
 }
 
+// Asks for B of the rows of a warp's i-th unit.
+template <bool Gated> __device__ __forceinline__ void prefetch_unit_b(const Lora& lora, Range range, const Shape& p, const Deal& deal, int i, const Lane& lane) {
+    const Place u = deal.at(p, i);
+    const int low = u.tile * (Gated ? 8 : 16);
+    if (u.split == 0) prefetch_b(lora, range, p.n, low, Gated ? p.n / 2 + low : low + 8, lane);
+}
+
 // A warp's units of one product: its chunks come out of the ring in the order in which the source gave them.
 template <class Code, bool Gated, class Source>
-__device__ __forceinline__ void multiply_units(Ring<Code, Source>& ring, const Shape& p, const Deal& deal, const X<Code>& x, const Result& to) {
+__device__ __forceinline__ void multiply_units(Ring<Code, Source>& ring, const Shape& p, const Deal& deal, const X<Code>& x, const Result& to, Range range) {
     // Tokens are columns of the matrix instruction: of 4 the even ones (the odd ones repeat them, and are not stored), so that half of the sums
     // need no work. Columns of tokens that are not there repeat the last one.
     const Lane& lane = ring.lane;
@@ -243,9 +259,10 @@ __device__ __forceinline__ void multiply_units(Ring<Code, Source>& ring, const S
         if (--n > 0) continue;
         float sums[SUMS];
         Code::close(sums, acc, lower, upper);
-        finish_unit<Gated>(sums, p, deal.at(p, i), to, lane, token);
+        finish_unit<Gated>(sums, p, deal.at(p, i), to, lane, token, range);
         i += WARPS;
         if (i >= units) break;
+        if constexpr (RANK > 0) prefetch_unit_b<Gated>(to.lora, range, p, deal, i, lane);
         begin();
     }
 }

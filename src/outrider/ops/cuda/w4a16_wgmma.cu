@@ -10,7 +10,7 @@
 //
 // Given when compiled: NT, tokens by eights; WARPS of a block, a multiple of 4; TILES of a warp, 1 or 2; STAGES of shared memory; OFFSET 8 or 0:
 // subtracted from a nibble; HALF: factors are float16, else bfloat16; PER: planes of 32 columns that share one; ZERO_POINT: they have an offset;
-// GATED: half of the rows are gates; ACT (units.cuh).
+// GATED: half of the rows are gates; ACT (units.cuh); RANK (lora.cuh).
 #define TOKENS (8 * NT)
 #include "units.cuh"
 #include "warpgroup.cuh"
@@ -183,25 +183,30 @@ template <int P> __device__ __forceinline__ void planes(Tile (&t)[TILES], u64 xs
 }
 
 // A unit's sums: kept, or, by the last warp of these rows, added to those of the other spans, in order, and stored.
-__device__ __forceinline__ void finish(float (&acc)[4 * NT], const Cut& p, int split, int tile, const Result& to, const Lane& lane) {
+__device__ __forceinline__ void finish(float (&acc)[4 * NT], const Cut& p, int split, int tile, const Result& to, const Lane& lane, Range range) {
+    const int low = tile * (GATED ? 8 : 16), high = GATED ? p.n / 2 + low : low + 8;
 #pragma unroll
     for (int i = 0; i < 4 * NT; i++) acc[i] *= 4.f;
+    float4* whole = (float4*)to.part + (i64)tile * p.splits * (NT * 32) + lane.index;  // [tiles, splits, NT, lanes]
     if (p.splits > 1) {
-        float4* whole = (float4*)to.part + (i64)tile * p.splits * (NT * 32) + lane.index;  // [tiles, splits, NT, lanes]
 #pragma unroll
         for (int j = 0; j < NT; j++)
             __stcg(whole + (split * NT + j) * 32, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
         if (!last_of(to.semaphores + tile, p.splits, lane)) return;
+    }
+    const TileB b(to.lora, range, p.n, low, high, lane);  // on its way while spans are added
+    if (p.splits > 1) {
 #pragma unroll
         for (int i = 0; i < 4 * NT; i++) acc[i] = 0.f;
-        for (int s = 0; s < p.splits; s += 3) {  // three spans' loads fly together
-            float4 v[3][NT];
+        constexpr int AT_ONCE = RANK ? 2 : 3;  // spans whose loads fly together
+        for (int s = 0; s < p.splits; s += AT_ONCE) {
+            float4 v[AT_ONCE][NT];
 #pragma unroll
-            for (int i = 0; i < 3; i++)
+            for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                 for (int j = 0; j < NT; j++) v[i][j] = __ldcg(whole + (min(s + i, p.splits - 1) * NT + j) * 32);
 #pragma unroll
-            for (int i = 0; i < 3; i++)
+            for (int i = 0; i < AT_ONCE; i++)
                 if (s + i < p.splits)
 #pragma unroll
                     for (int j = 0; j < NT; j++) {
@@ -209,6 +214,12 @@ __device__ __forceinline__ void finish(float (&acc)[4 * NT], const Cut& p, int s
                         acc[4 * j + 2] = __fadd_rn(acc[4 * j + 2], v[i][j].z), acc[4 * j + 3] = __fadd_rn(acc[4 * j + 3], v[i][j].w);
                     }
         }
+    }
+    if constexpr (RANK > 0) {
+        float delta[4 * NT];
+        lowrank_delta<NT, GATED>(delta, b, to.lora, range, p.m, low, high, lane.g, lane);
+#pragma unroll
+        for (int i = 0; i < 4 * NT; i++) acc[i] = changed(acc[i], delta[i]);
     }
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -227,7 +238,8 @@ __device__ __forceinline__ void finish(float (&acc)[4 * NT], const Cut& p, int s
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-w4a16_wgmma(const char* x, const float* sums, u16* out, float* part, int* semaphores, const __grid_constant__ Weights weights, const __grid_constant__ Cut p) {
+w4a16_wgmma(const char* x, const float* sums, u16* out, float* part, int* semaphores, const __grid_constant__ Weights weights, const __grid_constant__ Cut p,
+            const __grid_constant__ Lora lora) {
     const u32 base = shared_room();
     const int index = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const Lane lane = {index, index >> 2, index & 3};
@@ -247,7 +259,15 @@ w4a16_wgmma(const char* x, const float* sums, u16* out, float* part, int* semaph
     };
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) copy_units(base + s * STAGE), advance();  // no kernel writes weights: they are loaded while the previous kernel still runs
-    pdl_wait();
+    Range range = {0};
+    if constexpr (RANK > 0) {
+        range = range_at(lora, index);
+        for (int u = warp; work.split == 0 && u < work.units; u += WARPS) {  // one of a tile's spans asks for B
+            const int low = (work.first + u) * (GATED ? 8 : 16);
+            prefetch_b(lora, range, p.n, low, GATED ? p.n / 2 + low : low + 8, lane);
+        }
+    }
+    wait_for_x(lora);
     pdl_trigger();  // all blocks have their place, so the next kernel takes none from them; what x is made of is complete
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
@@ -276,7 +296,7 @@ w4a16_wgmma(const char* x, const float* sums, u16* out, float* part, int* semaph
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
             const int tile = work.unit(pass, i * WARPS + warp);
-            if (tile >= 0) finish(t[i].acc, p, work.split, tile, {out, part, semaphores}, lane);
+            if (tile >= 0) finish(t[i].acc, p, work.split, tile, {out, part, semaphores, lora}, lane, range);
         }
     }
 }

@@ -8,11 +8,13 @@
 // The matrix instruction multiplies 16 columns at once, in any order, so a lane takes four neighbours (8 bytes of x) where the instruction's
 // own order would give it two and two: loads are twice as wide. On Hopper the bits are the same.
 //
-// Given when compiled: TOKENS, WARPS, ACT (units.cuh); VALUES (of values.cuh), HALF, PER, ZERO_POINT, FACTOR (`Coded` of codes.cuh); GATED.
+// Given when compiled: TOKENS, WARPS, ACT (units.cuh); VALUES (of values.cuh), HALF, PER, ZERO_POINT, FACTOR (`Coded` of codes.cuh); GATED;
+// RANK (lora.cuh).
 #include "units.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-wna16_gemv(const char* x, u16* out, float* part, int* semaphores, const __grid_constant__ Weights weights, const __grid_constant__ Shape p) {
+wna16_gemv(const char* x, u16* out, float* part, int* semaphores, const __grid_constant__ Weights weights, const __grid_constant__ Shape p,
+           const __grid_constant__ Lora lora) {
     typedef Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR> Code;
     typedef Ring<Code, OneProduct<GATED>> Chunks;
     const u32 base = shared_room();
@@ -24,10 +26,15 @@ wna16_gemv(const char* x, u16* out, float* part, int* semaphores, const __grid_c
     OneProduct<GATED> source = {p, deal, weights, warp, units};
     Chunks ring(source, base + warp * Chunks::BYTES, lane);
     ring.start();  // no kernel writes weights: the first ones are loaded while the previous kernel still runs
-    pdl_wait();
+    Range range = {0};
+    if constexpr (RANK > 0) {
+        range = range_at(lora, index);
+        if (warp < units) prefetch_unit_b<GATED>(lora, range, p, deal, warp, lane);
+    }
+    wait_for_x(lora);
     pdl_trigger();  // all blocks have their place, so the next kernel takes none from them; what x is made of is complete
     const X<Code> columns(p, deal, base + WARPS * Chunks::BYTES);
     columns.lay(p, x);
     __syncthreads();
-    multiply_units<Code, GATED>(ring, p, deal, columns, {out, part, semaphores});
+    multiply_units<Code, GATED>(ring, p, deal, columns, {out, part, semaphores, lora}, range);
 }

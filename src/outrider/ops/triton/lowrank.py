@@ -15,6 +15,7 @@ holds only where `shrink` is the kernel right before the product, which is why `
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -35,6 +36,15 @@ def span_of(k: int) -> int:
     """Columns of a span: a function of the width of x."""
     steps = triton.cdiv(k, BK)
     return BK * max(SPAN_STEPS, triton.cdiv(steps, MAX_SPANS))
+
+
+class LoraPointers(ctypes.Structure):
+    """`Lora` of lora.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("u", "b", "ranges")),
+        *((name, ctypes.c_int) for name in ("count", "parts", "end_0", "end_1", "x_ready")),
+    ]
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,10 @@ class Shrunk:
     def follows(self, x: Tensor) -> bool:
         """Is x complete when its product starts? A copy of x would be made by another kernel, after `shrink`."""
         return self.pdl and x is self.x
+
+    def pointers(self, x: Tensor) -> LoraPointers:
+        tensors = (self.u.data_ptr(), self.change.b.data_ptr(), self.ranges.data_ptr())
+        return LoraPointers(*tensors, len(self.ranges), self.parts, *self.ends, self.follows(x))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -136,7 +150,7 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl:
         x, change.a, change.scale, ranges, sums, u, counters, rows, k, x.stride(0), span,
         PARTS=parts, RANK=rank, BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans,
         PREFETCH=lines if x.element_size() == 2 else 0, PREC=precision(x), PDL=pdl,
-        num_warps=2, num_stages=4, launch_pdl=pdl,
+        num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,  # what a block of `wna16_gemv` leaves free of an SM
     )
     return Shrunk(u, change, ranges, x, sums, pdl)
 

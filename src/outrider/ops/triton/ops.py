@@ -175,6 +175,11 @@ class TritonOps(ReferenceOps):
         shrunk = lowrank.shrink(x, change, ranges, self.lora_counters, self.pdl)
         if isinstance(w, Tensor) and len(x) <= FUSED_ROWS and shrunk.fits:
             return dense_gemm(shrunk.x, w, self.gemm, end, lora=shrunk)
+        if isinstance(w, QuantWeight) and len(x) <= MAX_WGMMA_TOKENS and shrunk.fits:
+            kernels = self.few if len(x) <= MAX_GEMV_TOKENS else self.more
+            out = kernels.product(shrunk.x, w, end, self.pdl, shrunk) if kernels is not None else None
+            if out is not None:
+                return out
         y = self.gate_and_up(x, w) if end.gated else self.linear(x, w, end.bias)
         return lowrank.expand(y, shrunk, end.act, end.mul, self.pdl)
 

@@ -16,10 +16,21 @@ from torch import Tensor
 
 from ..backend import Epilogue
 from ..cuda.runtime import FOLDER, Flags
+from .lowrank import Shrunk
 from .nvrtc_kernels import NvrtcKernels
 from .quant import group_sums
 from .repack import Codes, QuantWeight
-from .wna16_gemv import ACTS, MAX_GEMV_TOKENS, WorkUnits, aligned, compared, units_of, weights_of
+from .wna16_gemv import (
+    ACTS,
+    MAX_GEMV_TOKENS,
+    WorkUnits,
+    aligned,
+    compared,
+    lora_of,
+    units_of,
+    weights_of,
+    whole_tiles,
+)
 
 SOURCE = FOLDER / "w4a16_wgmma.cu"
 MAX_WGMMA_TOKENS = 40  # tokens; at 48 registers leave two groups of warps instead of three, and Triton is as fast
@@ -71,32 +82,37 @@ class W4A16Wgmma(NvrtcKernels):
 
     source, what, own = SOURCE, "4-bit weights at 9 to 40 tokens go", True
 
-    def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
-        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
-        if not self.usable or not suits(x, w, extras):
+    def product(
+        self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool, lora: Shrunk | None = None
+    ) -> Tensor | None:
+        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; lora: adapters to be added. None: not one of
+        these."""
+        if not self.usable or not suits(x, w, extras) or not whole_tiles(lora):
             return None
         rows, n, k = x.shape[0], *w.shape
         units, groups, has_zero_point = units_of(w), PLANES // w.per, w.zero_point is not None
         block, per = choose_block(rows, groups, has_zero_point, self.room), blocks_of_a_span(units, self.sms)
-        kernel = None if block is None or per == 0 else self.kernel("w4a16_wgmma", flags_of(w, extras, block))
+        kernel = None if block is None or per == 0 else self.kernel("w4a16_wgmma", flags_of(w, extras, block, lora))
         if block is None or kernel is None:
             return None
         x = aligned(x, w)
         out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
         partial_out = sums = out
+        changes = lora_of(lora, x)
         if units.splits > 1:
             partial_out = torch.empty(
                 units.tiles * units.splits * block.eights * 128, dtype=torch.float32, device=x.device
             )
         if has_zero_point:
             sums = group_sums(x, w, 8 * block.eights, pdl)
+            changes.x_ready = False  # the kernel ahead is not `shrink`
         longs = units.splits if units.rest == units.span else units.splits - 1
         cut = WgmmaProblem(
             rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), sums.stride(0), longs, per
         )
         addresses = [t.data_ptr() for t in (x, sums, out, partial_out, self.semaphores)]
         shared = block.shared(groups, has_zero_point)
-        kernel(self.sms, 32 * block.warps, shared, [*addresses, weights_of(w, extras.gated), cut], pdl)
+        kernel(self.sms, 32 * block.warps, shared, [*addresses, weights_of(w, extras.gated), cut, changes], pdl)
         return out
 
 
@@ -106,10 +122,11 @@ def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     return four and MAX_GEMV_TOKENS < x.shape[0] <= MAX_WGMMA_TOKENS and compared(x, w, extras)
 
 
-def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock) -> Flags:
+def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock, lora: Shrunk | None = None) -> Flags:
     """The compiler flags of the source."""
     return dict(
         NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated),
         ACT=ACTS[extras.act],
         OFFSET=8 if w.codes is Codes.INT4 else 0, HALF=int(w.half), PER=w.per, ZERO_POINT=int(w.zero_point is not None),
+        RANK=lora.rank if lora else 0,
     )

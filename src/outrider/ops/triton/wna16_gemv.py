@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..backend import Epilogue
 from ..cuda.runtime import FOLDER, Flags
+from .lowrank import LoraPointers, Shrunk
 from .nvrtc_kernels import NvrtcKernels
 from .quant_config import choose_quant_tile
 from .repack import ROWS, Codes, QuantWeight
@@ -132,14 +133,17 @@ class WNA16Gemv(NvrtcKernels):
 
     source, what = SOURCE, "quantised weights at 1 to 8 tokens go"
 
-    def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
-        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
-        if not self.usable or not supports(x, w, extras):
+    def product(
+        self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool, lora: Shrunk | None = None
+    ) -> Tensor | None:
+        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; lora: adapters to be added. None: not one of
+        these."""
+        if not self.usable or not supports(x, w, extras) or not whole_tiles(lora):
             return None
         rows, n, k = x.shape[0], *w.shape
         units = units_of(w)
         block = choose_block(units, WeightChunk.of(w), rows, self.sms, self.room)
-        kernel = None if block is None else self.kernel("wna16_gemv", flags_of(w, extras, rows, block[0]))
+        kernel = None if block is None else self.kernel("wna16_gemv", flags_of(w, extras, rows, block[0], lora))
         if block is None or kernel is None:
             return None
         x = aligned(x, w)
@@ -155,7 +159,7 @@ class WNA16Gemv(NvrtcKernels):
             units.longs // blocks, units.longs % blocks, units.shorts // blocks, units.shorts % blocks, units.rest,
         )
         addresses = [x.data_ptr(), out.data_ptr(), partial_out.data_ptr(), self.semaphores.data_ptr()]
-        kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape], pdl)
+        kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape, lora_of(lora, x)], pdl)
         return out
 
 
@@ -173,6 +177,15 @@ def compared(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     known = w.plane == VALUES[w.codes][1] and (w.zero_point is None or (w.columns_of_chunk == 256 and k % 16 == 0))
     whole = n % (2 * ROWS) == 0 if extras.gated else n % WARP_ROWS == 0 and n > WARP_ROWS
     return known and whole and k % 8 == 0 and x.dtype == torch.bfloat16
+
+
+def whole_tiles(lora: Shrunk | None) -> bool:
+    """Do the matrices that a weight is fused of end with a tile, and has each range a row?"""
+    return lora is None or (all(end % WARP_ROWS == 0 for end in lora.ends) and len(lora.ranges) <= len(lora.x))
+
+
+def lora_of(lora: Shrunk | None, x: Tensor) -> LoraPointers:
+    return LoraPointers() if lora is None else lora.pointers(x)
 
 
 def aligned(x: Tensor, w: QuantWeight) -> Tensor:
@@ -207,10 +220,11 @@ def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
     return WeightPointers(*both)
 
 
-def flags_of(w: QuantWeight, extras: Epilogue, rows: int, warps: int) -> Flags:
+def flags_of(w: QuantWeight, extras: Epilogue, rows: int, warps: int, lora: Shrunk | None = None) -> Flags:
     """The compiler flags of the source."""
     return dict(
         TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0],
         HALF=int(w.half), PER=w.per,
         ZERO_POINT=int(w.zero_point is not None), FACTOR=int(w.factor is not None), WARPS=warps,
+        RANK=lora.rank if lora else 0,
     )
