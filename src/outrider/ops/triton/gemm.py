@@ -189,7 +189,7 @@ def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
 def chain(
     x_row, row_ok, w_row, k_from, k_to,
     BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    X_CACHE: tl.constexpr,
+    X_CACHE: tl.constexpr = "",
 ):
     """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM,
     WN]. SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
@@ -201,8 +201,9 @@ def chain(
             a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0, cache_modifier=X_CACHE)
             b = tl.load(w_ptr + k)
         else:
-            a = tl.load(x_ptr + k, mask=row_ok[:, None] & (ks[None, :] < k_to - k), other=0.0)
-            b = tl.load(w_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
+            inside = ks[None, :] < k_to - k
+            a = tl.load(x_ptr + k, mask=row_ok[:, None] & inside, other=0.0, cache_modifier=X_CACHE)
+            b = tl.load(w_ptr + k, mask=inside, other=0.0)
         if SWAP_AB:
             acc = tl.dot(b, tl.trans(a), acc, input_precision=PREC)
         else:
