@@ -100,7 +100,9 @@ def run() -> int:
         if named in MOVED:
             raise OutriderError(f"`outrider {named}` is {MOVED[named]}")
         shell = app((named,) if named in COMMANDS else COMMANDS)
-        return int(shell(standalone_mode=False, default_map=common.defaults(shell, named, COMMANDS)) or 0)
+        defaults = common.defaults(shell, named, COMMANDS)
+        # The parser's own guess at the name follows how Python was started; shells complete `outrider`.
+        return int(shell(prog_name="outrider", standalone_mode=False, default_map=defaults) or 0)
     except OutriderError as error:
         return refused(str(error))
     except OSError as error:  # a file that was not checked before: a full disk, a folder that may not be written

@@ -90,7 +90,9 @@ def test_what_is_at_hand_is_listed_with_what_it_was_used_with(shell: Shell, gguf
     assert common.model_names("o") == ["org/m:Q8_0", "own.gguf"] and "smollm2" in common.model_names("")
 
 
-def test_a_shell_completes_names_of_models(shell: Shell, gguf: Path) -> None:
+@pytest.mark.parametrize("package", [None, "outrider"])  # started as a script, or with python -m
+def test_a_shell_completes_names_of_models(shell: Shell, gguf: Path, package: str | None) -> None:
+    shell.patch.setattr("__main__.__package__", package)
     shutil.copyfile(gguf, "own.gguf")
     shell.patch.setenv("_OUTRIDER_COMPLETE", "complete_bash")
     shell.patch.setenv("COMP_WORDS", "outrider generate ow")
