@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -74,8 +75,8 @@ EIGHT_BITS = "sliding attention of E2B, K/V in fp8"
 ADAPTERS = "adapters of 31B"
 EXPERTS = "experts of 26B-A4B in "  # and a format
 SHORT = [
-    ("int4 g32", 1), ("int4 g32", 64), ("fp8", 16), ("out of E2B", 1), ("gate_up of 31B", 512), (ATTENTION, 512),
-    (EXPERTS + "int8 g128", 512), (EIGHT_BITS, 1), (ADAPTERS, 1),
+    ("int4 g32", 1), ("int4 g32", 64), ("fp8", 16), ("out of E2B", 1), ("gate_up of 31B", 160), ("gate_up of 31B", 512),
+    (ATTENTION, 512), (EXPERTS + "int8 g128", 512), (EIGHT_BITS, 1), (ADAPTERS, 1),
 ]  # fmt: skip
 CONSTANTS = ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps", "num_stages")
 
@@ -119,6 +120,12 @@ def weight(kind: str, n: int, k: int) -> QuantWeight:
     )  # fmt: skip
 
 
+def backend(pdl: bool) -> TritonOps:
+    ops = TritonOps("meta", pdl=pdl)
+    ops.gemm = replace(ops.gemm, streamk=Stub.target.arch == 90)
+    return ops
+
+
 def product(kind: str, rows: int, pdl: bool) -> None:
     """A quantised gate_up of 31B, one of the dense products, attention, or a layer of quantised experts."""
     seen = shell(1 << 16, dtype=torch.int32)
@@ -133,7 +140,7 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
         moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
     elif kind == ADAPTERS:
-        ranges, mul, ops = shell(rows, 3, dtype=torch.int32), shell(rows, 256), TritonOps("meta", pdl=pdl)
+        ranges, mul, ops = shell(rows, 3, dtype=torch.int32), shell(rows, 256), backend(pdl)
         for rank, parts, end in (
             (16, (21504, 21504), Epilogue(act="gelu_tanh")),
             (64, (8192, 4096, 4096), Epilogue()),
@@ -154,7 +161,7 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         attention.attend(shell(rows, spec.heads * spec.head_dim), spec, kv, pdl)
     else:
         n, k, both = DENSE[kind]
-        device, end = TritonOps("meta", pdl=pdl).gemm, Epilogue(act="gelu_tanh" if both else "")
+        device, end = backend(pdl).gemm, Epilogue(act="gelu_tanh" if both else "")
         gemm.dense_gemm(shell(rows, k), shell(n * (1 + both), k), device, end)
 
 
@@ -194,7 +201,7 @@ def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int =
 
 def whole_model(name: str, rows: list[int], pdl: bool) -> None:
     """A pass of every number of rows, logits and choice, and a draft step."""
-    ops = TritonOps("meta", pdl=pdl)
+    ops = backend(pdl)
 
     def shapes(config: ModelConfig | DrafterConfig) -> dict[str, torch.Tensor]:
         kinds = {"matrix": torch.bfloat16, "embedding": torch.bfloat16, "index": torch.int64}
@@ -230,7 +237,7 @@ def cases(args: argparse.Namespace, pdl: bool) -> Iterator[tuple[str | None, Cal
     if args.model:
         yield None, lambda: whole_model(args.model, args.rows, pdl)
         return
-    rows_of = lambda kind: (1, 16, 32, 64, 512) if kind in FORMATS else (1, 17, 64, 128, 512, 2048)  # noqa: E731
+    rows_of = lambda kind: (1, 16, 32, 64, 512) if kind in FORMATS else (1, 17, 64, 128, 160, 320, 512, 2048)  # noqa: E731
     every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION, EIGHT_BITS) for rows in rows_of(kind)]
     every += [(EXPERTS + kind, rows) for kind in FORMATS for rows in (1, 17, 64, 320, 1024)]
     short = (

@@ -25,8 +25,8 @@ class KernelRow(NamedTuple):
 
 
 TABLE = (
-    KernelRow("dense GEMM", f"129 to {STREAMK_MAX_ROWS} rows, one span", "gemm_streamk.streamk_kernel", "TMA"),
-    KernelRow("dense GEMM", f"129 to {STREAMK_MAX_ROWS} rows, several spans", "gemm_streamk.splitk_kernel", "TMA"),
+    KernelRow("dense GEMM", f"129 to {STREAMK_MAX_ROWS} rows, one span", "gemm_streamk.streamk_kernel", "sm_90"),
+    KernelRow("dense GEMM", f"129 to {STREAMK_MAX_ROWS} rows, several spans", "gemm_streamk.splitk_kernel", "sm_90"),
     KernelRow("dense GEMM", "more than 128 rows, bf16, where estimated faster", "gemm_wgmma.cu", "sm_90"),
     KernelRow("dense GEMM", "any", "gemm.linear_kernel", "any"),
     KernelRow("quantised GEMM", f"up to {MAX_GEMV_TOKENS} rows, every format", "wna16_gemv.cu", "sm_90"),

@@ -5,7 +5,7 @@ chain of matrix instructions of 16 columns each, and the spans are added in orde
 number of rows and changes no bit: the tile of a program, which of the two operands is on the long side of the
 instruction, how many columns are fetched at a time, and whether the spans of a tile run in several programs (the last
 one to finish adds them up) or one after the other in a single program, as in a pass of many rows. Beyond 128 rows an
-estimate (`gemm_config`) may choose `gemm_streamk` (TMA; rows that are a power of two and some more) or, on Hopper,
+estimate (`gemm_config`) may choose, on Hopper, `gemm_streamk` (rows that are a power of two and some more) or
 `gemm_wgmma`.
 """
 
@@ -280,6 +280,7 @@ class GemmDevice:
     shared: int = MAX_SMEM  # bytes of shared memory that a program may take
     wgmma: GemmWgmma | None = None  # kernels for many rows, where the card has them
     ahead: Precompiler[GemmKind] | None = None
+    streamk: bool = True  # gemm_streamk may be used: on Hopper; compiled for sm_100, cut tiles exceed its shared memory
 
 
 def compile_for(kind: GemmKind, rows: int, device: GemmDevice) -> None:
@@ -367,7 +368,7 @@ def launch_of(
     numbers = (0 if mul is None else mul.stride(0), span, float(softcap or 0.0))
     wide = shape.bn * (2 if gated else 1)
     assert lora is None or not shape.bm2, "changes are added to products of few rows"
-    if shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):
+    if shape.tma and device.streamk and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):
         tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
         programs = tiles * splits if splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES else min(tiles, sm_count(x.device))
         cut = tiles % programs > 0

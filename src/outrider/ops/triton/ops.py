@@ -72,7 +72,7 @@ class TritonOps(ReferenceOps):
         self.hopper = not on_gpu or self.capability[0] == 9  # the device that prefill tiles were tuned on
         self.wide_heads = AttentionWgmma.of(device, self.semaphores)
         wgmma = GemmWgmma.of(device, self.semaphores)
-        alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma)
+        alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma, streamk=self.hopper)
         ahead = Precompiler[GemmKind](
             lambda kind, rows: compile_for(kind, rows, alone), lambda kind, rows: variant(kind, rows, wgmma is not None)
         )
