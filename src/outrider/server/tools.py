@@ -203,40 +203,46 @@ class JsonCalls(_Calls):
             self._content(self._raw)
 
     def _object(self, close: TagParser) -> Reading[bool]:
-        """The next object. False: the block ended before or behind its arguments."""
-        text, stage, nesting = "", "head", _Nesting()
+        """The next object: up to its last brace or, outside of strings, the closing tag. False: the block ended."""
+        text, stage, nesting = "", "before", _Nesting()
         try:
             while True:
                 char = yield
                 self._raw += char
-                if not text or (stage == "rest" and len(nesting.open) == 1):
-                    free, tag = close.feed(char)
-                    if tag is not None:
-                        return False
-                    if not text and free.removesuffix("{").strip(" \t\r\n,[]"):
-                        raise _Broken
-                if not text and char != "{":
-                    continue
-                text += char
-                nesting.feed(char)
-                if stage == "args":
-                    self._args(char)
-                    stage = "rest" if len(nesting.open) == 1 else "args"
-                elif stage == "head" and char == "{" and (head := JSON_HEAD.fullmatch(text)):
-                    self._call(head[1])
-                    self._args(char)
-                    stage = "args"
-                if not nesting.open:
-                    if stage == "head":
-                        self._whole(text)
+                free, tag = (char, None) if nesting.quoted else close.feed(char)
+                for char in free:
+                    if stage in ("before", "open") and not char.isspace():
+                        stage = _next_stage(stage, char)
+                    if stage == "before":
+                        continue
+                    text += char
+                    nesting.feed(char)
+                    if stage == "args":
+                        self._args(char)
+                        stage = "rest" if len(nesting.open) == 1 else "args"
+                    elif stage == "head" and char == "{" and (head := JSON_HEAD.fullmatch(text)):
+                        self._call(head[1])
+                        self._args(char)
+                        stage = "args"
+                if tag is not None:
+                    with suppress(_Broken):
+                        self._end(stage, text, nesting)
+                    return False
+                if text and not nesting.open:
+                    self._end(stage, text, nesting)
                     return True
         except EndOfText as e:
-            if e.complete and stage == "args":
-                self._args("".join(reversed(nesting.open[1:])))
-            elif e.complete and text and stage == "head":
+            if e.complete:
                 with suppress(_Broken):
-                    self._whole(text + "".join(reversed(nesting.open)))
+                    self._end(stage, text, nesting)
             raise
+
+    def _end(self, stage: str, text: str, nesting: _Nesting) -> None:
+        """The end of an object, which closes what is open."""
+        if stage == "args":
+            self._args("".join(reversed(nesting.open[1:])))
+        elif stage == "head":
+            self._whole(text + "".join(reversed(nesting.open)))
 
     def _whole(self, text: str) -> None:
         """A call out of a whole object."""
@@ -251,6 +257,15 @@ class JsonCalls(_Calls):
         self._args(_dumps(given if isinstance(given, dict) else {}))
 
 
+def _next_stage(stage: str, char: str) -> str:
+    """Of an object, at a character that is no white space, before its brace or behind it."""
+    if stage == "before" and char in "{,[]":
+        return "open" if char == "{" else stage
+    if stage == "open" and char in '"}':
+        return "head"
+    raise _Broken
+
+
 class _Nesting:
     """What closes the strings and brackets of a JSON text that are open."""
 
@@ -258,8 +273,12 @@ class _Nesting:
         self.open: list[str] = []
         self._escaped = False
 
+    @property
+    def quoted(self) -> bool:
+        return bool(self.open) and self.open[-1] == '"'
+
     def feed(self, char: str) -> None:
-        if self.open and self.open[-1] == '"':
+        if self.quoted:
             if char == '"' and not self._escaped:
                 self.open.pop()
             self._escaped = char == "\\" and not self._escaped

@@ -125,6 +125,30 @@ def test_a_call_without_its_last_brace_ends_with_its_tag() -> None:
     assert calls(JsonCalls(), text) == [("f", {"a": 1}), ("g", {})]
 
 
+BROKEN = {
+    "arguments": ('{"name": "f", "arguments": {"a": {"b": 1}', [("f", {"a": {"b": 1}})]),
+    "arguments before the name": ('{"arguments": {"a": 1}, "name": "f"', [("f", {"a": 1})]),
+    "no arguments": ('{"name": "f"', [("f", {})]),
+    "no name": ('{"arguments": {"a": [', []),
+    "no JSON": ("{hello", []),
+    "no JSON behind a call": ('{"name": "f"}, {"name": ', [("f", {})]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_left_open_ends_with_the_tag(name: str) -> None:
+    """It swallowed what followed, further calls included, up to the end of the text."""
+    block, found = BROKEN[name]
+    text, last = f"<tool_call>{block}</tool_call>", '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert calls(JsonCalls(), f"{text} tail {last}") == [*found, ("g", {})]
+    shown = "".join(part for kind, part in run(JsonCalls(), f"{text} tail {last}") if kind == "content")
+    assert shown == (" tail" if found else f"{text} tail")
+
+
+def test_what_cannot_become_a_call_is_not_held_back() -> None:
+    assert JsonCalls().feed("<tool_call>{ hello") == [OutputPart("content", "<tool_call>{ hello")]
+
+
 def test_an_empty_list_means_no_call() -> None:
     assert run(JsonCalls(), "<tool_call>[]</tool_call>") == []
 
