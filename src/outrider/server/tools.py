@@ -254,7 +254,8 @@ class JsonCalls(_Calls):
         if isinstance(given, str):  # some models write a string that holds JSON
             given = _loads(given)
         self._call(name)
-        self._args(_dumps(given if isinstance(given, dict) else {}))
+        whole = _dumps(given if isinstance(given, dict) else {})
+        self._args(whole.encode("utf-8", "replace").decode())  # a ? for each lone surrogate
 
 
 def _next_stage(stage: str, char: str) -> str:

@@ -42,10 +42,12 @@ def sse(data: Json, event: str | None = None) -> str:
 
 
 def arguments_of(text: str) -> object:
-    """A call's arguments as an object; of a call that was cut off, nothing is known."""
+    """A call's arguments as an object that JSON can say: null for NaN, a ? for a lone surrogate. Of a call that was
+    cut off, nothing is known."""
     try:
-        return json.loads(text or "{}")
-    except ValueError:
+        found = json.loads(text or "{}", parse_constant=lambda word: None)
+        return json.loads(json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
         return {}
 
 

@@ -14,6 +14,7 @@ from outrider.server.output import OutputPart, Parser, ParserChain, join
 from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
 from outrider.server.tool_grammar import gemma_calls, json_calls
 from outrider.server.tools import GemmaCalls, JsonCalls
+from outrider.server.wire import arguments_of, encoded
 from outrider.types import OutriderError
 
 
@@ -143,6 +144,23 @@ def test_what_is_left_open_ends_with_the_tag(name: str) -> None:
     assert calls(JsonCalls(), f"{text} tail {last}") == [*found, ("g", {})]
     shown = "".join(part for kind, part in run(JsonCalls(), f"{text} tail {last}") if kind == "content")
     assert shown == (" tail" if found else f"{text} tail")
+
+
+@pytest.mark.parametrize(
+    "value, meant",
+    [
+        ('"a\\ud800"', {"x": "a?"}),
+        ("[NaN, -Infinity]", {"x": [None, None]}),
+        ("1e999", {}),
+        ("[" * 5000 + "]" * 5000, {}),
+    ],
+)
+def test_arguments_that_json_cannot_say_do_not_break_an_answer(value: str, meant: object) -> None:
+    """An answer with them was lost: they could not be written."""
+    assert encoded(found := arguments_of(f'{{"x": {value}}}')) and found == meant
+    for text in (f'"name": "f", "arguments": {{"x": {value}}}', f'"arguments": {{"x": {value}}}, "name": "f"'):
+        parts = run(JsonCalls(), f"<tool_call>{{{text}}}</tool_call>")
+        assert encoded([part for _, part in parts])
 
 
 def test_what_cannot_become_a_call_is_not_held_back() -> None:
