@@ -14,7 +14,7 @@ import re
 from abc import abstractmethod
 from contextlib import suppress
 
-from .output import CharParser, EndOfText, OutputPart, Reading, TagParser
+from .output import CharParser, EndOfText, OutputPart, Reading, TagParser, join
 
 GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_RESPONSE = "<|tool_response>"
@@ -37,15 +37,14 @@ class _Calls(CharParser):
         self._blank = ""
         super().__init__()
 
+    def finish(self, complete: bool) -> list[OutputPart]:
+        out = super().finish(complete)
+        return out if self.calls else join([*out, OutputPart("content", self._blank)])
+
     def _read(self) -> Reading[None]:
-        try:
-            while True:
-                yield from self._until(TagParser(self.open_tag), self._content)
-                self._blank = ""
-                yield from self._block()
-        except EndOfText:
-            if not self.calls:
-                self._out.append(OutputPart("content", self._blank))
+        while True:
+            yield from self._until(TagParser(self.open_tag), self._content)
+            yield from self._block()
 
     @abstractmethod
     def _block(self) -> Reading[None]:
@@ -60,6 +59,7 @@ class _Calls(CharParser):
                 self._blank = ""
 
     def _call(self, name: str) -> None:
+        self._blank = ""
         self._out.append(OutputPart("call", name, self.calls))
         self.calls += 1
 

@@ -111,8 +111,11 @@ def test_json_calls(name: str) -> None:
         (JsonCalls, '<tool_call>{"arguments": {}}</tool_call>'),
         (JsonCalls, '<tool_call>{"name": "not a name!"}</tool_call>'),
         (JsonCalls, "5 <tool_call"),
+        (JsonCalls, 'as in <tool_call>{"a": '),
+        (JsonCalls, "as in <tool_call>x </tool_call> "),
         (GemmaCalls, "<|tool_call>not a call<tool_call|> and more"),
         (GemmaCalls, "<|tool_call>call:f"),
+        (GemmaCalls, "as in <|tool_call>call: "),
         (GemmaCalls, "  "),
     ],
 )
