@@ -189,7 +189,7 @@ def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
 def chain(
     x_row, row_ok, w_row, k_from, k_to,
     BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    X_CACHE: tl.constexpr = "",
+    X_CACHE: tl.constexpr,
 ):
     """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM,
     WN]. SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""

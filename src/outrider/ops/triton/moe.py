@@ -45,7 +45,7 @@ def experts_kernel(
         kind = out.dtype.element_ty
         i = tl.arange(0, BM)
         pair = pairs_of(members, first, count, BM, ALONE)
-        acc = chain(x + pair // SHARE * K, i < count, w_row, 0, K, BM, BN * SIDES, BK, True, EVEN, PREC)
+        acc = chain(x + pair // SHARE * K, i < count, w_row, 0, K, BM, BN * SIDES, BK, True, EVEN, PREC, "")
         if GATED:
             acc, up = gate_and_up(acc, BM, BN)
             acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
