@@ -27,6 +27,7 @@ from outrider.engine.step import Request
 from outrider.models.block import BlockNet
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
+from outrider.ops.backend import CycleResult
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.reference import block_context
 from outrider.spec.block import BlockDrafter
@@ -245,9 +246,9 @@ def compiled() -> TextModel:
     return ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, 3), ops))
 
 
-def wide_drafter(folder: Path, layout: str, model: TextModel) -> BlockDrafter:
+def wide_drafter(folder: Path, layout: str, model: TextModel, **other: Any) -> BlockDrafter:
     body = {key: {**raw, **WIDE} if key == "transformer_layer_config" else raw for key, raw in LAYOUTS[layout].items()}
-    raw = body if "transformer_layer_config" in body else {**body, **WIDE}
+    raw = {**(body if "transformer_layer_config" in body else {**body, **WIDE}), **other}
     return BlockDrafter(net(folder / f"{layout}-wide", raw, tensors(raw, 4, 1.0), model))
 
 
@@ -325,3 +326,22 @@ def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> Non
         if engine.scheduler.running:
             assert int(unread.span[engine.scheduler.running[0].held.slot, 1]) <= 5
     assert engine.metrics.drafted > 0
+
+
+def test_a_block_drafts_no_more_than_it_predicts(folder: Path) -> None:
+    """The cost of a draft is timed at K = 4, also of a block of three. Catches rows read behind a block's last one."""
+    given = {**LAYOUTS["z-lab"]["dflash_config"], "block_size": 3}
+    made = wide_drafter(folder, "z-lab", compiled(), dflash_config=given)
+    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    host = engine.executors[0]
+    assert isinstance(host, HostExecutor) and made.max_tokens == 2
+    results: list[CycleResult] = []
+    run_cycle = host.cycle.run
+
+    def recorded(asked: Any, sampling: Any, trust: Any) -> list[CycleResult]:
+        results.extend(found := run_cycle(asked, sampling, trust))
+        return found
+
+    host.cycle.run = recorded  # type: ignore[method-assign]
+    host.probe(CostPart("draft", made.name), 2, 4, 40)
+    assert [result.k for result in results] == [2, 2]

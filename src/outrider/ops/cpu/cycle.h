@@ -232,8 +232,9 @@ static int cycle_block(ThreadPool *team, Cycle *c) {
     int n = 0, steps = 0, who[B];
     int64_t slots[B];
     for (int b = 0; b < B; b++) {
-        const Asked *a = &c->asked[b];
+        Asked *a = &c->asked[b];
         if (a->given || !a->block || a->k <= 0) continue;
+        if (net->block && a->k > net->block - net->first) a->k = net->block - net->first; /* a block predicts no more */
         if (c->unread->span[2 * a->slot] + c->unread->span[2 * a->slot + 1] != a->length) c->unread->span[2 * a->slot + 1] = 0;
         slots[n] = a->slot; who[n++] = b;
         steps = a->k > steps ? a->k : steps;
