@@ -345,3 +345,15 @@ def test_a_block_drafts_no_more_than_it_predicts(folder: Path) -> None:
     host.cycle.run = recorded  # type: ignore[method-assign]
     host.probe(CostPart("draft", made.name), 2, 4, 40)
     assert [result.k for result in results] == [2, 2]
+
+
+def test_probes_read_numbers(folder: Path) -> None:
+    """What a probe lets the drafter read was never computed. Catches fresh memory written to pages that others share."""
+    made = wide_drafter(folder, "z-lab", compiled())
+    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    assert engine.runner.unread is not None
+    engine.runner.unread.states.fill_(float("nan"))
+    engine.executors[0].probe(CostPart("draft", made.name), 2, 4, 40)
+    for spec in made.kv_specs:
+        for pages in (engine.store.keys[spec.kv_layer], engine.store.values[spec.kv_layer]):
+            assert pages is not None and bool(pages.isfinite().all())

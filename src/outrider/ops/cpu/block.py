@@ -80,8 +80,9 @@ class UnreadRows:
             raise MemoryError("scratch of a block drafter")
 
     def assume(self, slot: int, position: int, count: int) -> None:
-        """Treat the last `count` of `position` committed positions as unread, whatever was kept; 0: none are."""
+        """Treat the last `count` of `position` committed positions as unread, with states of zeros; 0: none are."""
         self.span[slot, 0], self.span[slot, 1] = position - count, count
+        self.states[slot, :count] = 0.0
 
 
 def block_view(kv: KVView, start: Tensor, count: int) -> KVView:
