@@ -222,13 +222,14 @@ def test_a_drafter_that_foresees_is_accepted(folder: Path) -> None:
         assert engine.metrics.accepted == engine.metrics.drafted > 10
 
 
-def audited_steps(engine: Engine, block: BlockNet) -> list[int]:
-    """From now on the block drafter's pages are audited after every third step; how many sequences each time."""
+def audited_steps(engine: Engine, block: BlockNet, every: int = 3) -> list[int]:
+    """From now on the block drafter's pages are audited after every third step, or another; how many sequences each
+    time. An audit reads what is unread."""
     step, audits, count = engine.step, list[int](), itertools.count()
 
     def audited_step() -> list[Event]:
         events = step()
-        if next(count) % 3 == 2:
+        if next(count) % every == every - 1:
             audits.append(audit_pages(engine, block))
         return events
 
@@ -240,9 +241,10 @@ WIDE = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_va
 
 
 @cache
-def compiled() -> TextModel:
+def compiled(variant: str = "llama", window: int = 0) -> TextModel:
     ops = CpuOps(threads=2)
-    config = ModelConfig.from_hf({**VARIANTS["llama"], **WIDE})
+    sliding = {"sliding_window": window, "global_head_dim": 64} if window else {}
+    config = ModelConfig.from_hf({**VARIANTS[variant], **WIDE, **sliding})
     return ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, 3), ops))
 
 
@@ -303,6 +305,42 @@ def test_joining_and_leaving_one_call(folder: Path, layout: str, asked: list[Any
         f"{id} again": text for id, text in want.items()
     }
     assert engine.metrics.drafter_failures == 0
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize(("variant", "window"), [("dense", 48), ("mistral", 33)])
+@pytest.mark.parametrize("tight", [False, True])
+def test_windows_in_one_call(folder: Path, layout: str, variant: str, window: int, tight: bool) -> None:
+    """Pages before the target's window are given back while rows are unread, and sequences are preempted. Catches rows
+    that are read late into pages of others."""
+    model = compiled(variant, window)
+    body = {"sliding_window": 20} if layout == "z-lab" else {}
+    made = wide_drafter(folder, layout, model, **body)
+    room = {"kv_tokens": 160, "max_context": 140} if tight else {}
+    engine = tiny_engine("llama", made, names=(), k=None, model=model, max_batch=3, page_size=16, **room)
+    assert isinstance(engine.executors[0], HostExecutor)
+    audits = audited_steps(engine, made.block, 59)
+    jobs = [
+        (7 * i, request(f"{i}", [i, *PROMPT], k=k, temperature=0.8, seed=i, max_tokens=90))
+        for i, k in enumerate([0, 0, 2, 0, 0])
+    ]
+    alone = tiny_engine("llama", model=model, page_size=16, **room)
+    want = {r.id: run(alone, [Request(r.id, r.prompt, r.params, 0, False)])[r.id] for _, r in jobs}
+    step, unread = engine.step, engine.runner.unread
+    assert unread is not None
+
+    def held_step() -> list[Event]:
+        events = step()
+        for seq in engine.scheduler.running:
+            first, count = unread.span[seq.held.slot].tolist()
+            if count and first + count == seq.computed:
+                assert all(first >= 16 * pages.first for pages in seq.held.pages.values())
+        return events
+
+    engine.step = held_step  # type: ignore[method-assign]
+    assert run_joining(engine, jobs) == want
+    assert sum(audits) > 2 and engine.metrics.drafted > 0 and engine.metrics.drafter_failures == 0
+    assert engine.scheduler.preemptions > 0 or not tight or variant == "mistral"  # it has windows only
 
 
 def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> None:
