@@ -395,3 +395,22 @@ def test_probes_read_numbers(folder: Path) -> None:
     for spec in made.kv_specs:
         for pages in (engine.store.keys[spec.kv_layer], engine.store.values[spec.kv_layer]):
             assert pages is not None and bool(pages.isfinite().all())
+
+
+def test_a_request_ends_without_memory_to_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the drafter could not read is not shared, and neither slot nor pages stay behind."""
+    made = wide_drafter(folder, "z-lab", compiled())
+    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    engine.submit(request("a", PROMPT, k=0, max_tokens=60))
+    for _ in range(20):
+        engine.step()
+
+    def read(slots: list[int]) -> None:
+        raise MemoryError("scratch of a block drafter")
+
+    monkeypatch.setattr(engine.runner.unread, "read", read)
+    shared = len(engine.store.prefix.entries)
+    engine.abort("a")
+    assert [event.finish_reason for event in engine.step()] == ["abort"] and not engine.busy
+    assert len(engine.store.prefix.entries) == shared and engine.store.free_slots == engine.max_batch
+    engine.check()

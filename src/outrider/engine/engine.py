@@ -317,8 +317,11 @@ class Engine:
         event.finish_reason, event.stats = reason, seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.share_answers:
             end = seq.computed - seq.computed % self.config.page_size
-            self.runner.catch_up([seq])
-            self.store.share(seq.cache, seq.cache_keys, end, seq.prefix_root)
+            try:
+                self.runner.catch_up([seq])
+                self.store.share(seq.cache, seq.cache_keys, end, seq.prefix_root)
+            except MemoryError as error:  # it ends all the same
+                log.warning("the answer of %s is not shared: %s", seq.id, error)
         self.scheduler.remove(seq)
         if self.drafter is not None:
             self.drafter.forget(seq.id)
