@@ -48,10 +48,8 @@ from outrider.ops.triton.routing import list_pairs
 from outrider.types import DraftNoise, KVView
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take
-SPILLS, ATTENTION_SPILLS = (
-    256,
-    768,
-)  # bytes of stack a thread; 544 for heads of 512 on sm_100, which has the tiles measured on the H200
+# bytes of stack a thread; 544 for heads of 512 on sm_100, which has the tiles measured on the H200
+SPILLS, ATTENTION_SPILLS = 256, 768
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # kind: (codes, planes of a group, columns of a plane, offset, whole-row factor)
 FORMATS = {

@@ -81,20 +81,15 @@ def milliseconds(run: object, device: torch.device, repeats: int) -> float:
 
 def tower(name: str, device: torch.device, repeats: int) -> None:
     config, dtype = vision_config(name), torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = VisionModel(
-        config,
-        _dummy(config.tensors(), device, dtype, 0),
-        choose(device, "auto", None) if device.type == "cuda" else None,
-    )
+    ops = choose(device, "auto", None) if device.type == "cuda" else None
+    model = VisionModel(config, _dummy(config.tensors(), device, dtype, 0), ops)
     for budget in (256,) if config.square else IMAGE_TOKENS:
         image = pixels(config, budget)
         tokens = model.encode(image).shape[0]
         ms = milliseconds(lambda: model.encode(image), device, repeats)
         flops = config.flops(tokens)
-        print(
-            f"{name} tower: {tokens} tokens {ms:.2f} ms, {flops / 1e12:.2f} TFLOP, {flops / ms * 1e3 / RATE:.1%}",
-            flush=True,
-        )
+        share = flops / ms * 1e3 / RATE
+        print(f"{name} tower: {tokens} tokens {ms:.2f} ms, {flops / 1e12:.2f} TFLOP, {share:.1%}", flush=True)
 
 
 def folder(name: str, layers: int | None) -> str:

@@ -378,9 +378,8 @@ def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens
     offset, each = torch.arange(k + 1, device=device), torch.arange(batch, device=device)[:, None]
 
     def propose(last: Tensor, length: Tensor) -> Draft:
-        at = (length[:, None] - context + offset[:k]).clamp(
-            max=steps + k
-        )  # row j of a cycle chooses token length - context + j
+        # row j of a cycle chooses token length - context + j
+        at = (length[:, None] - context + offset[:k]).clamp(max=steps + k)
         right = padded.gather(1, at)
         wrong = (at * 2654435761 + each * 40503) % 4 == 0
         return Draft(torch.where(wrong, (right + 1) % rig.config.vocab_size, right), torch.full_like(length, k))
@@ -407,9 +406,8 @@ def tree_run(
     other = 1 + torch.arange(nodes, device=device)
 
     def propose(last: Tensor, length: Tensor) -> TreeRows:
-        at = (length[:, None] - context + depth - 1).clamp(
-            max=steps + k
-        )  # a node of depth 1 guesses what the newest token's row chooses
+        # a node of depth 1 guesses what the newest token's row chooses
+        at = (length[:, None] - context + depth - 1).clamp(max=steps + k)
         right = padded.gather(1, at)
         wrong = ~known | ((at * 2654435761 + each * 40503) % 4 == 0)
         return TreeRows(
@@ -429,9 +427,8 @@ def compared(run: CapturedCycle, context: int, tokens: Tensor, logits: Tensor, r
     bad_tokens, bad_logits, taken, made = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     first = torch.full((), steps, dtype=torch.int64, device=device)
     cycles = 0
-    while cycles < steps and (
-        cycles % 16 or int(run.length.min()) < context + steps
-    ):  # every cycle emits at least one token
+    # every cycle emits at least one token
+    while cycles < steps and (cycles % 16 or int(run.length.min()) < context + steps):
         at = run.length[:, None] - context + offset  # [B, K + 1]
         run.graph.replay()
         cycles += 1

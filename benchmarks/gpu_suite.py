@@ -1,7 +1,6 @@
 """Everything a GPU must show, in one command without pytest: the checks of tests/gpu, then `bench-gpu --quick`.
 
-    PYTHONPATH=src:. python3 benchmarks/gpu_suite.py --out DIR [--only checks|bench] [--match TEXT] [--no-hf] [--seconds
-    330]
+    PYTHONPATH=src:. python3 benchmarks/gpu_suite.py --out DIR [--only checks|bench] [--match TEXT] [--seconds 330]
 
 Writes suite.txt, suite.json, gpu.jsonl, gpu.txt (and gpu.png) into DIR as it goes, so that a run that is cut short
 leaves what it had. Nothing new is begun after --seconds.
