@@ -22,7 +22,7 @@ from .gemm_config import NUM_SEMAPHORES
 from .nvrtc_kernels import NvrtcKernels
 from .quant import group_sums
 from .repack import ROWS, Codes, QuantWeight
-from .w4a16_wgmma import MAX_WGMMA_TOKENS
+from .w4a16_wgmma import MAX_WGMMA_TOKENS, four_bits_in_groups
 from .wna16_gemv import ACTS, WorkUnits, aligned, compared, units_of
 
 SOURCE = FOLDER / "w4a16_gemm.cu"
@@ -146,8 +146,7 @@ class W4A16Gemm(NvrtcKernels):
 
 def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     """Whether the kernel supports this product, regardless of the device."""
-    four = w.codes in (Codes.INT4, Codes.UINT4) and w.plane == 32 and w.per > 0 and w.factor is None
-    return four and x.shape[0] > MAX_WGMMA_TOKENS and compared(x, w, extras)
+    return four_bits_in_groups(w) and x.shape[0] > MAX_WGMMA_TOKENS and compared(x, w, extras)
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, tile: W4A16Tile) -> Flags:

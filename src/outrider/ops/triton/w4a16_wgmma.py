@@ -118,8 +118,11 @@ class W4A16Wgmma(NvrtcKernels):
 
 def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
     """Whether the kernel supports this product, regardless of the device."""
-    four = w.codes in (Codes.INT4, Codes.UINT4) and w.plane == 32 and w.per > 0 and w.factor is None
-    return four and MAX_GEMV_TOKENS < x.shape[0] <= MAX_WGMMA_TOKENS and compared(x, w, extras)
+    return four_bits_in_groups(w) and MAX_GEMV_TOKENS < x.shape[0] <= MAX_WGMMA_TOKENS and compared(x, w, extras)
+
+
+def four_bits_in_groups(w: QuantWeight) -> bool:
+    return w.codes in (Codes.INT4, Codes.UINT4) and w.plane == 32 and w.per > 0 and w.factor is None
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock, lora: Shrunk | None = None) -> Flags:
