@@ -81,7 +81,8 @@ class Engine:
         budget = self.kv_budget = kv.agree(KVBudget.of(config, model.config, self.can, dtype, self.device, own))
         # one sequence must be able to finish alone
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
-        block_rows = {one.name: one.block_rows for one in (drafter.members if drafter is not None else ())}
+        members = drafter.members if drafter is not None else ()
+        block_rows: dict[str | None, int] = {one.name: one.block_rows for one in members if one.block_rows}
         written = max(self.chunk, MAX_DRAFT + 1, kv.image_rows, *block_rows.values())
         layout = budget.layout(config, self.max_batch, written)
         self.store = KVStore(model.config, layout, dtype, self.device, own)
@@ -89,9 +90,8 @@ class Engine:
         # prefixes are shared in multiples of it
         self.granularity = config.page_size if self.can.prompts_independent else self.chunk
         self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
-        rest = (self.granularity, self.can.replay_rows, config.prefix_cache, self.max_context)
+        rest = (self.granularity, self.can.replay_rows, config.prefix_cache, self.max_context, block_rows)
         self.scheduler = Scheduler(self.store, self.max_batch, self.prefill, *rest)
-        self.scheduler.block_rows = {name: rows for name, rows in block_rows.items() if rows}
         self._metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))

@@ -155,8 +155,10 @@ class ModelRunner:
 
     def keep_unread(self, seqs: Sequence[Seq]) -> None:
         """Ensure that `unread` holds nothing of a slot's earlier sequence."""
-        for seq in seqs if self.unread is not None else ():
-            if self.unread is not None and self._kept.get(seq.held.slot) is not seq.cache:
+        if self.unread is None:
+            return
+        for seq in seqs:
+            if self._kept.get(seq.held.slot) is not seq.cache:
                 self._kept[seq.held.slot] = seq.held
                 self.unread.assume(seq.held.slot, 0, 0)
 

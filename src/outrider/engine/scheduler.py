@@ -9,7 +9,7 @@ is preempted: it waits at the head of the queue, and its K/V is recomputed with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..types import NO_DRAFT, DraftPlan
@@ -32,15 +32,16 @@ class Scheduler:
         replay_rows: int,
         prefix_cache: bool,
         max_context: int = 1 << 30,
+        block_rows: Mapping[str | None, int] | None = None,
     ):
         """`granularity`: prefix hits are multiples of it. `replay_rows`: outputs of preempted sequences are recomputed
-        in chunks of at most this many rows, so that the same kernels run as the first time."""
+        in chunks of at most this many rows, so that the same kernels run as the first time. `block_rows`: by drafter,
+        positions that its drafts write at (`Drafter.block_rows`)."""
         self.cache, self.max_batch, self.prefill, self.granularity = cache, max_batch, prefill, granularity
         self.replay_rows, self.prefix_cache, self.max_context = replay_rows, prefix_cache, max_context
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
-        self.preemptions = 0
-        self.block_rows: dict[str | None, int] = {}  # by drafter: positions that its drafts write at (Drafter)
+        self.preemptions, self.block_rows = 0, block_rows or {}
         # prompt rows beyond the budgets of the steps since then: of unsplit images, and by client
         self._overdrawn, self._charged = 0, dict[str, int]()
 
