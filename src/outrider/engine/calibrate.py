@@ -23,7 +23,7 @@ def calibrate(engine: Engine, key: str, path: Path | None) -> CostTable:
     found = CostTable.load(path, key) if path is not None else None
     fastest = engine.executors[0]
     if found is not None and fastest.async_results:
-        return found  # no other process uses the GPU, so it stays valid; checking would require captures
+        return found  # checking would require captures
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
     trees = fastest.async_results and fastest.trees
     timed = [
@@ -42,7 +42,7 @@ def calibrate(engine: Engine, key: str, path: Path | None) -> CostTable:
             return found
         grid = ProbeGrid([b for b in BATCHES if b <= engine.max_batch], contexts)
         budget_s = CAPTURING_S if fastest.async_results else BUDGET_S
-        table = measure(probe, timed, grid, budget_s, key, whole=whole, alone=fastest.async_results)
+        table = measure(probe, timed, grid, budget_s, key, whole=whole)
     finally:
         engine.runner.close_scratch()
     if path is not None:

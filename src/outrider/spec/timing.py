@@ -60,13 +60,12 @@ def measure(
     key: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
-    alone: bool = False,
 ) -> CostTable:
     """Time the most informative cells within the budget; others are derived.
 
-    whole: a drafter's probe runs a cycle (that of a tree always does). alone: no other process uses the device, so a
-    cell's least sample is its time; otherwise the median of its ratios to the plain step of the same round, as next to
-    a busy process only short steps run undisturbed."""
+    whole: a drafter's probe runs a cycle (that of a tree always does). A cell's time is the median of its ratios to the
+    plain step of the same round: next to a busy process the least samples would mislead, as only short steps run
+    undisturbed."""
     batches, ks = grid.batches, grid.ks
     start, first = clock(), min(grid.contexts)
     order = _order(drafters, grid)
@@ -95,7 +94,7 @@ def measure(
             times.setdefault(cell, []).append(took)
             shares.setdefault(cell, []).append(took / max(times[order[0]][-1], 1e-9))
     plain = median_low(times[order[0]])
-    usual = {cell: min(times[cell]) if alone else plain * median_low(found) for cell, found in shares.items()}
+    usual = {cell: plain * median_low(found) for cell, found in shares.items()}
     read = {}
     for d in drafters:
         if d.reads:

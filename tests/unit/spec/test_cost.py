@@ -111,22 +111,20 @@ class Shared(Machine):
         self.now += seconds if seconds < 7.5e-3 and self.runs % 4 == 0 else 2.0 * seconds
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one(alone):
-    """The least samples, which count where the device is ours alone, are of two machines: a short step in peace, a long
-    one disturbed."""
+def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one():
+    """By the least samples, as once on GPUs, a short step is timed in peace and a long one disturbed; and there the
+    table is trusted at every later start."""
     quiet, busy = Machine(), Shared()
-    table = measure(quiet.probe, MTP, ProbeGrid((1,), (256,)), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
-    beside = measure(busy.probe, MTP, ProbeGrid((1,), (256,)), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
-    off = max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(CURVE_LENGTH))
-    assert off > 0.5 if alone else off < 0.03
+    table = measure(quiet.probe, MTP, ProbeGrid((1,), (256,)), clock=quiet.clock).curve("mtp", 1, 256)
+    beside = measure(busy.probe, MTP, ProbeGrid((1,), (256,)), clock=busy.clock).curve("mtp", 1, 256)
+    assert max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(CURVE_LENGTH)) < 0.03
 
 
 def test_a_busy_machine_does_not_price_drafts_out():
     """A table measured next to a busy process must lead to the drafts of a quiet one, cycle by cycle."""
     chosen = []
     for machine in (Machine(), Shared()):
-        table = measure(machine.probe, MTP, ProbeGrid((1,), (256,)), clock=machine.clock, alone=False)
+        table = measure(machine.probe, MTP, ProbeGrid((1,), (256,)), clock=machine.clock)
         controller, ks = Controller(table, ("mtp",)), []
         for _ in range(60):
             (choice,) = controller.plan([DraftContext("a", {"mtp": 16}, 0, 200, 256)])
@@ -135,12 +133,6 @@ def test_a_busy_machine_does_not_price_drafts_out():
         chosen.append(ks)
     quiet, busy = chosen
     assert quiet[-1] >= 2 and abs(sum(quiet) - sum(busy)) <= 0.1 * sum(quiet)
-
-
-def test_where_the_device_is_ours_the_least_sample_counts():
-    machine = Machine(noise=0.3)
-    table = measure(machine.probe, (), ProbeGrid((1,), (256,)), clock=machine.clock, alone=True)
-    assert table.verify(1, 8, 256) == pytest.approx(machine.seconds(VERIFY, 1, 8, 256), rel=0.04)
 
 
 def test_a_slower_machine_moves_the_drift_and_no_ratio():
