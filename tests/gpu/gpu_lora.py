@@ -1,6 +1,7 @@
 """Adapters on a GPU: mixed batches in captured steps against each request alone, and what a step costs.
 
     PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py check [SIZE...]       # few layers, random weights
+    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py check SIZE/3 ...      # one of CHECKED: processes may share
     PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py cost 31B [int4]       # all layers, graphs alone
 
 Sizes are Gemma 4's; SIZE:int4 has 4-bit weights. Tokens and log-probabilities must be equal to the last bit. Cost: rank
@@ -39,6 +40,7 @@ from outrider.weights.load import dummy_weights
 LAYERS = {"E2B": 10, "31B": 6, "26B-A4B": 6, "12B": 6, "31B:int4": 6}
 NAMES = ("a", "b", "c", "d")
 CYCLES = ((1, 0), (8, 0), (1, 4), (8, 4))  # sequences, K
+CHECKED = ((0, None), (1, None), (4, None), (8, None), (16, None), (5, 16))  # K, tree
 
 
 def rig_of(size: str, layers: int | None, slots: int, context: int) -> Rig:
@@ -74,6 +76,7 @@ def engine(rig: Rig, pool: AdapterPool | None, graphs: bool) -> Engine:
 
 def check(size: str) -> None:
     """Eager and alone, without adapters in the engine where the request has none, against graphs."""
+    size, _, only = size.partition("/")
     with rig_of(size, LAYERS[size], slots=9, context=1024) as rig:
         pool, vocab, told = adapters(rig), rig.config.vocab_size, dict[str, list[Any]]()
         alone: dict[str, list[int]] = {}
@@ -81,7 +84,7 @@ def check(size: str) -> None:
             one = request(i, vocab, 0)
             alone |= run_joining(engine(rig, pool if one.adapter else None, False), [(0, one)], logprobs=told)
         wrong: list[object] = []
-        for k, tree in ((0, None), (1, None), (4, None), (8, None), (16, None), (5, 16)):
+        for k, tree in CHECKED if not only else [CHECKED[int(only)]]:
             made, mixed = engine(rig, pool, True), dict[str, list[Any]]()
             got = run_joining(made, [(i % 3, request(i, vocab, k, tree)) for i in range(8)], logprobs=mixed)
             wrong += [(k, tree, r) for r in alone if got[r] != alone[r] or mixed[r] != told[r]]
@@ -90,8 +93,8 @@ def check(size: str) -> None:
             assert any(key.adapted for key in executor.cache.graphs), "no adapted step was captured"
             torch.cuda.synchronize()
             executor.drop()
-        wrong += replaced(rig, pool, alone)
-        print(f"{size}: {'equal to the last bit' if not wrong else f'WRONG {wrong}'}", flush=True)
+        wrong += replaced(rig, pool, alone) if only in ("", "2") else []
+        print(f"{size} {only}: {'equal to the last bit' if not wrong else f'WRONG {wrong}'}", flush=True)
 
 
 def replaced(rig: Rig, pool: AdapterPool, alone: dict[str, list[int]]) -> list[str]:
