@@ -8,7 +8,7 @@ gemma-4-SIZE-it-assistant/config.json. SIZE may end in :int4, :int8 or :fp8 for 
 Prompts are CONTEXT random ids each. Decoding is timed with all prompts computed: the engine's own steps, host included,
 the median of three stretches of TOKENS / 4 steps with their range. Dummy weights accept nothing, so with K > 0 a step
 is a cycle, and tokens per second follow from ACCEPT_LEN (3.88 for K = 4). prompt_and_16_s: all prompts and 16 tokens,
-the median of three runs with their range.
+the median of three runs with their range, fewer where they take over 30 s together.
 """
 
 import json
@@ -49,7 +49,10 @@ for b in batches:
         return time.perf_counter() - began
 
     answer(8)  # captures and compiles
-    short = sorted(answer(16) for _ in range(3))
+    short = [answer(16)]
+    while len(short) < 3 and sum(short) < 30.0:
+        short.append(answer(16))
+    short.sort()
     engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=n + 64, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.submit(Request(f"{b}.{i}", prompt, params, k))
@@ -67,7 +70,7 @@ for b in batches:
         engine.step()
     low, cycle, high = sorted(stretches[1:])
     figures = {"size": sys.argv[2], "k": k, "batch": b, "context": context, "ms_per_cycle": round(cycle, 3)}
-    figures |= {"range_ms": [round(low, 3), round(high, 3)], "prompt_and_16_s": round(short[1], 3)}
-    figures["prompt_range_s"] = [round(short[0], 3), round(short[2], 3)]
+    figures |= {"range_ms": [round(low, 3), round(high, 3)], "prompt_and_16_s": round(short[len(short) // 2], 3)}
+    figures["prompt_range_s"] = [round(short[0], 3), round(short[-1], 3)]
     figures["tok_s"] = round((accept_len if k else 1.0) * b / cycle * 1e3, 1)
     print(json.dumps(figures), flush=True)
