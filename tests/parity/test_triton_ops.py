@@ -19,6 +19,8 @@ if not CUDA:
 
 triton = pytest.importorskip("triton")
 
+from outrider.models.builtin_configs import BUILTIN_CONFIGS  # noqa: E402
+from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.ops.backend import Epilogue, ExpertWeights, MoeLayer, MoeResidual  # noqa: E402
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
@@ -185,6 +187,17 @@ def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.M
     monkeypatch.setattr(gemm, "matrix_descriptor", lambda t, rows, columns: t)
     launch = gemm.launch_of(x, w, gemm.GemmDevice(seen), Epilogue())
     assert launch.kernel is gemm.streamk_kernel and launch.grid == (128,) and launch.options["CUT"] is False
+
+
+def test_the_product_before_experts_lets_nothing_in_early() -> None:
+    """26B-A4B's out had a few MiB less than the limit: its experts waited on all SMs, and the MLP next to them began
+    when they were done."""
+    config = ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-26B-A4B-it"])
+    for k in {layer.attn.heads * layer.attn.head_dim for layer in config.layers}:
+        x, w, seen = (
+            torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, k), (config.hidden, k), (8,))
+        )
+        assert gemm.launch_of(x, w, gemm.GemmDevice(seen, pdl=True), Epilogue()).options["TRIGGER_LATE"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from .lowrank import Shrunk, lowrank_delta, slots_of
 from .precompile import Precompiler
 from .quant_config import sm_count
 
-LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
+LATE_TRIGGER_BYTES = 16 << 20  # weights from which the next kernel is let in only when the sums are done
 FUSED_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
 PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 
@@ -96,7 +96,8 @@ def linear_kernel(
             )
     else:
         acc = chain(x_row, rows < M, w + w_row, k_from, k_to, BM, WIDE, BK, SWAP_AB, EVEN, PREC, X_CACHE)
-    # a big dense_gemm: were the next kernel let in at once, its waiting programs would crowd out this one's
+    # A big dense_gemm: were the next kernel let in at once, it would let in those behind it, and their waiting programs
+    # would fill the SMs. 26B-A4B's experts, let in so by `out`, left its MLP on the side stream no shared memory.
     if TRIGGER_LATE:
         gdc_launch_dependents()
 
