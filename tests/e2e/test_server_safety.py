@@ -239,7 +239,7 @@ def test_a_mistake_of_the_server_is_json(served: Served, monkeypatch: pytest.Mon
     def mistaken(*_: object) -> None:
         raise AssertionError("not foreseen")
 
-    monkeypatch.setattr("outrider.server.embeddings.tokens", mistaken)
+    monkeypatch.setattr("outrider.server.scoring.tokens", mistaken)
     with httpx.Client(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE) as http:
         for path, told in (
             ("/v1/embeddings", lambda body: body["error"]["message"]),

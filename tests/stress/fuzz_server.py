@@ -33,15 +33,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 from server_process import Target  # noqa: E402
 
-from outrider.server import anthropic, embeddings, ollama, responses, text_routes  # noqa: E402
+from outrider.server import anthropic, ollama, responses, scoring, text_routes  # noqa: E402
 from outrider.server.schema import ChatRequest, CompletionRequest  # noqa: E402
 
 SHAPES = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
     "/v1/messages": anthropic.MessagesRequest,
     "/v1/messages/count_tokens": anthropic.MessagesRequest, "/v1/responses": responses.ResponsesRequest,
-    "/v1/embeddings": embeddings.EmbeddingsRequest, "/api/chat": ollama.ChatBody, "/api/generate": ollama.GenerateBody,
-    "/api/embed": embeddings.EmbedBody, "/api/show": ollama.ShowBody, "/tokenize": text_routes.TokenizeRequest,
+    "/v1/embeddings": scoring.EmbeddingsRequest, "/api/chat": ollama.ChatBody, "/api/generate": ollama.GenerateBody,
+    "/api/embed": scoring.EmbedBody, "/api/show": ollama.ShowBody, "/tokenize": text_routes.TokenizeRequest,
     "/detokenize": text_routes.DetokenizeRequest, "/apply-template": ChatRequest,
 }  # fmt: skip
 PART = 3.0  # minutes of one server; what came of them is kept in --state

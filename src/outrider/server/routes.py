@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel
 
 from .. import __version__
-from . import adapters, anthropic, embeddings, model_info, ollama, responses, text_routes
+from . import adapters, anthropic, model_info, ollama, responses, scoring, text_routes
 from .batches import BatchRequest
 from .call import unless_gone
 from .errors import ApiError, shutting_down
@@ -130,7 +130,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         speak(f"{base}/chat/completions", ChatRequest, lambda _: OpenAIWire(ChatRequest))
         count(f"{base}/chat/completions/input_tokens", ChatRequest, lambda _: OpenAIWire(), object=COUNTED)
         speak(f"{base}/completions", CompletionRequest, lambda _: OpenAIWire(CompletionRequest))
-        post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
+        post(f"{base}/embeddings", scoring.EmbeddingsRequest, partial(scoring.openai_embeddings, server))
         speak(f"{base}/responses", responses.ResponsesRequest, responses_wire)
         count(f"{base}/responses/input_tokens", responses.ResponsesRequest, responses_wire, object=COUNTED)
         seen, path = bool(base), f"{base}/responses/{{id}}"
@@ -141,8 +141,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
         add(path, anthropic.MessagesRequest, lambda _: anthropic.AnthropicWire())
     speak_ollama("/api/chat", ollama.ChatBody, chat=True)
     speak_ollama("/api/generate", ollama.GenerateBody, chat=False)
-    post("/api/embed", embeddings.EmbedBody, partial(embeddings.ollama, server))
-    post("/api/embeddings", embeddings.OldEmbedBody, partial(embeddings.old_ollama, server))
+    post("/api/embed", scoring.EmbedBody, partial(scoring.ollama_embeddings, server))
+    post("/api/embeddings", scoring.OldEmbedBody, partial(scoring.old_ollama_embeddings, server))
     look("/tokenize", text_routes.TokenizeRequest, text_routes.tokenize)
     look("/detokenize", text_routes.DetokenizeRequest, text_routes.detokenize)
     look("/apply-template", ChatRequest, text_routes.apply_template)

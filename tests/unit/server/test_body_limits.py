@@ -18,13 +18,13 @@ from tests.waiting import until
 
 from outrider.server import errors, routes
 from outrider.server.anthropic import MessagesRequest
-from outrider.server.embeddings import EmbeddingsRequest
 from outrider.server.errors import ApiError, read
 from outrider.server.model_info import ServedModel
 from outrider.server.ollama import ChatBody, GenerateBody
 from outrider.server.prepare import Preparer
 from outrider.server.responses import ResponsesRequest
 from outrider.server.schema import ChatRequest, CompletionRequest, FailFastModel
+from outrider.server.scoring import EmbeddingsRequest
 from outrider.server.settings import ServerSettings
 from outrider.server.text_routes import DetokenizeRequest
 

@@ -16,7 +16,7 @@ from tests.server_fakes import FakeEngine, Served, tokenizer
 from tests.waiting import until
 
 from outrider.engine.engine import Event
-from outrider.server import call, embeddings, main, runner
+from outrider.server import call, main, runner, scoring
 from outrider.server.trim import trim
 from outrider.server.wire import encoded
 
@@ -50,7 +50,7 @@ def test_many_log_probabilities_and_vectors_are_written_off_the_loop(monkeypatch
         return encoded(value)
 
     monkeypatch.setattr(call, "encoded", seen)
-    monkeypatch.setattr(embeddings, "encoded", seen)
+    monkeypatch.setattr(scoring, "encoded", seen)
     with Served(FakeEngine(TOK, say=lambda _: "word " * 40), TOK) as s:
         loop_thread = next(t.name for t in threading.enumerate() if "run" in t.name and "Thread-" in t.name)
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
@@ -58,7 +58,7 @@ def test_many_log_probabilities_and_vectors_are_written_off_the_loop(monkeypatch
         assert len(told["choices"][0]["logprobs"]["content"]) > call.FEW_SCORED
         s.http.post("/v1/chat/completions", json=body)
     assert where == [False, True], "an ordinary answer needs no other thread"
-    answer = asyncio.run(embeddings.off_loop(lambda: {"embedding": [0.5]}))
+    answer = asyncio.run(scoring.off_loop(lambda: {"embedding": [0.5]}))
     assert answer.body == b'{"embedding":[0.5]}' and where[-1] is False
 
 
