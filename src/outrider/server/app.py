@@ -20,7 +20,6 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from .. import __version__
 from ..engine.text import LONG
@@ -74,13 +73,6 @@ class ReceivedBody:
         return await self.work(lambda: read(self.raw, parse))
 
 
-def refused(request: Request, e: Exception) -> Response:
-    """Not in a frame of e's traceback: it would be a cycle, and keep the request's body until a full collection."""
-    error = api_error(e, request.state.request_id)
-    request.state.refusal = error.reason
-    return error.response(request.state.path)
-
-
 def done(error: ApiError) -> tuple[int, Json] | None:
     return (error.status, error.body()) if error.retry_after is None else None
 
@@ -113,15 +105,10 @@ class Server:
 
     async def answer(self, request: Request, wire: Wire) -> Response:
         """The answer to a request, whole or as a stream."""
-        try:
-            call = await self._call(request, wire)
-            if not call.answer.job.body.stream:
-                return await whole(request, call)
-            return EventStream(call, call.chunks(), wire.media_type)
-        except ClientDisconnect:
-            raise
-        except Exception as e:
-            return refused(request, e)
+        call = await self._call(request, wire)
+        if not call.answer.job.body.stream:
+            return await whole(request, call)
+        return EventStream(call, call.chunks(), wire.media_type)
 
     async def completed(self, request: Request, wire: Wire) -> tuple[int, Json] | None:
         """The answer's status and body when it is done, for a caller without a connection. None: it may come again."""
@@ -264,11 +251,6 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = server
     add_routes(app, server)
-
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        request.state.refusal = error.reason
-        return error.response(request.state.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

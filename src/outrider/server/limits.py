@@ -119,7 +119,8 @@ class Keys:
 
 
 def refusal(state: dict[str, object], error: ApiError, path: str) -> Response:
-    """Not in a frame of the error's traceback, which would be a cycle (see app.refused)."""
+    """Not in a frame of the error's traceback: it would be a cycle, and keep the request's body until a full
+    collection."""
     state["refusal"] = error.reason
     response = error.response(path)
     if error.code == "two_lengths":
@@ -128,7 +129,8 @@ def refusal(state: dict[str, object], error: ApiError, path: str) -> Response:
 
 
 class RequestGuard:
-    """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, also behind it."""
+    """Middleware: host, origin, key and body size, in that order. What is raised behind it is answered, counted and
+    logged here."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None], keys: Keys | None = None
@@ -212,7 +214,8 @@ class RequestGuard:
         except Exception as e:
             if begun:
                 raise  # too late for another answer: the connection is cut
-            await refusal(state, api_error(e, id), path)(scope, receive, answer)
+            # of a cut body, its length is told, whatever the app makes of it
+            await refusal(state, self._too_large() if refused else api_error(e, id), path)(scope, receive, answer)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")

@@ -6,6 +6,7 @@ parser can read without holding the interpreter, and separators inside of a text
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from itertools import count
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from starlette.types import Message, Receive, Scope, Send
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import until
 
 from outrider.server import errors, routes
 from outrider.server.anthropic import MessagesRequest
-from outrider.server.errors import ApiError, read
+from outrider.server.errors import ApiError, bad, read
+from outrider.server.limits import RequestGuard
 from outrider.server.model_info import ServedModel
 from outrider.server.ollama import ChatBody, GenerateBody
 from outrider.server.prepare import Preparer
@@ -185,3 +188,25 @@ def test_refused_bodies_do_not_wait_for_the_garbage_collector(monkeypatch: pytes
 
 def alive() -> int:
     return sum(type(o) in (ApiError, ValidationError) for o in gc.get_objects())
+
+
+def test_a_body_cut_off_for_its_size_is_told_as_such_whatever_the_app_makes_of_it() -> None:
+    """The guard answers what the app raises: of a body that it has cut itself that would be a riddle."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        raise bad("The body is not valid JSON.")
+
+    async def more() -> Message:
+        return {"type": "http.request", "body": b"x" * 1000, "more_body": True}
+
+    told: list[Message] = []
+
+    async def send(message: Message) -> None:
+        told.append(message)
+
+    guard = RequestGuard(app, ServerSettings("m", max_body=1024), lambda *_: None)
+    headers = [(b"host", b"localhost"), (b"transfer-encoding", b"chunked")]
+    asyncio.run(guard({"type": "http", "method": "POST", "path": "/x", "headers": headers}, more, send))
+    assert [m["status"] for m in told if m["type"] == "http.response.start"] == [413]
