@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from concurrent.futures import Future
 from typing import TypeVar
 
 from ..engine.engine import Engine, Event
@@ -182,16 +182,18 @@ class Runner:
         """Run something on the engine between two steps (an audit, a count)."""
         if self._stopping:
             raise EngineError("the server is shutting down")  # the queue has no reader any more
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        done: Future[T] = Future()
 
         def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # its caller has left
             try:
-                self._post(done, partial(done.set_result, function(self._engine)))
+                done.set_result(function(self._engine))
             except Exception as e:
-                self._post(done, partial(done.set_exception, e))
+                done.set_exception(e)
 
         self._commands.put(command)
-        return await done
+        return await asyncio.wrap_future(done)
 
     # ---- on the engine thread
 
@@ -359,13 +361,6 @@ class Runner:
 
         if out:
             self._outbox.add(out)
-
-    def _post(self, future: asyncio.Future[T], settle: Callable[[], None]) -> None:
-        def resolve() -> None:
-            if not future.done():
-                settle()
-
-        self._call_soon(resolve)
 
     def _call_soon(self, function: Callable[[], None]) -> None:
         assert self._loop is not None, "Runner.start() was not called"
