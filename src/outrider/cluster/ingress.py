@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ..server.answer import Wire
 from ..server.anthropic import AnthropicWire
 from ..server.call import ClientGone, unless_gone
 from ..server.errors import ApiError
@@ -30,7 +31,6 @@ from ..server.ollama import OllamaWire
 from ..server.openai import OpenAIWire
 from ..server.responses import ResponsesWire
 from ..server.settings import ServerSettings
-from ..server.wire import Wire
 from .prefix import prefix_keys
 from .totals import Snapshot, Totals
 

@@ -1,23 +1,28 @@
 """An answer in progress, independent of the protocol: a `Job` is the request, an `Answer` has a choice for each of its
-sequences, and a choice turns the engine's events into increments (`Delta`). A `Wire` renders them."""
+sequences, and a choice turns the engine's events into increments (`Delta`). A protocol is a `Wire`: it turns a body
+into our request and renders the answer."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from ..engine.engine import Event
 from ..engine.grammar import CompiledGrammar
 from ..engine.step import Request
 from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
+from .errors import ApiError
 from .grammar_source import GrammarSource
 from .output import OutputPart, Parser, join
 from .schema import ChatRequest, CompletionRequest
-from .wire import Json
 
+Json = dict[str, object]
 Table = dict[int, float] | None  # {token id: logprob}; None for the first token, which has no context
 LEAST = -9999.0  # JSON has no -inf
 
@@ -234,3 +239,51 @@ class Answer:
         as_id = self.job.body.return_tokens_as_token_ids
         text = f"token_id:{token}" if as_id else raw.decode("utf-8", "replace")
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(raw)}
+
+
+class Wire(Protocol):
+    """Whole answers, streams and errors of a protocol. Each call has its own, which may keep state."""
+
+    media_type: str
+    still_working: str  # written when nothing came for a while
+
+    def parse(self, raw: bytes) -> ChatRequest | CompletionRequest: ...
+    def whole(self, answer: Answer) -> Json: ...
+    def opening(self, answer: Answer) -> str: ...
+    def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str: ...
+    def closing(self, answer: Answer) -> str: ...
+    def error(self, error: ApiError) -> str: ...
+
+
+def encoded(value: object) -> bytes:
+    """As JSON, large lists in pieces: the encoder holds the interpreter until one call of it is done."""
+    return "".join(_pieces(value, 5)).encode()
+
+
+def _pieces(value: object, depth: int) -> Iterator[str]:
+    named = value if isinstance(value, dict) else None
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not depth or not any(isinstance(v, dict | list) for v in inner):
+        yield json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return
+    before = "[" if named is None else "{"
+    for name, v in zip(itertools.repeat("") if named is None else named, inner):
+        yield before if named is None else f"{before}{json.dumps(name, ensure_ascii=False)}:"
+        yield from _pieces(v, depth - 1)
+        before = ","
+    yield "]" if named is None else "}"
+
+
+def sse(data: Json, event: str | None = None) -> str:
+    name = f"event: {event}\n" if event is not None else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def arguments_of(text: str) -> object:
+    """A call's arguments as an object that JSON can say: null for NaN, a ? for a lone surrogate. Of a call that was
+    cut off, nothing is known."""
+    try:
+        found = json.loads(text or "{}", parse_constant=lambda word: None)
+        return json.loads(json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return {}

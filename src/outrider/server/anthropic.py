@@ -11,10 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .answer import Answer, AnswerChoice, Delta
+from .answer import Answer, AnswerChoice, Delta, Json, arguments_of, sse
 from .errors import ApiError, bad
 from .schema import ChatRequest, Lenient, Strict
-from .wire import Json, arguments_of, sse
 
 # fields that have the same name and meaning in a chat request
 SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier"}

@@ -25,7 +25,7 @@ from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
 from .adapters import adapter_named
-from .answer import Answer
+from .answer import Answer, Json, Wire
 from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
 from .errors import ApiError, api_error, read, shutting_down
@@ -44,7 +44,6 @@ from .schema import ChatRequest, Named
 from .scoring import score
 from .settings import ServerSettings
 from .tracing import Tracing
-from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32

@@ -29,11 +29,11 @@ from fastapi import Request
 from starlette.types import Message, Receive
 
 from ..types import OutriderError
+from .answer import Json
 from .errors import ApiError, bad
 from .openai import OpenAIWire
 from .runner import MAX_FAILURES
 from .schema import ChatRequest, CompletionRequest
-from .wire import Json
 
 if TYPE_CHECKING:
     from .app import Server

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ..types import OutriderError
+from .answer import Json
 from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, bad_row, claim, read_lines, seeded
 from .errors import INTERNAL, ApiError, bad, where
 from .files import ClientStore, FileStore, StoredFile
 from .schema import Strict
-from .wire import Json
 
 if TYPE_CHECKING:
     from .app import Server

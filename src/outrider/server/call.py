@@ -21,11 +21,10 @@ from starlette.types import Receive, Scope, Send
 from ..engine.engine import Event
 from ..engine.step import Request as EngineRequest
 from ..types import OutriderError
-from .answer import Answer
+from .answer import Answer, Wire, encoded
 from .errors import ApiError, shutting_down
 from .model_pool import LoadedModel
 from .runner import EngineError, RequestStream
-from .wire import Wire, encoded
 
 if TYPE_CHECKING:
     from .app import Server

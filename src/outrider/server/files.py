@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from .answer import Json
 from .errors import ApiError, bad
-from .wire import Json
 
 MOST_FILES = 256
 MOST_BYTES = 256 << 20

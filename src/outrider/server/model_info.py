@@ -19,9 +19,9 @@ from ..types import OutriderError
 from ..weights import hub
 from ..weights.files import Files, fingerprint, model_config
 from ..weights.sizes import StoredSize, stored_size
+from .answer import Json
 from .settings import ServerSettings, without_paths
 from .spellings import OLLAMA, OPENAI
-from .wire import Json
 
 if TYPE_CHECKING:
     from ..llm import LLM

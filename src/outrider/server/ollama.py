@@ -12,11 +12,10 @@ from datetime import UTC, datetime
 
 from pydantic import JsonValue
 
-from .answer import Answer, AnswerChoice, Delta, ToolCall
+from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, arguments_of
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
 from .spellings import OLLAMA
-from .wire import Json, arguments_of
 
 VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
 SMALL = 1024  # bytes; a body without a prompt is no larger

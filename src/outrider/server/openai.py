@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..types import RequestStats
-from .answer import LEAST, Answer, AnswerChoice, Delta, Table, ToolCall
+from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Table, ToolCall, sse
 from .errors import ApiError
 from .output import OutputPart
 from .schema import ChatRequest, CompletionRequest
-from .wire import Json, sse
 
 FINGERPRINT = f"outrider-{__version__}"
 

@@ -10,8 +10,8 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from .answer import Json
 from .errors import ApiError
-from .wire import Json
 
 MOST_RESPONSES = 1024
 MOST_BYTES = 64 << 20

@@ -13,11 +13,10 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Field, TypeAdapter, model_validator
 
-from .answer import Answer, AnswerChoice, Delta, ToolCall
+from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, sse
 from .errors import ApiError, bad
 from .response_store import ResponseStore
 from .schema import INERT, ChatRequest, Lenient, Strict
-from .wire import Json, sse
 
 BODY = TypeAdapter(dict[str, object])
 # in addition to those of schema.py

@@ -1,4 +1,4 @@
-"""The routes. A protocol is a `Wire` (wire.py)."""
+"""The routes. A protocol is a `Wire` (answer.py)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from .. import __version__
 from . import adapters, anthropic, model_info, ollama, responses, scoring, text_routes
+from .answer import Json, Wire
 from .batches import BatchRequest
 from .call import unless_gone
 from .errors import ApiError, shutting_down
@@ -21,7 +22,6 @@ from .files import form
 from .openai import OpenAIWire
 from .prepare import Preparer
 from .schema import ChatRequest, CompletionRequest, Named
-from .wire import Json, Wire
 
 if TYPE_CHECKING:
     from .app import Server

@@ -25,7 +25,7 @@ from ..engine.scoring import Embedder, Scorer, ScoringJob
 from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .adapters import adapter_named
-from .answer import Answer
+from .answer import Answer, Json, encoded
 from .call import unless_gone
 from .errors import ApiError, bad, where
 from .model_pool import LoadedModel
@@ -35,7 +35,6 @@ from .runner import EngineError
 from .schema import Strict
 from .settings import without_paths
 from .spellings import split_prompts
-from .wire import Json, encoded
 
 if TYPE_CHECKING:
     from .app import Server

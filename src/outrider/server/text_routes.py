@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue
 
+from .answer import Json
 from .errors import bad
 from .prepare import Preparer
 from .schema import ChatRequest, Lenient, TokenId
-from .wire import Json
 
 CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 

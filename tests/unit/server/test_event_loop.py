@@ -17,8 +17,8 @@ from tests.waiting import until
 
 from outrider.engine.engine import Event
 from outrider.server import call, main, runner, scoring
+from outrider.server.answer import encoded
 from outrider.server.trim import trim
-from outrider.server.wire import encoded
 
 TOK = tokenizer()
 
