@@ -13,8 +13,8 @@ from tests.running import running
 from outrider.cli.serve import several
 from outrider.config import EngineConfig, LoadSettings
 from outrider.llm import LLM
-from outrider.server import catalogue
 from outrider.server.main import HttpServer
+from outrider.server.model_pool import ModelPool, read_names
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 
@@ -42,9 +42,9 @@ def ask(http: httpx.Client, model: str, i: int) -> str:
 
 
 def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
-    listed = catalogue.read([str(folder / "one"), f"other={folder / 'two'}"])
+    listed = read_names([str(folder / "one"), f"other={folder / 'two'}"])
     settings = ServerSettings("one", port=0, max_concurrent=4, max_queued=64)
-    shelf = catalogue.model_pool(listed, load, ENGINE, 1, settings, cuda=False)  # a byte: each of them only alone
+    shelf = ModelPool.listed(listed, load, ENGINE, 1, settings, cuda=False)  # a byte: each of them only alone
     with running(HttpServer(shelf, settings)) as url, httpx.Client(base_url=url, timeout=120) as http:
         cards = http.get("/v1/models").json()["data"]
         assert [(c["id"], c["outrider"]["state"]) for c in cards] == [("one", "unloaded"), ("other", "unloaded")]
@@ -73,7 +73,7 @@ def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
 
 
 def test_what_makes_no_sense_with_several_models() -> None:
-    listed = catalogue.read(["smollm2", "other=org/name"])
+    listed = read_names(["smollm2", "other=org/name"])
     for arguments, told in (
         (("x", LoadSettings(), None), "--name is for one model"),
         ((None, LoadSettings(drafter="some/drafter"), None), "can't fit 2 models"),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, TextIO, cast
+from typing import Annotated, TextIO, cast
 
 import typer
 from rich.text import Text
@@ -16,11 +16,6 @@ from ..server.settings import ServerSettings, read_keys
 from ..types import OutriderError, require
 from . import common
 from .common import err
-
-if TYPE_CHECKING:
-    from ..server.model_info import ServedModel
-    from ..server.model_pool import ModelPool
-
 
 Models = Annotated[
     list[str],
@@ -73,15 +68,14 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     """
     sys.stdout, sys.stderr = cast(TextIO, Unfailing(sys.stdout)), cast(TextIO, Unfailing(sys.stderr))
     with common.needs("the server needs", "serve"):
-        from ..server import catalogue
         from ..server.fair import SPARE
         from ..server.main import address, listen
         from ..server.main import serve as run
         from ..server.model_info import ServedModel
-        from ..server.model_pool import LoadedModel
+        from ..server.model_pool import LoadedModel, ModelPool, read_names
     from ..ops import place
 
-    listed, load = catalogue.read(asked.models), common.with_adapters(load, asked.adapter)
+    listed, load = read_names(asked.models), common.with_adapters(load, asked.adapter)
     first, *others = listed
     if len(listed) > 1:
         several(listed, asked.name, load, asked.memory)
@@ -111,7 +105,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     else:
         limit = None if asked.memory is None else int(asked.memory * 2**30)
         cuda = place(load.device).type == "cuda"
-        served = catalogue.model_pool(
+        served = ModelPool.listed(
             listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda
         )
         served.first.take(LoadedModel(served.first.name, served.first.load(), settings))

@@ -1,5 +1,5 @@
-"""Adapters over HTTP: which one a request's model name selects, their cards in /v1/models, and loading and unloading at
-run time by vLLM's routes, if the server was started with --runtime-adapters."""
+"""Adapters over HTTP: loading and unloading at run time by vLLM's routes, if the server was started with
+--runtime-adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from .settings import without_paths
 
 if TYPE_CHECKING:
     from .app import Server
-    from .model_pool import PoolSlot
 
 
 class LoadAdapter(Strict):
@@ -30,22 +29,6 @@ class LoadAdapter(Strict):
 class UnloadAdapter(Strict):
     lora_name: str
     lora_int_id: int | None = None  # vLLM's; not used
-
-
-def adapter_named(slot: PoolSlot, name: str | None) -> str | None:
-    """The adapter that a model name asks for: BASE:NAME, or NAME alone. A name with this model's base and no adapter
-    of it is refused, so that the base never answers in an adapter's place."""
-    names = slot.adapters.paths if slot.adapters is not None else {}
-    if name is None or name == slot.name or not names:
-        return None
-    asked = name.removeprefix(slot.name + ":")
-    if asked in names:
-        return asked
-    if asked != name and asked != "latest":
-        there = ", ".join(f"'{slot.name}:{known}'" for known in names)
-        message = f"The model '{name[:100]}' does not exist; this server has '{slot.name}' and {there}."
-        raise ApiError(404, message, "model", "model_not_found")
-    return None
 
 
 def _pool(server: Server) -> AdapterPool:

@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
-from .adapters import adapter_named
 from .answer import Answer, Json, Wire
 from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
@@ -34,7 +33,7 @@ from .files import FileStore
 from .limits import Admission, Keys, RequestGuard
 from .metrics import ServerMetrics, route_of
 from .model_info import ServedModel
-from .model_pool import LoadedModel, ModelPool, PoolSlot
+from .model_pool import LoadedModel, ModelPool
 from .prepare import Preparer
 from .recorder import PromptRecorder
 from .response_store import ResponseStore
@@ -122,7 +121,7 @@ class Server:
             several = len(self.pool.slots) > 1 and got.raw
             named = await got.parsed(Named.model_validate_json) if several else Named()
             with ExitStack() as stack:
-                _, model = await unless_gone(request, self.borrow(request, got, named.model, stack))
+                model, _ = await unless_gone(request, self.borrow(request, got, named.model, stack))
                 # rendered off the loop, too: a long text has many tokens
                 return await got.work(
                     lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))),
@@ -147,9 +146,10 @@ class Server:
 
     async def borrow(
         self, request: Request, got: ReceivedBody, name: str | None, stack: ExitStack
-    ) -> tuple[PoolSlot, LoadedModel]:
-        """The model of this name until `stack` is closed. One that must be loaded first is waited for in a place of
-        its own. What the sender should know of it becomes a header of the answer (limits.py)."""
+    ) -> tuple[LoadedModel, str | None]:
+        """The model of this name until `stack` is closed, and the adapter that the name asks for. A model that must be
+        loaded first is waited for in a place of its own. What the sender should know becomes a header of the answer
+        (limits.py)."""
         slot, request.state.warning = self.pool.resolve(name)
         ready = self.pool.ready(slot)
         if not ready:
@@ -157,7 +157,7 @@ class Server:
         with nullcontext() if ready else self.admission.enter(1, got.client):
             model = await self.pool.acquire(slot)
         stack.callback(self.pool.release, slot)
-        return slot, model
+        return model, slot.adapter(name)
 
     async def _call(self, request: Request, wire: Wire) -> Call:
         began = time.monotonic()
@@ -180,7 +180,7 @@ class Server:
     async def _begin(self, request: Request, got: ReceivedBody, wire: Wire, stack: ExitStack, began: float) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. `stack` gives back what was taken on the way."""
         client, body = got.client, await got.parsed(wire.parse)
-        slot, model = await self.borrow(request, got, body.model, stack)
+        model, adapter = await self.borrow(request, got, body.model, stack)
         many = partial(model.prepare.answers, body)
         answers = await got.work(many) if got.long else many()
         for name in body.ignored:
@@ -193,7 +193,6 @@ class Server:
         got.room.close()
         if self.recorder is not None:
             await got.work(partial(self.recorder.take, request.state.path, got.raw))
-        adapter = adapter_named(slot, body.model)
         namespace = b"" if self.settings.share_prefixes else self.keys.namespace(client)
         if body.cache_salt is not None:
             namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()

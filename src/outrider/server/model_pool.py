@@ -4,7 +4,7 @@ A call acquires its model and releases it at its end. A model without a call may
 first. A request for a model that is not loaded waits in a queue. While the head of the queue has waited longer than
 `PATIENCE_S`, new requests queue behind it if their model occupies its memory, so that no model stays loaded for ever
 because of its own callers. One model is loaded or unloaded at a time, off the event loop; everything else here runs on
-it.
+it. At the end: the models of a command line, `MODEL` or `name=MODEL`.
 """
 
 from __future__ import annotations
@@ -13,30 +13,39 @@ import asyncio
 import gc
 import itertools
 import logging
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from ..config import EngineConfig
 from ..engine.adapters import AdapterPool
 from ..engine.chat_template import TemplateProcess
+from ..engine.memory import free_bytes, plan_kv_memory
 from ..engine.metrics import Metrics
+from ..llm import LLM
 from ..types import OutriderError
-from .adapters import adapter_named
+from ..weights import hub
+from ..weights.files import model_config
+from ..weights.sizes import stored_size
 from .errors import ApiError, shutting_down, where
-from .fair import TurnQueue
+from .fair import SPARE, TurnQueue
 from .grammars import Grammars
 from .model_info import UNKNOWN, ModelInfo, ServedModel
 from .prepare import Preparer
 from .runner import Runner
-from .settings import ServerSettings, without_paths
+from .settings import ServerSettings, public_name, without_paths
 from .tokenizer_process import TokenizerProcess
 from .trim import trim
 
 log = logging.getLogger("outrider.server")
 PATIENCE_S = 2.0
+ALIAS = re.compile(r"([A-Za-z0-9][\w.:-]*)=(.+)")
+SHARE = 0.8  # of the memory that is free at the start, by default
 
 
 class LoadedModel:
@@ -94,6 +103,21 @@ class PoolSlot:
     def adapters(self) -> AdapterPool | None:
         return self.model.backend.adapters if self.model is not None else None
 
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that a model name asks for: BASE:NAME, or NAME alone. A name with this model's base and no
+        adapter of it is refused, so that the base never answers in an adapter's place."""
+        names = self.adapters.paths if self.adapters is not None else {}
+        if name is None or name == self.name or not names:
+            return None
+        asked = name.removeprefix(self.name + ":")
+        if asked in names:
+            return asked
+        if asked != name and asked != "latest":
+            there = ", ".join(f"'{self.name}:{known}'" for known in names)
+            message = f"The model '{name[:100]}' does not exist; this server has '{self.name}' and {there}."
+            raise ApiError(404, message, "model", "model_not_found")
+        return None
+
     def take(self, model: LoadedModel) -> None:
         backend = model.backend
         self.model = model
@@ -125,7 +149,7 @@ class ModelPool:
         self._waiting: list[_WaitingLoad] = []
         self._swap: asyncio.Task[None] | None = None
         self._count = itertools.count(1)
-        self._gone: list[Metrics] = []  # the counters of unloaded engines
+        self._gone = Metrics()  # the counters of unloaded engines
         self._failed = 0  # steps of theirs
 
     @classmethod
@@ -134,6 +158,30 @@ class ModelPool:
         slot = PoolSlot(settings.model_name, lambda: backend)
         slot.take(LoadedModel(slot.name, backend, settings))
         return cls([slot], None, settings)
+
+    @classmethod
+    def listed(
+        cls,
+        models: Mapping[str, str],
+        load: Callable[[str], LLM],
+        engine: EngineConfig,
+        limit: int | None,
+        settings: ServerSettings,
+        cuda: bool,
+    ) -> ModelPool:
+        """Nothing is loaded yet. models: {name: what is loaded}. limit: bytes; without one, a share of what is free,
+        and on a GPU one model at a time."""
+
+        def slot(name: str, model: str) -> PoolSlot:
+            def loaded() -> ServedModel:
+                llm = load(model)
+                return replace(ServedModel.of(llm), places=max(1, llm.engine.max_batch - SPARE))
+
+            size, context, info = estimate(model, engine)
+            return PoolSlot(name, loaded, size, context, info=info)
+
+        most = limit if limit is not None else 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
+        return cls([slot(*one) for one in models.items()], most, settings)
 
     # ---- lookup
 
@@ -153,7 +201,7 @@ class ModelPool:
         """The model that answers a request for `name`, and what its sender should know. Without a name it is the
         first; the only model there is also answers to other names, as llama.cpp does."""
         if name is not None and name not in self.slots:
-            adapted = [slot for slot in self.slots.values() if adapter_named(slot, name) is not None]
+            adapted = [slot for slot in self.slots.values() if slot.adapter(name) is not None]
             if adapted:
                 return adapted[0], None
         if name is None or name in self.slots or len(self.slots) > 1:
@@ -174,7 +222,7 @@ class ModelPool:
     @property
     def metrics(self) -> Metrics:
         """The sum of all engines' counters. Plain integers of other threads: no lock is needed to add them up."""
-        return total([*self._gone, *(m.backend.engine.metrics for m in self.loaded)])
+        return total([self._gone, *(m.backend.engine.metrics for m in self.loaded)])
 
     @property
     def failed_steps(self) -> int:
@@ -188,8 +236,10 @@ class ModelPool:
             model.start()
 
     def ready(self, slot: PoolSlot) -> bool:
-        """Can be borrowed without waiting."""
-        return slot.model is not None and not self._stands_back(slot)
+        """Can be borrowed without waiting: it is loaded, and no other model has waited long for its memory."""
+        head = self._waiting[0] if self._waiting else None
+        late = head is not None and self._clock() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
+        return slot.model is not None and not late
 
     async def acquire(self, slot: PoolSlot) -> LoadedModel:
         """The model, loaded; it stays loaded until it is released."""
@@ -229,10 +279,6 @@ class ModelPool:
         slot.users += 1
         slot.used = next(self._count)
         return model
-
-    def _stands_back(self, slot: PoolSlot) -> bool:
-        head = self._waiting[0] if self._waiting else None
-        return head is not None and self._clock() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
 
     def _in_the_way(self, wanted: PoolSlot) -> list[PoolSlot]:
         """The loaded models that must go before this one fits: idle ones first, then the least recently used."""
@@ -297,8 +343,8 @@ class ModelPool:
 
     async def _put_back(self, slot: PoolSlot, model: LoadedModel) -> None:
         await model.stop()
-        counted = total([*self._gone, model.backend.engine.metrics])
-        self._gone = [replace(counted, running=0, waiting=0, kv_bytes=0, free_pages={})]
+        counted = total([self._gone, model.backend.engine.metrics])
+        self._gone = replace(counted, running=0, waiting=0, kv_bytes=0, free_pages={})
         self._failed += model.runner.failed_steps
         slot.evictions += 1
         log.info("put back %s", slot.name)
@@ -307,9 +353,7 @@ class ModelPool:
 
 
 def total(counted: Sequence[Metrics]) -> Metrics:
-    """Field by field; with one there is nothing to add."""
-    if len(counted) == 1:
-        return counted[0]
+    """Field by field."""
     out = Metrics()
     for metrics in counted:
         for f in fields(Metrics):
@@ -334,3 +378,26 @@ def _free() -> None:
     trim()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def read_names(given: Sequence[str]) -> dict[str, str]:
+    """{name: what is loaded}"""
+    out: dict[str, str] = {}
+    for text in given:
+        alias = None if Path(text).exists() else ALIAS.fullmatch(text)
+        name, model = (alias[1], alias[2]) if alias else (public_name(text), text)
+        if name in out:
+            raise OutriderError(f"two models would be called {name!r}: name one of them, as in other={out[name]}")
+        out[name] = model
+    return out
+
+
+def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
+    """(bytes of weights and K/V, tokens of context, what is known), nothing loaded. Fails for one that can't be had."""
+    files = hub.resolve(model, weights=False)
+    config = model_config(files)
+    dtype = torch.float16  # of K/V, on nearly every machine
+    budget = plan_kv_memory(engine, config, dtype, free_bytes(torch.device("cpu")))
+    position = sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim * 2 for i in config.kv_layers)
+    stored = stored_size(files, config)
+    return int(stored.total) + position * budget.tokens, budget.max_context, ModelInfo.of(files, config, stored)

@@ -107,7 +107,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
                             raise shutting_down()
                         with ExitStack() as stack:
                             name = ollama.untagged(asked.model)
-                            _, model = await unless_gone(request, server.borrow(request, got, name, stack))
+                            model, _ = await unless_gone(request, server.borrow(request, got, name, stack))
                             return JSONResponse(ollama.OllamaWire(chat).loaded(model.name))
             return await server.answer(request, ollama.OllamaWire(chat))
 

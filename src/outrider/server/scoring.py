@@ -24,7 +24,6 @@ from pydantic import ConfigDict, Field
 from ..engine.scoring import Embedder, Scorer, ScoringJob
 from ..ops.lowrank import Adapter
 from ..types import OutriderError
-from .adapters import adapter_named
 from .answer import Answer, Json, encoded
 from .call import unless_gone
 from .errors import ApiError, bad, where
@@ -156,8 +155,8 @@ async def embed(
         body = await got.parsed(shape.model_validate_json)
         name = untagged(body.model)
         with ExitStack() as stack:
-            slot, model = await unless_gone(request, server.borrow(request, got, name, stack))
-            adapter = adapter_of(model, adapter_named(slot, name))
+            model, asked = await unless_gone(request, server.borrow(request, got, name, stack))
+            adapter = adapter_of(model, asked)
             stack.enter_context(server.admission.enter(1, got.client))
             ids = await got.work(lambda: tokens(model.prepare, body))
             got.room.close()

@@ -15,7 +15,6 @@ from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.engine.metrics import Metrics
-from outrider.server import catalogue
 from outrider.server import model_pool as shelf_module
 from outrider.server import trim as trim_module
 from outrider.server.app import BIG_BODY, Server, create_app
@@ -224,10 +223,10 @@ def test_counts_outlive_a_model() -> None:
 def test_names_on_the_command_line(tmp_path_factory: pytest.TempPathFactory) -> None:
     odd = tmp_path_factory.mktemp("models") / "x=y"
     odd.mkdir()
-    read = catalogue.read(["smollm2", "big=org/name", str(odd)])
+    read = shelf_module.read_names(["smollm2", "big=org/name", str(odd)])
     assert list(read.items()) == [("smollm2", "smollm2"), ("big", "org/name"), ("x=y", str(odd))]
     with pytest.raises(OutriderError, match="two models would be called 'smollm2'"):
-        catalogue.read(["smollm2", "smollm2=org/name"])
+        shelf_module.read_names(["smollm2", "smollm2=org/name"])
 
 
 def test_a_c_library_without_malloc_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
