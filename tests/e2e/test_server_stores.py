@@ -18,10 +18,9 @@ from tests.waiting import until
 from outrider.server.app import Server
 from outrider.server.batch import BatchFile, answer_file
 from outrider.server.errors import ApiError
-from outrider.server.files import FileStore, form
 from outrider.server.model_info import ServedModel
-from outrider.server.response_store import ResponseStore
 from outrider.server.settings import ServerSettings
+from outrider.server.stores import FileStore, ResponseStore, form
 
 TOK = tokenizer()
 HI: Any = [{"role": "user", "content": "hi"}]

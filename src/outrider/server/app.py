@@ -29,19 +29,18 @@ from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
 from .errors import ApiError, api_error, read, shutting_down
 from .fair import FairExecutor, FairGate
-from .files import FileStore
 from .limits import Admission, Keys, RequestGuard
 from .metrics import ServerMetrics, route_of
 from .model_info import ServedModel
 from .model_pool import LoadedModel, ModelPool
 from .prepare import Preparer
 from .recorder import PromptRecorder
-from .response_store import ResponseStore
 from .routes import add_routes
 from .runner import EngineError
 from .schema import ChatRequest, Named
 from .scoring import score
 from .settings import ServerSettings
+from .stores import FileStore, ResponseStore
 from .tracing import Tracing
 
 log = logging.getLogger("outrider.server")

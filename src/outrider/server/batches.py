@@ -22,8 +22,8 @@ from ..types import OutriderError
 from .answer import Json
 from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, bad_row, claim, read_lines, seeded
 from .errors import INTERNAL, ApiError, bad, where
-from .files import ClientStore, FileStore, StoredFile
 from .schema import Strict
+from .stores import ClientStore, FileStore, StoredFile
 
 if TYPE_CHECKING:
     from .app import Server

@@ -1,6 +1,6 @@
 """OpenAI's Responses API as a translation: input items become messages, our answer becomes output items.
 
-Answers are kept for `previous_response_id` unless `store` is false (response_store.py); `conversation`, `background`
+Answers are kept for `previous_response_id` unless `store` is false (stores.py); `conversation`, `background`
 and `prompt` are refused. Tools are functions, also those in a namespace (as Codex has those of an MCP server); tools of
 other types (web search and the like) are not offered to the model, and the answer's `tools` tells which are.
 """
@@ -15,8 +15,8 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, sse
 from .errors import ApiError, bad
-from .response_store import ResponseStore
 from .schema import INERT, ChatRequest, Lenient, Strict
+from .stores import ResponseStore
 
 BODY = TypeAdapter(dict[str, object])
 # in addition to those of schema.py

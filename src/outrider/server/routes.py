@@ -18,10 +18,10 @@ from .answer import Json, Wire
 from .batches import BatchRequest
 from .call import unless_gone
 from .errors import ApiError, shutting_down
-from .files import form
 from .openai import OpenAIWire
 from .prepare import Preparer
 from .schema import ChatRequest, CompletionRequest, Named
+from .stores import form
 
 if TYPE_CHECKING:
     from .app import Server

@@ -1,11 +1,15 @@
-"""/v1/files: the input and output files of batches, in a temporary folder of this server, limited in number and bytes,
-and deleted when the server ends. A client sees only its own files."""
+"""What clients store here: /v1/files, the input and output files of batches, in a temporary folder, and the answers of
+the Responses API, which later requests may fetch or continue, in memory. Both are limited in number and bytes and end
+with the server. A client sees only its own."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+import threading
 import time
 import uuid
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from email import policy
 from email.parser import BytesParser
@@ -16,8 +20,8 @@ from typing import Generic, Protocol, TypeVar
 from .answer import Json
 from .errors import ApiError, bad
 
-MOST_FILES = 256
-MOST_BYTES = 256 << 20
+MOST_FILES, MOST_FILE_BYTES = 256, 256 << 20
+MOST_RESPONSES, MOST_RESPONSE_BYTES = 1024, 64 << 20
 
 
 @dataclass
@@ -70,7 +74,7 @@ class ClientStore(Generic[T]):
 
 
 class FileStore(ClientStore[StoredFile]):
-    def __init__(self, most: int = MOST_FILES, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MOST_FILES, most_bytes: int = MOST_FILE_BYTES) -> None:
         super().__init__("file")
         self._most, self._most_bytes = most, most_bytes
 
@@ -136,3 +140,57 @@ def form(content_type: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
         if isinstance(name, str) and isinstance(data, bytes):
             out[name] = (part.get_filename() or "", data)
     return out
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    messages: list[Json]  # of the conversation, without instructions, up to and with the answer
+    items: list[Json]  # what was sent as input
+    response: Json
+
+
+class ResponseStore:
+    """Answers, the least recently used of which go first. Bodies are read in other threads than answers are written in:
+    hence the lock. They are kept as JSON text: as objects, 64 MB of it could be a gigabyte, which every full garbage
+    collection walks."""
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_RESPONSE_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._of: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def put(self, client: str, messages: list[Json], items: list[Json], response: Json) -> None:
+        text = json.dumps([messages, items, response])
+        if len(text) > self._most_bytes:
+            return
+        with self._lock:
+            self._of[client, str(response["id"])] = text
+            self.bytes += len(text)
+            while len(self._of) > self._most or self.bytes > self._most_bytes:
+                self.bytes -= len(self._of.popitem(last=False)[1])
+
+    def get(self, client: str, id: str, param: str | None = None) -> StoredResponse:
+        """param: the field of a request that names it, which is then the one at fault."""
+        with self._lock:
+            found = self._of.get((client, id))
+            if found is not None:
+                self._of.move_to_end((client, id))
+        if found is not None:
+            return StoredResponse(*json.loads(found))
+        if param is None:
+            raise ApiError(404, f"There is no response '{id[:100]}' here: it was not stored, or made room for others.")
+        message = f"Previous response with id '{id[:100]}' not found: it was not stored, or made room for others."
+        raise ApiError(400, message, param, "previous_response_not_found")
+
+    def items(self, client: str, id: str) -> Json:
+        return {"object": "list", "data": self.get(client, id).items, "has_more": False}
+
+    def delete(self, client: str, id: str) -> Json:
+        self.get(client, id)
+        with self._lock:
+            self.bytes -= len(self._of.pop((client, id), ""))
+        return {"id": id, "object": "response", "deleted": True}
