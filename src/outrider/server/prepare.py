@@ -23,7 +23,7 @@ from ..types import OutriderError, SamplingParams
 from .answer import Job
 from .dialect import Dialect, Infill, in_turns, spell_out_tools
 from .errors import ContextOverflow, bad, check_size
-from .grammar_source import GrammarSource
+from .grammar_source import MAX_CALLS, GrammarSource
 from .image_fetch import ImageFetcher
 from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
@@ -31,7 +31,6 @@ from .reasoning import Thoughts
 from .sampling import RequestSampling
 from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, PredictedOutput
 from .settings import ServerSettings
-from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
 
 

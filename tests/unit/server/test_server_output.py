@@ -11,9 +11,9 @@ from tests.server_fakes import VOCAB, masks, tokenizer
 
 from outrider.engine.grammar import GrammarCompiler
 from outrider.server.answer import arguments_of, encoded
+from outrider.server.grammar_source import gemma_calls, json_calls
 from outrider.server.output import OutputPart, Parser, ParserChain, join
 from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
-from outrider.server.tool_grammar import gemma_calls, json_calls
 from outrider.server.tools import GemmaCalls, JsonCalls
 from outrider.types import OutriderError
 
