@@ -107,7 +107,7 @@ def children(pid: int) -> list[int]:
 def test_others_are_served_while_a_bomb_is_tried_and_its_trial_ends_with_its_client() -> None:
     with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
         post(s, response_format={"type": "json_object"})  # the nursery is up
-        nursery = s.model.grammars._nursery
+        nursery = s.model.grammars._sandbox
         trials = lambda: [child for process in children(nursery._process.pid) for child in children(process)]
         schemas = [{"type": "integer", "multipleOf": 62615533 + 2 * i} for i in range(3)]
         forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
@@ -126,9 +126,9 @@ def test_others_are_served_while_a_bomb_is_tried_and_its_trial_ends_with_its_cli
         s.settle()
 
 
-def test_the_nursery_may_die(served: Served) -> None:
+def test_the_sandbox_may_die(served: Served) -> None:
     post(served, response_format={"type": "json_object"})
-    pid = served.model.grammars._nursery._process.pid
+    pid = served.model.grammars._sandbox._process.pid
     assert (os.getsid(pid), os.getpgid(pid)) == (
         os.getsid(0),
         pid,

@@ -44,7 +44,7 @@ from .stores import FileStore, ResponseStore
 from .tracing import Tracing
 
 log = logging.getLogger("outrider.server")
-DESK_THREADS, DESK_WAITING = 2, 32
+READERS, MOST_WAITING = 2, 32  # threads that read bodies; requests of one client that wait to be read
 BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many of that size are read at once, one per client
 UNBOUNDED = 1 << 30
 T = TypeVar("T")
@@ -77,14 +77,14 @@ def done(error: ApiError) -> tuple[int, Json] | None:
 class Server:
     """The models of a `ModelPool` behind the routes of one app."""
 
-    def __init__(self, shelf: ModelPool, settings: ServerSettings) -> None:
-        self.pool, self.settings = shelf, settings
+    def __init__(self, pool: ModelPool, settings: ServerSettings) -> None:
+        self.pool, self.settings = pool, settings
         self.admission = Admission(settings)
         self.keys = Keys(settings)
         # one client may fill all places at once
-        self.executor = FairExecutor(DESK_THREADS, max(DESK_WAITING, settings.max_concurrent))
-        self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
-        self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
+        self.executor = FairExecutor(READERS, max(MOST_WAITING, settings.max_concurrent))
+        self.big_bodies = FairGate(BIG_BODIES, MOST_WAITING, "being read")
+        self.metrics = ServerMetrics(pool, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
         self.recorder = None if settings.record_prompt is None else PromptRecorder(settings.record_prompt)
         self.started = int(time.time())

@@ -53,7 +53,7 @@ class Grammars:
         self._tokenizer, self._vocab = tokenizer, vocab_size
         self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
-        self._nursery: _SandboxProcess | None = None
+        self._sandbox: _SandboxProcess | None = None
         # The compiler releases the GIL while it works, and leaves most of the processor to decoding.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=stand_back)
         self._starting = asyncio.Lock()
@@ -89,8 +89,8 @@ class Grammars:
             _ = self._compiler
 
     async def close(self) -> None:
-        if self._nursery is not None:
-            await self._nursery.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
         self._thread.shutdown(wait=False)
 
     def _known(self, source: GrammarSource) -> CompiledGrammar | None:
@@ -125,12 +125,12 @@ class Grammars:
 
     async def _start(self) -> _SandboxProcess:
         async with self._starting:
-            if self._nursery is not None and not self._nursery.alive:
+            if self._sandbox is not None and not self._sandbox.alive:
                 log.warning("the process that tries grammars has ended; another is started")
-                self._nursery = None
-            if self._nursery is None:
-                self._nursery = await _SandboxProcess.start(self._tokenizer, self._vocab)
-            return self._nursery
+                self._sandbox = None
+            if self._sandbox is None:
+                self._sandbox = await _SandboxProcess.start(self._tokenizer, self._vocab)
+            return self._sandbox
 
 
 class _SandboxProcess:

@@ -54,7 +54,7 @@ def route_of(path: str) -> str:
 
 
 class ServerMetrics:
-    def __init__(self, shelf: ModelPool, in_flight: Callable[[], int]) -> None:
+    def __init__(self, pool: ModelPool, in_flight: Callable[[], int]) -> None:
         self.registry = r = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
@@ -76,7 +76,7 @@ class ServerMetrics:
         build = Gauge("outrider_build_info", "Always 1.", ["version", "python", "torch"], registry=r)
         build.labels(__version__, platform.python_version(), torch.__version__).set(1)
         ProcessCollector(registry=r)  # memory, processor time, file descriptors, start
-        r.register(_EngineCollector(shelf))
+        r.register(_EngineCollector(pool))
 
     def count(self, method: str, path: str, status: int) -> None:
         """Every answer's route and status; of those that worked only the ones that were work."""
@@ -97,14 +97,14 @@ class ServerMetrics:
 class _EngineCollector:
     """Reads the engines' own counters when asked, those of all models together."""
 
-    def __init__(self, shelf: ModelPool) -> None:
-        self._shelf = shelf
+    def __init__(self, pool: ModelPool) -> None:
+        self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        m = self._shelf.metrics
+        m = self._pool.metrics
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"outrider_{name}", text, value=getattr(m, name))
-        yield CounterMetricFamily("outrider_failed_steps", "Engine steps that raised.", value=self._shelf.failed_steps)
+        yield CounterMetricFamily("outrider_failed_steps", "Engine steps that raised.", value=self._pool.failed_steps)
         for name, text, label, values in (
             ("adapter_drafted", "Tokens drafted for requests with a LoRA adapter.", "adapter", m.drafted_by_adapter),
             ("adapter_accepted", "Tokens accepted for requests with a LoRA adapter.", "adapter", m.accepted_by_adapter),
@@ -120,11 +120,11 @@ class _EngineCollector:
         yield _labelled(GaugeMetricFamily, "free_pages", "Free cache pages.", "group", m.free_pages)
         for name, text, value in (
             ("running", "Sequences running.", m.running),
-            ("waiting", "Sequences waiting.", m.waiting + sum(model.turns.waiting for model in self._shelf.loaded)),
+            ("waiting", "Sequences waiting.", m.waiting + sum(model.turns.waiting for model in self._pool.loaded)),
             ("kv_bytes", "Memory that K/V holds.", m.kv_bytes),
         ):
             yield GaugeMetricFamily(f"outrider_{name}", text, value=value)
-        slots = self._shelf.slots.values()
+        slots = self._pool.slots.values()
         size = {s.name: s.size if s.model is not None else 0 for s in slots}
         there = {s.name: int(s.model is not None) for s in slots}
         loads, gone = {s.name: s.loads for s in slots}, {s.name: s.evictions for s in slots}

@@ -306,19 +306,16 @@ class ModelPool:
             leaving = self._in_the_way(slot)
             if any(s.users for s in leaving):
                 return  # its calls will release it
-            models = [(s, self._take_off(s)) for s in leaving]  # at once, so that no call acquires one of them
+            models = [(s, s.model) for s in leaving if s.model is not None]
+            for s in leaving:
+                s.model = None  # at once, so that no call acquires it
             self._swap = asyncio.get_running_loop().create_task(self._load(slot, models))
-
-    def _take_off(self, slot: PoolSlot) -> LoadedModel:
-        model, slot.model = slot.model, None
-        assert model is not None and not slot.users
-        return model
 
     async def _load(self, slot: PoolSlot, leaving: list[tuple[PoolSlot, LoadedModel]]) -> None:
         slot.loading = True
         try:
             while leaving:
-                await self._put_back(*leaving.pop())
+                await self._unload(*leaving.pop())
             began = self._clock()
             model = await asyncio.to_thread(lambda: LoadedModel(slot.name, slot.load(), self._settings))
             model.start()
@@ -341,13 +338,13 @@ class ModelPool:
         self._waiting = [w for w in self._waiting if w.slot is not slot]
         return mine
 
-    async def _put_back(self, slot: PoolSlot, model: LoadedModel) -> None:
+    async def _unload(self, slot: PoolSlot, model: LoadedModel) -> None:
         await model.stop()
         counted = total([self._gone, model.backend.engine.metrics])
         self._gone = replace(counted, running=0, waiting=0, kv_bytes=0, free_pages={})
         self._failed += model.runner.failed_steps
         slot.evictions += 1
-        log.info("put back %s", slot.name)
+        log.info("unloaded %s", slot.name)
         del model
         await asyncio.to_thread(_free)
 
