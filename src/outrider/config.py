@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from .types import MAX_DRAFT, OutriderError, is_a, require
 
@@ -235,14 +235,14 @@ class LoadSettings:
 class Option:
     kind: object  # its type
     default: object
-    help: str
+    help: Any  # a text; of a command's own options it may be typer's description
 
 
 def options(settings: type) -> dict[str, Option]:
-    """The fields whose annotation carries a text."""
+    """The fields whose annotation carries a text, which is its last part."""
     hints = get_type_hints(settings, include_extras=True)
     found = {f.name: (f, hints[f.name]) for f in fields(settings) if get_origin(hints[f.name]) is Annotated}
-    return {name: Option(get_args(hint)[0], field.default, get_args(hint)[1]) for name, (field, hint) in found.items()}
+    return {name: Option(get_args(hint)[0], field.default, get_args(hint)[-1]) for name, (field, hint) in found.items()}
 
 
 ENGINE = options(EngineConfig)

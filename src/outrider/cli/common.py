@@ -11,10 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 import typer.main
@@ -121,20 +121,13 @@ def serving(settings: type) -> Callable[[Command], Command]:
 def taking(settings: type) -> Callable[[Command], Command]:
     """Gives a command the fields of a dataclass as arguments and options; it gets them as its parameter `asked`. An
     annotation ends with the help of its option, or a typer option; fields without such a one are no options."""
-    hints = get_type_hints(settings, include_extras=True)
     parameters = {}
-    for field in fields(settings):
-        kind, *notes = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (None,)
-        if not notes or not isinstance(notes[-1], str | OptionInfo | ArgumentInfo):
-            continue
-        default = Parameter.empty if field.default is MISSING else field.default
-        about = typer.Option(help=notes[-1]) if isinstance(notes[-1], str) else notes[-1]
-        parameters[field.name] = Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[kind, about],  # type: ignore[valid-type]
-        )
+    for name, option in options(settings).items():
+        if isinstance(option.help, str | OptionInfo | ArgumentInfo):
+            default = Parameter.empty if option.default is MISSING else option.default
+            about = typer.Option(help=option.help) if isinstance(option.help, str) else option.help
+            kind = Annotated[option.kind, about]  # type: ignore[name-defined]
+            parameters[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
     return offering("asked", parameters, lambda given: settings(**given))
 
 
