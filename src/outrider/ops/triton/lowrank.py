@@ -150,7 +150,7 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl:
         x, change.a, change.scale, ranges, sums, u, counters, rows, k, x.stride(0), span,
         PARTS=parts, RANK=rank, BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans,
         PREFETCH=lines if x.element_size() == 2 else 0, PREC=precision(x), PDL=pdl,
-        num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,  # what a block of `wna16_gemv` leaves free of an SM
+        num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,
     )
     return Shrunk(u, change, ranges, x, sums, pdl)
 
