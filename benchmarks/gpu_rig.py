@@ -33,7 +33,7 @@ from outrider.ops.formats import DeviceWeight
 from outrider.ops.reference import Backend
 from outrider.ops.trees import TreeRows
 from outrider.spec.block import BlockDrafter
-from outrider.spec.block_load import dummy_block
+from outrider.spec.block_load import own_head
 from outrider.spec.mtp import MTPDrafter
 from outrider.spec.slot_sampling import SlotSampling
 from outrider.types import Draft, DraftTree, OutriderError, Verdict
@@ -172,7 +172,8 @@ class Rig:
         self.drafter, self.drafter_weights = None, {}
         collect()
         config = BlockConfig.from_hf(raw).bound(self.config)
-        weights = dummy_block(config, self.model, self.model.dtype, 1, quantize)
+        made = dummy_weights(config, self.device, self.model.dtype, self.ops, quantize, seed=1)
+        weights = own_head(made, self.model, quantize)
         self.drafter = BlockDrafter(BlockNet(config, weights, self.ops, self.model))
         self.resize(slots, context)
 

@@ -21,8 +21,9 @@ from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.engine import Engine
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
+from outrider.models.names import tensor_plan
 from outrider.spec.block import BlockDrafter
-from outrider.spec.block_load import block_plan, load_block
+from outrider.spec.block_load import load_block
 from outrider.types import AttnSpec, KVView
 from outrider.weights.files import from_folder
 
@@ -101,7 +102,7 @@ def tensors(raw: dict[str, Any], seed: int = 0, spread: float = 0.25) -> dict[st
     """Random tensors that such a checkpoint holds, by their names on disk."""
     config = BlockConfig.from_hf(raw)
     generator, made = torch.Generator().manual_seed(seed), {}
-    for plan in block_plan(config, ()).values():
+    for plan in tensor_plan(config).values():
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
             if plan.role == "index":  # offsets: draft id d is the target's id d + 20 from the 10th on
                 made[name] = torch.where(torch.arange(shape[0]) < 10, 0, 20)

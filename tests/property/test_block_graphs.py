@@ -30,7 +30,6 @@ from outrider.models.decoder import TextModel
 from outrider.models.names import tensor_plan
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.block import BlockDrafter
-from outrider.spec.block_load import block_plan
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.slot_sampling import SlotSampling
 from outrider.types import Draft
@@ -148,7 +147,7 @@ def test_no_value_is_looked_at(layout: str) -> None:
     }
     model = TextModel(target, blank(tensor_plan(target)), ops)
     config = BlockConfig.from_hf(LAYOUTS[layout]).bound(target)
-    made = BlockDrafter(BlockNet(config, blank(block_plan(config, ())), ops, model))
+    made = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))
     store = KVStore(target, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta", made.kv_specs)
     sampling = SlotSampling(5, VOCAB, (1,), torch.device("meta"))
     state = State.of(torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"), sampling)

@@ -32,7 +32,6 @@ from outrider.models.drafter import MTPNet
 from outrider.models.names import tensor_plan
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.block import BlockDrafter
-from outrider.spec.block_load import block_plan
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.mtp import MTPDrafter
@@ -258,7 +257,7 @@ def test_no_value_is_looked_at() -> None:
     }
     model = TextModel(target, blank(tensor_plan(target)), ops)
     config = BlockConfig.from_hf(LAYOUTS["speculators-eagle3"]).bound(target)
-    block = BlockDrafter(BlockNet(config, blank(block_plan(config, ())), ops, model))
+    block = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))
     own = design.plain(target, reads=(0, 1), intermediate=64, taps=(1,))
     made = DrafterPair(block, MTPDrafter(MTPNet(own, blank(tensor_plan(own)), ops, model), model))
     assert made.taps[0] == 1 and {*made.taps} == {*block.taps, 1}

@@ -156,13 +156,13 @@ def draft_model(target: Files, name: str, target_token: float) -> tuple[ForeignD
 def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_item: float) -> tuple[ForeignDict, float]:
     """`show`'s report on a DFlash, DSpark or EAGLE-3 drafter, and the bytes of its weights. A step drafts all tokens;
     EAGLE-3's drafts one. A drafter without a head reads the target's head as well."""
-    from ..spec.block_load import block_bytes
-    from ..weights.load import translate
+    from ..weights.files import translate
+    from ..weights.sizes import stored_size
 
     config = translate(BlockConfig.from_hf, files)
     reason = config.misfit(target)
     config = replace(config, taps=config.tapped(target))
-    parameters, total = block_bytes(files, config)
+    kept = stored_size(files, config)
     kv_bytes = sum(2 * layer.attn.kv_heads * layer.attn.head_dim * kv_item for layer in config.layers)
     about = {
         "layout": config.layout,
@@ -172,7 +172,7 @@ def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_ite
         "kv_bytes_per_token": round(kv_bytes),
         "draft_tokens": config.max_tokens,
     }
-    return drafter_report(config.kind, reason, parameters, total, target_token, **about), total
+    return drafter_report(config.kind, reason, kept.parameters, kept.total, target_token, **about), kept.total
 
 
 def read_drafter(name: str) -> tuple[DrafterConfig, float]:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from ..types import MAX_DRAFT
+from .block_config import BlockConfig
 from .compat import fits, reads
 from .config import DrafterConfig, ForeignDict, ModelConfig
 from .names import tensor_plan
@@ -115,7 +116,7 @@ def model_size(config: ModelConfig) -> ModelSize:
 @dataclass(frozen=True)
 class DrafterSize:
     total: int  # parameters
-    body: int  # parameters read by one step: layers and projections,
+    body: int  # parameters read by one step (a block drafter's pass, which drafts all tokens): layers and projections,
     head: int  # and of the head
 
     @property
@@ -123,11 +124,12 @@ class DrafterSize:
         return self.body + self.head
 
 
-def drafter_size(config: DrafterConfig) -> DrafterSize:
+def drafter_size(config: DrafterConfig | BlockConfig) -> DrafterSize:
     """A step reads everything but the rows of the head that its clusters spare it; a tied head is the target's own."""
     sizes = {name: prod(plan.shape) for name, plan in tensor_plan(config).items() if plan.role != "index"}
-    total, head, centroids = sum(sizes.values()), config.vocab_size * config.head_hidden, sizes.get("centroids", 0)
-    body = total - sizes.get("embed", 0) - centroids
+    total, centroids = sum(sizes.values()), sizes.get("centroids", 0)
+    head = (config.draft_vocab if isinstance(config, BlockConfig) else config.vocab_size) * config.head_hidden
+    body = total - sizes.get("embed", 0) - sizes.get("head", 0) - centroids
     scored = head // config.clusters * config.cluster_top if config.clusters else head
     return DrafterSize(total, body, centroids + scored)
 

@@ -3,18 +3,21 @@
 `tensor_plan(config)` names every canonical weight with its shape, its role and its sources. Sources are Hugging Face
 names with the text tower's prefix brought to `model.` (`normalise`); several sources are concatenated along dim 0.
 `ignored(name, config)` is the explicit list of other tensors that a checkpoint may hold. Anything else is an error.
+Authors of block drafters differ in names (a prefix, `midlayer`, un-nested heads); `block_name` has one spelling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from ..types import AttnSpec
-from .config import DrafterConfig, ModelConfig, MoESpec
+from .block_config import BlockConfig
+from .config import DrafterConfig, LayerSpec, ModelConfig, MoESpec
 
 Role = Literal["matrix", "embedding", "bias", "norm", "vector", "index"]
-Config = ModelConfig | DrafterConfig
+Config = ModelConfig | DrafterConfig | BlockConfig
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,21 @@ SKIPPED_PREFIXES = tuple(f"{outer}{name}." for outer in ("", "model.") for name 
 SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_cache_scale", ".v_cache_scale")
 SKIPPED_SUFFIXES = (".rotary_emb.inv_freq", *SCALES)
 SHARED_KV = ("k_proj", "v_proj", "k_norm", "v_norm")
+# Spellings of block drafters by their authors, and ours.
+BLOCK_ALIASES = (
+    ("model.", ""),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+    ("midlayer.", "layers.0."),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+    ("markov_w", "markov_head.markov_w"),
+    ("markov_gate_proj.", "markov_head.gate_proj."),
+    ("markov_joint_proj.", "markov_head.joint_proj."),
+    ("confidence_proj.", "confidence_head.proj."),
+)
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")  # of their training
 
 
 def normalise(name: str) -> str:
@@ -57,12 +75,20 @@ def normalise(name: str) -> str:
     return name
 
 
+def block_name(name: str) -> str:
+    """A block drafter's tensor in the spelling of its plan."""
+    for old, new in BLOCK_ALIASES:
+        if name.startswith(old):
+            name = new + name[len(old) :]
+    return name + ".weight" if name.endswith("_codebook") else name  # DFlash 2's are stored without the suffix
+
+
 def ignored(name: str, config: Config) -> bool:
     """True for a (normalised) tensor that a checkpoint may hold and that this model does not use."""
     if name.startswith(SKIPPED_PREFIXES) or name.endswith(SKIPPED_SUFFIXES):
         return True
     if name.startswith("lm_head."):  # the tied head, stored twice
-        return config.tied if isinstance(config, ModelConfig) else True
+        return config.tied if isinstance(config, ModelConfig) else isinstance(config, DrafterConfig)
     if name.startswith("model.layers.") and ".self_attn." in name:
         head, tail = name.split(".self_attn.", 1)
         index = head.removeprefix("model.layers.")
@@ -76,13 +102,20 @@ def only_looked_up(config: Config, name: str) -> bool:
     return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
 
 
-def roundable(name: str, plan: TensorPlan) -> bool:
-    """A matrix that `--quantize` rounds on a GPU: embeddings, heads and routers stay dense."""
+def roundable(config: Config, name: str, plan: TensorPlan) -> bool:
+    """A matrix that `--quantize` rounds on a GPU: embeddings, heads and routers stay dense. All of a block drafter's
+    are rounded: a draft need not be exact."""
+    if isinstance(config, BlockConfig):
+        return plan.role == "matrix"
     dense = name in ("embed", "ple_embed", "head") or name.endswith(".router")
     return plan.role in ("matrix", "embedding") and not dense
 
 
-def tensor_plan(config: Config) -> dict[str, TensorPlan]:
+def tensor_plan(config: Config, stored: Collection[str] = ()) -> dict[str, TensorPlan]:
+    """Every weight, its shape and its sources. stored: the checkpoint's names, by which a block drafter has an
+    embedding and a head of its own or not."""
+    if isinstance(config, BlockConfig):
+        return _block(config, stored)
     return _target(config) if isinstance(config, ModelConfig) else _drafter(config)
 
 
@@ -201,3 +234,68 @@ def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
         if config.gemma:
             plan.add("scalar", (1,), "layer_scalar", "vector")
     return plan
+
+
+def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan]:
+    hidden, vocab, drafted, taps = config.hidden, config.vocab_size, config.draft_vocab, len(config.taps or ())
+    plan = PlanBuilder(hidden)
+    eagle, apart = config.kind == "eagle3", hidden != config.target_hidden
+    if config.needs_own or apart or "embed_tokens.weight" in stored:
+        plan.add("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
+    if config.needs_own or apart or drafted < vocab or "lm_head.weight" in stored:
+        plan.add("head", (drafted, hidden), "lm_head.weight")
+    if drafted < vocab or "d2t" in stored:
+        plan.add("d2t", (drafted,), "d2t", "index")
+    plan.add("fc", (hidden, taps * config.target_hidden), "fc.weight")
+    plan.norm("hidden_norm", "layers.0.hidden_norm" if eagle else "hidden_norm")
+    plan.norm("norm", "norm")
+    if config.norm_before_fc:
+        plan.norm("input_norm", "input_norm", taps * config.target_hidden)
+    for i in range(taps if config.fc_norms else 0):
+        plan.norm(f"fc_norm.{i}", f"fc_norm.{i}", config.target_hidden)
+    for i, layer in enumerate(config.layers):
+        plan.layer(i, root="")
+        _block_layer(plan, layer, config)
+    plan.at = plan.inside = ""
+    if config.kind == "dflash2":
+        rank = config.selector_rank
+        plan.add("predecessor", (vocab, rank), "candidate_selector.predecessor_codebook.weight", "embedding")
+        plan.add("successor", (drafted, rank), "candidate_selector.successor_codebook.weight", "embedding")
+        plan.add("selector", (rank, hidden), "candidate_selector.hidden_projection.weight")
+    if rank := config.markov_rank:
+        plan.add("markov_w1", (vocab, rank), "markov_head.markov_w1.weight", "embedding")
+        plan.add("markov_w2", (drafted, rank), "markov_head.markov_w2.weight")
+        wide = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
+        if config.markov in wide:
+            source, rows, columns = wide[config.markov]
+            plan.stack("markov_joint", (rows,), (f"markov_head.{source}",), columns)
+            plan.stack("markov_bias", (rows,), (f"markov_head.{source}",))
+    if config.confidence:
+        wide_input = hidden + (config.markov_rank if config.confidence_reads_markov else 0)
+        plan.add("confidence", (1, wide_input), "confidence_head.proj.weight", "vector")
+        plan.add("confidence_bias", (1,), "confidence_head.proj.bias", "vector")
+    return plan
+
+
+def _block_layer(plan: PlanBuilder, layer: LayerSpec, config: BlockConfig) -> None:
+    attn, hidden = layer.attn, config.hidden
+    width = 2 * hidden if config.kind == "eagle3" else hidden
+    rows, kv = (attn.heads * attn.head_dim,), "k" if attn.k_eq_v else "kv"
+    kv_rows = (attn.kv_heads * attn.head_dim,) * len(kv)
+    q_proj, kv_proj, o_proj = (tuple(f"self_attn.{which}_proj" for which in names) for names in ("q", kv, "o"))
+    plan.stack("q", rows, q_proj, width)
+    plan.stack("kv", kv_rows, kv_proj, width)
+    if config.qkv_bias:
+        plan.stack("q_bias", rows, q_proj)
+        plan.stack("kv_bias", kv_rows, kv_proj)
+    plan.stack("out", (hidden,), o_proj, rows[0])
+    if config.out_bias:
+        plan.stack("out_bias", (hidden,), o_proj)
+    if config.gemma:
+        plan.add("scalar", (1,), "layer_scalar", "vector")
+    plan.norms(attn, sandwich=config.gemma, qk_norm=config.qk_norm)
+    plan.mlp(layer.intermediate, bias=False)
+    for name, source in (("attn_conv", "attention_conv"), ("mlp_conv", "mlp_conv")) if config.conv_taps else ():
+        taps, groups = config.conv_taps, hidden // config.conv_group
+        plan.add(name, (2, taps, hidden), f"{source}.base_kernel", "vector")
+        plan.add(f"{name}_projection", (2 * taps * groups, hidden), f"{source}.kernel_projection.weight")

@@ -23,7 +23,7 @@ from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
-from ..spec.block_load import block_plan, load_block
+from ..spec.block_load import load_block
 from ..types import AttnSpec, BlockRows, KVView, OutriderError
 from ..weights import hub
 from ..weights.load import as_tensors, load_drafter, translate
@@ -155,7 +155,7 @@ class BlockModule(TrainNet):
     config: BlockConfig
 
     def __init__(self, config: BlockConfig, seed: int = 0):
-        super().__init__(config, block_plan(config, ()), len(config.layers), seed)
+        super().__init__(config, seed)
         self.taps = config.taps or ()
 
     def unroll(

@@ -21,7 +21,6 @@ from torch import Tensor
 from ..models.block_config import BlockConfig, Layout
 from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
 from ..models.names import tensor_plan
-from ..spec.block_load import block_plan
 from ..types import OutriderError, require
 
 Json = dict[str, Any]
@@ -229,8 +228,7 @@ def save_drafter(
     """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
     replaced last and whole, so that a full disk leaves what was there."""
     tensors: dict[str, Tensor] = {}
-    plans = block_plan(config, ()) if isinstance(config, BlockConfig) else tensor_plan(config)
-    for name, plan in plans.items():
+    for name, plan in tensor_plan(config).items():
         tensor = weights[name].detach().cpu()
         tensor = tensor.long() if plan.role == "index" else tensor.bfloat16()
         pieces = tensor.split(list(plan.parts)) if plan.parts else (tensor,)

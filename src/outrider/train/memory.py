@@ -18,7 +18,6 @@ from ..engine import memory
 from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
-from ..spec.block_load import draft_size
 from .config import TrainConfig
 from .losses import CPU_LOSS_ROWS, LossMix, row_terms
 
@@ -108,16 +107,18 @@ class Work:
         layer = sum(8 * wide + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
         streams = target.hidden * (1 + len(config.taps or ()))
         if isinstance(config, BlockConfig):
-            passed, scored, body = share * (unroll + 1), share * unroll, draft_size(config).body
+            passed, scored = share * (unroll + 1), share * unroll
             layer += max(l.attn.heads // l.attn.kv_heads for l in config.layers) * USUAL_LENGTH  # the mask, once
             row, kept = passed * layer + 2 * (unroll + 2) * wide + 2 * streams, streams
         else:
-            passed, scored, body = unroll, unroll, drafter_size(config).body
+            passed, scored = unroll, unroll
             read = (target.layers[r].attn for r in set(config.reads or target.kv_layers[-2:]))
             row, kept = unroll * (layer + 4 * wide), streams + sum(2 * a.kv_heads * a.head_dim for a in read)
         head = (4.0 * scored + 2.0) * config.head_hidden
         active = 2.0 * model_size(target).active
-        return Work(6.0 * body * passed, head, scored, active, float(item * row), float(item * kept + 64))
+        return Work(
+            6.0 * drafter_size(config).body * passed, head, scored, active, float(item * row), float(item * kept + 64)
+        )
 
     def anchor(self, scored: int, kept: bool) -> float:
         """Operations per anchor. There are one and a half tokens per anchor: prompts are read, not drafted from."""

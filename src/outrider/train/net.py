@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from ..models.block_config import BlockConfig
 from ..models.compat import bind
-from ..models.config import DrafterConfig, LayerSpec, ModelConfig
+from ..models.config import DrafterConfig, ModelConfig
 from ..models.decoder import TextModel
 from ..models.drafter import MTPNet
 from ..models.inspect import DrafterSize, drafter_size
-from ..models.names import TensorPlan, tensor_plan
-from ..spec.block_load import draft_size
+from ..models.names import tensor_plan
 from .capture import CapturedStates, DenseKV, spread_heads
 from .data import TrainBatch
 
@@ -43,12 +42,12 @@ class TrainNet(nn.Module):
     taps: tuple[int, ...]  # target layers whose residual streams it reads
     reads: tuple[int, ...] = ()  # target layers whose K/V it reads
 
-    def __init__(self, config: DrafterConfig | BlockConfig, plans: Mapping[str, TensorPlan], depth: int, seed: int):
+    def __init__(self, config: DrafterConfig | BlockConfig, seed: int):
         super().__init__()
         self.config = config
         self.names: dict[str, str] = {}  # canonical -> parameter or buffer
         generator = torch.Generator().manual_seed(seed)
-        for name, plan in plans.items():
+        for name, plan in tensor_plan(config).items():
             attribute = name.replace(".", "_")
             self.names[name] = attribute
             if plan.role == "index":
@@ -58,13 +57,13 @@ class TrainNet(nn.Module):
             else:
                 std = plan.shape[-1] ** -0.5
                 if name.endswith((".out", ".down")):  # what is added to the residual stream starts small
-                    std *= (2 * depth) ** -0.5
+                    std *= (2 * len(config.layers)) ** -0.5
                 self.register_parameter(attribute, nn.Parameter(torch.randn(plan.shape, generator=generator) * std))
 
     @property
     def size(self) -> DrafterSize:
         """Weights that a draft step reads; for a block drafter, a pass that drafts all tokens."""
-        return draft_size(self.config) if isinstance(self.config, BlockConfig) else drafter_size(self.config)
+        return drafter_size(self.config)
 
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
@@ -106,8 +105,7 @@ class DrafterModule(TrainNet):
     config: DrafterConfig
 
     def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
-        self.layers: tuple[LayerSpec, ...]
-        super().__init__(config, tensor_plan(config), len(bind(config, target)), seed)
+        super().__init__(config, seed)
         self.layers, self.taps = bind(config, target), config.taps
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 

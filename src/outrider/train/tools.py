@@ -10,9 +10,9 @@ import torch
 
 from ..models.block_config import BlockConfig, is_block
 from ..models.inspect import model_size
+from ..models.names import tensor_plan
 from ..prompts import Prompt, read_prompts
 from ..spec import acceptance_profile as acceptance
-from ..spec.block_load import block_plan, renamed
 from ..types import MAX_DRAFT, OutriderError, require
 from ..weights import hub
 from ..weights.files import fingerprint, open_source
@@ -91,9 +91,8 @@ def export_drafter(drafter: str, to: Path, layout: str) -> Json:
     said = (files.config.get("speculators_config") or {}).get("verifier") or {}
     verifier = said.get("name_or_path") or read_json(files.path / "provenance.json").get("target")
     raw = block_dict(replace(config, layout=LAYOUTS[layout][config.kind]), verifier)
-    source = renamed(open_source(files))
-    plans = block_plan(config, source.entries).values()
-    for name in (name for plan in plans for name in plan.sources):
+    source = open_source(files)
+    for name in (name for plan in tensor_plan(config, source.entries).values() for name in plan.sources):
         require(name in source.entries, f"{source.where}: tensor {name} is missing from the checkpoint")
     write_folder(to, raw, {name: tensor(entry).clone() for name, entry in source.entries.items()})
     return raw

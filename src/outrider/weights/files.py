@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..models.block_config import is_block
 from ..models.config import ASSISTANT_TYPES, OWN_DRAFTER_TYPES, ForeignDict, ModelConfig, supported, text_part
-from ..types import OutriderError, TextFiles
+from ..models.names import UNUSED, block_name
+from ..types import OutriderError, TextFiles, require
 from . import gguf, gguf_config, gguf_text, safetensors
 from .gguf_text import RANGES, advised
 from .repos import is_model
 from .safetensors import read_json
-from .source import TensorSource
+from .source import TensorEntry, TensorSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -106,6 +107,20 @@ def already_quantised(files: Files, how: str) -> OutriderError:
 
 
 def open_source(files: Files) -> TensorSource:
+    """The tensors, a block drafter's in one spelling and without those of its training."""
+    source = stored_source(files)
+    if not is_block(files.config):
+        return source
+    entries: dict[str, TensorEntry] = {}
+    for stored, entry in source.entries.items():
+        name = block_name(stored)
+        require(name not in entries, f"{source.where}: tensor {name} is there twice, in two spellings")
+        if not name.endswith(UNUSED):
+            entries[name] = entry
+    return replace(source, entries=entries)
+
+
+def stored_source(files: Files) -> TensorSource:
     if files.gguf is not None:
         return gguf_config.source(files.gguf, files.config)
     return safetensors.open_folder(files.path, files.config)
@@ -113,7 +128,7 @@ def open_source(files: Files) -> TensorSource:
 
 def fingerprint(files: Files) -> str:
     """A cheap content hash of a model: configuration, names, shapes and sampled bytes of its tensors."""
-    return open_source(files).fingerprint()
+    return stored_source(files).fingerprint()
 
 
 def text_files(files: Files) -> TextFiles:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import LoadFormat
+from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
 from ..models.split import Shard, Shards, TPRank, split_drafter, split_target
@@ -31,7 +32,7 @@ from .quant_scheme import QuantScheme, recipe
 from .source import TensorSource
 from .source_tensor import SourceTensor, find
 
-C = TypeVar("C", ModelConfig, DrafterConfig)
+C = TypeVar("C", ModelConfig, DrafterConfig, BlockConfig)
 SLICE = 8 << 20  # bytes of the file copied at once
 HALVES = (DenseFormat(torch.float16), DenseFormat(torch.bfloat16))
 
@@ -90,7 +91,8 @@ def load(
     if options.get("load_format") == "dummy":
         own, cuts = divided(config, tp, lambda name: 32 if quantize is not None or how is not None else 1)
         return own, dummy_weights(config, device, dtype, ops, quantize, options.get("seed", 0), how, cuts)
-    source, plans = open_source(files), tensor_plan(config)
+    source = open_source(files)
+    plans = tensor_plan(config, source.entries)
     pieces = check(source, plans, config, how)
     least = 1 if quantize is None else 32  # it will be quantised in groups of 32
     own, cuts = divided(config, tp, lambda name: aligned([piece.alignment for piece in pieces[name]], least))
@@ -109,12 +111,12 @@ def load(
             else:
                 parts = [piece.read() for piece in pieces[name]]
             weight = None
-            # A drafter's steps read dense matrices, or the one format they are compiled for.
-            if isinstance(config, ModelConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
+            # An MTP drafter's steps read dense matrices, or the one format they are compiled for.
+            if not isinstance(config, DrafterConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
                 weight = packed(plan, parts, ops, device, only_looked_up(config, name), halves)
             if weight is None:
                 filled = dense(plan, parts, device, dtype, source.plus_one_done)
-                weight = transform(name, plan, filled, ops, held(config, name, quantize))
+                weight = transform(config, name, plan, filled, ops, quantize)
             for piece in pieces[name]:
                 piece.release()
             weights[name] = weight if keep is None else keep(name, weight)
@@ -148,7 +150,7 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
         return config, {}
     if isinstance(config, ModelConfig):
         return split_target(config, tp, columns)
-    return split_drafter(config, tp)
+    return split_drafter(config, tp) if isinstance(config, DrafterConfig) else (config, {})
 
 
 def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
@@ -239,11 +241,14 @@ def held(config: Config, name: str, quantize: str | None) -> str | None:
     return quantize
 
 
-def transform(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:
+def transform(
+    config: Config, name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None
+) -> DeviceWeight:
     if plan.role not in ("matrix", "embedding"):
         return tensor
-    if quantize is not None and (ops.capabilities.quantizes_tables or roundable(name, plan)):
-        return ops.quantize(tensor, quantize)
+    mode = held(config, name, quantize)
+    if mode is not None and (ops.capabilities.quantizes_tables or roundable(config, name, plan)):
+        return ops.quantize(tensor, mode)
     return ops.prepare(tensor)
 
 
@@ -294,12 +299,13 @@ def dummy_weights(
     for index, (name, plan) in enumerate(tensor_plan(config).items()):
         generator.manual_seed(seed * 1_000_003 + index)
         if plan.role == "index":
-            weights[name] = torch.randperm(plan.shape[0], generator=generator, device=device)
+            order = torch.randperm(plan.shape[0], generator=generator, device=device)
+            weights[name] = torch.zeros_like(order) if name == "d2t" else order  # every draft id is the same target id
             continue
         tensor = torch.empty(plan.shape, dtype=kept_dtype(plan, dtype), device=device)
         if plan.role == "norm":
             tensor.normal_(1.0, 0.05, generator=generator)
-        elif plan.role == "vector":
+        elif name.endswith(("scalar", "_scale")):
             tensor.fill_(1.0)
         else:  # small biases: they would drown the embedding
             tensor.normal_(0.0, 0.002 if plan.role == "bias" else 0.02, generator=generator)
@@ -307,5 +313,5 @@ def dummy_weights(
             tensor = shard_tensor(tensor, plan, cuts[name])
         stored = how(plan.sources[0].removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
         rounded = None if stored is None else ops.pack_weights([stored.format.quantise(tensor)], device)
-        weights[name] = transform(name, plan, tensor, ops, held(config, name, quantize)) if rounded is None else rounded
+        weights[name] = transform(config, name, plan, tensor, ops, quantize) if rounded is None else rounded
     return weights

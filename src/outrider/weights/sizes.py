@@ -83,7 +83,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
     entries: Mapping[str, TensorEntry] = open_source(files).entries if files.gguf is not None else {}
     total, token, parameters, gpu = 0.0, 0.0, 0, 0.0
     formats: dict[str, float] = {}
-    for name, plan in tensor_plan(config).items():
+    for name, plan in tensor_plan(config, entries).items():
         if plan.role == "index":
             continue
         for source, shape in zip(plan.sources, plan.source_shapes, strict=True):
@@ -100,7 +100,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             token += size * share(name, plan, config)
             whole = shape  # the shape that is padded to 64 rows
             layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
-            if quantize is not None and roundable(name, plan):
+            if quantize is not None and roundable(config, name, plan):
                 if stored is not None or kind in BLOCKS:
                     raise already_quantised(files, kind)
                 whole, made = plan.shape, rounded_to(quantize, plan.shape)  # fused parts are rounded as one
