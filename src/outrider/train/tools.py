@@ -18,7 +18,7 @@ from ..weights import hub
 from ..weights.files import fingerprint, open_source
 from ..weights.load import translate
 from ..weights.quant_scheme import recipe
-from ..weights.source_tensor import tensor
+from ..weights.source import tensor
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
 from .block_net import BlockModule, drafter_config, load_net
 from .config import EvalConfig, Say

@@ -28,8 +28,7 @@ from ..types import OutriderError, require
 from . import gguf, hub, repos
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
 from .safetensors import read_header, read_json
-from .source import FLOATS, TensorEntry
-from .source_tensor import tensor
+from .source import FLOATS, TensorEntry, tensor
 
 log = logging.getLogger("outrider")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -29,8 +29,7 @@ from ..types import OutriderError, TextFiles
 from . import hub
 from .files import Files, already_quantised, model_config, open_source, text_files, translate
 from .quant_scheme import QuantScheme, recipe
-from .source import TensorSource
-from .source_tensor import SourceTensor, find
+from .source import SourceTensor, TensorSource, find
 
 C = TypeVar("C", ModelConfig, DrafterConfig, BlockConfig)
 SLICE = 8 << 20  # bytes of the file copied at once

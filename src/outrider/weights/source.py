@@ -1,7 +1,9 @@
 """A checkpoint as the loader sees it: named tensors inside memory-mapped files.
 
 A tensor is rows of bytes: everything but the last dimension is flattened into rows. Reading touches pages of the
-file; `release` gives them back to the system, so that loading never holds both file and tensors in memory.
+file; `release` gives them back to the system, so that loading never holds both file and tensors in memory. `find` looks
+up one source of a plan (dense rows, or the tensors of a quantised matrix), `SourceTensor.read` reads it; all are found
+before the first one is read.
 """
 
 from __future__ import annotations
@@ -9,15 +11,20 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..ops.formats import BLOCKS
-from ..types import OutriderError
+from ..models.names import Role
+from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, stack
+from ..types import OutriderError, require
+from .quant_scheme import QuantScheme
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
@@ -101,3 +108,108 @@ class TensorSource:
             for piece in (data[:64], data[middle : middle + 64], data[-64:]):
                 digest.update(piece.tobytes())
         return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One source of a plan: the tensors of the checkpoint that hold it, and how they are read."""
+
+    entries: tuple[TensorEntry, ...]
+    read: Callable[[], Weight]  # views of the file wherever the container's layout allows it
+    alignment: int = 1  # columns may be cut at multiples of this; 0: nowhere
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def release(self) -> None:
+        for entry in self.entries:
+            entry.file.release(entry.start, entry.nbytes)
+
+
+def tensor(entry: TensorEntry) -> Tensor:
+    """The whole tensor, a view of the file where its alignment and order allow it."""
+    raw = entry.data().reshape(-1)
+    if raw.ctypes.data % ITEM_BYTES[entry.kind]:
+        raw = raw.copy()
+    return ordered(torch.from_numpy(raw).view(DTYPES[entry.kind]).view(entry.shape), entry)
+
+
+def ordered(stored: Tensor, entry: TensorEntry) -> Tensor:
+    return stored if entry.order is None else stored[torch.from_numpy(entry.order)]
+
+
+def find(
+    source: TensorSource, recipe: QuantScheme | None, name: str, shape: tuple[int, ...], role: Role
+) -> SourceTensor | None:
+    """Finds a source tensor of the plan; None: it is missing. Errors name what a tensor or a quantised matrix lacks."""
+    entry, scheme = source.entries.get(name), recipe if role in ("matrix", "embedding") else None
+    found = None
+    if scheme is not None and (entry is None or entry.kind not in (*FLOATS, *BLOCKS)):
+        found = _matrix(source, scheme, name.removesuffix(".weight"), shape)
+        if found is None and len(shape) == 3:
+            return _experts(source, scheme, name, shape)
+    return found if found is not None or entry is None else _plain(source.where, entry, name, shape, role)
+
+
+def _plain(where: str, entry: TensorEntry, name: str, shape: tuple[int, ...], role: Role) -> SourceTensor:
+    if entry.shape != shape:
+        raise OutriderError(f"{where}: tensor {name} has shape {list(entry.shape)}, the config asks for {list(shape)}")
+    if entry.kind not in (INTEGERS if role == "index" else (*FLOATS, *BLOCKS)):
+        raise OutriderError(f"{where}: tensor {name} is stored as {entry.kind}, which cannot be read as a {role}")
+    return SourceTensor((entry,), partial(_read_plain, entry), BLOCKS[entry.kind][0] if entry.kind in BLOCKS else 1)
+
+
+def _read_plain(entry: TensorEntry) -> Weight:
+    release = entry.release if entry.order is None and len(entry.shape) > 1 else None
+    if entry.kind not in BLOCKS:
+        return replace(dense(tensor(entry)), release=release)
+    blocks = ordered(torch.from_numpy(entry.data()).view(*entry.shape[:-1], -1), entry)
+    return Weight(GGUFBlockFormat(entry.kind), entry.shape, {"blocks": blocks}, release)
+
+
+def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple[int, ...]) -> SourceTensor | None:
+    stored = recipe(module)
+    if stored is None:
+        return None
+    every = {s: source.entries.get(f"{module}.{s}") for s in (*stored.suffixes, *stored.optional)}
+    there = {s: entry for s, entry in every.items() if entry is not None}
+    if not there:
+        return None
+    for suffix in stored.suffixes:
+        require(suffix in there, f"{source.where}: tensor {module}.{suffix} is missing: {stored.scheme} needs it")
+    for suffix, entry in there.items():
+        if entry.kind not in DTYPES:
+            kind = f"is stored as {entry.kind}, which {stored.scheme} does not know"
+            raise OutriderError(f"{source.where}: tensor {module}.{suffix} {kind}")
+    at = f"{source.where}: tensor {module} ({stored.scheme})"
+
+    def read() -> Weight:
+        return stored.read(at, shape, {suffix: tensor(entry) for suffix, entry in there.items()}).check(at)
+
+    return SourceTensor(tuple(there.values()), read, stored.format.alignment())
+
+
+def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[int, ...]) -> SourceTensor | None:
+    """Separately stored experts: `experts.3.gate_proj` and `.up_proj` are entry 3 of `experts.gate_up_proj`."""
+    base, _, last = name.rpartition(".")
+    count, rows, columns = shape
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, (last,))
+    groups: list[list[SourceTensor]] = []
+    for e in range(count):
+        found = [_matrix(source, recipe, f"{base}.{e}.{part}", (rows // len(parts), columns)) for part in parts]
+        groups.append([m for m in found if m is not None])
+        if len(groups[-1]) < len(parts):
+            return None
+
+    def read() -> Weight:
+        made = [join([m.read() for m in group]) for group in groups]
+        if None in made:
+            both = " and ".join(f"{base}.{made.index(None)}.{part}" for part in parts)
+            raise OutriderError(f"{source.where}: tensor {name}: {both} are not of one format")
+        return stack([weight for weight in made if weight is not None])
+
+    every = [m for group in groups for m in group]
+    alignments = {m.alignment for m in every}
+    entries = tuple(entry for m in every for entry in m.entries)
+    return SourceTensor(entries, read, 0 if 0 in alignments else max(alignments))

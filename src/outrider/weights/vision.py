@@ -24,8 +24,7 @@ from ..types import OutriderError, require
 from .files import Files, open_source, translate
 from .gguf import GGUF, read
 from .repos import companion
-from .source import FLOATS, TensorEntry
-from .source_tensor import tensor
+from .source import FLOATS, TensorEntry, tensor
 
 PREFIXES = ("vision_tower.", "embed_vision.", "vision_embedder.", "multi_modal_projector.")
 UNIFIED = "vision_embedder.multimodal_embedder."  # where newer checkpoints of transformers keep the projection
