@@ -18,7 +18,7 @@ from outrider.cli.main import run
 from outrider.config import EngineConfig
 from outrider.models.config import ModelConfig
 from outrider.types import OutriderError, SamplingParams
-from outrider.weights.merge import merge
+from outrider.weights.adapter import merge
 
 PROMPT = [9, 30, 41, 52, 9, 30, 41, 60, 61, 62, 9, 30]
 SIZES = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "intermediate_size": 64}

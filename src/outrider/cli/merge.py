@@ -22,7 +22,7 @@ def merge(
 
     Example: outrider merge org/model --adapter ./my-adapter --out ./merged
     """
-    from ..weights.merge import merge as run
+    from ..weights.adapter import merge as run
 
     changed = run(model, adapter, to, common.note)
     common.out.print(f"{to}: {changed} tensors changed")
