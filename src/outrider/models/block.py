@@ -20,8 +20,7 @@ from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
 from ..types import AttnSpec, BlockAttn, BlockRows, KVView
 from .block_config import BlockConfig
-from .decoder import TextModel
-from .layers import rope_variants, vector
+from .decoder import TextModel, rope_variants, vector
 
 Rotations = list[Angles]  # of every rope variant
 

@@ -19,8 +19,7 @@ from ..ops.reference import Backend, as_tensor
 from ..types import DraftEnd, DraftNoise, DraftRound, KVView
 from .compat import bind
 from .config import DrafterConfig
-from .decoder import TextModel
-from .layers import gather_blocks, rope_variants
+from .decoder import TextModel, gather_blocks, rope_variants
 
 
 class MTPNet:
