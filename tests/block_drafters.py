@@ -22,8 +22,7 @@ from outrider.engine.engine import Engine
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.models.names import tensor_plan
-from outrider.spec.block import BlockDrafter
-from outrider.spec.block_load import load_block
+from outrider.spec.block import BlockDrafter, load_block
 from outrider.types import AttnSpec, KVView
 from outrider.weights.files import from_folder
 

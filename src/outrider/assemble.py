@@ -35,8 +35,7 @@ from .ops.reference import Backend, ReferenceOps
 from .parallel import ProcessGroup
 from .spec import acceptance_profile as cards
 from .spec import draft_model
-from .spec.block import BlockDrafter
-from .spec.block_load import load_block
+from .spec.block import BlockDrafter, load_block
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostTable, machine_name
 from .spec.draft_model import DraftModel

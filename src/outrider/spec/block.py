@@ -2,7 +2,7 @@
 
 The drafter's own K/V at committed positions is written by `extend`; that of the block itself is never stored. Tokens
 are chosen with the target's noise (`draft_round`), so drafts agree at any temperature. A tree (except of EAGLE-3)
-needs one pass too: slot j scores the tokens after every node at depth j.
+needs one pass too: slot j scores the tokens after every node at depth j. `load_block` reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..config import LoadFormat
 from ..models.block import BlockNet
+from ..models.block_config import BlockConfig
+from ..models.decoder import TextModel
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
 from ..ops.trees import WIDTH, TreeRows, max_nodes
-from ..types import Draft, KVView
+from ..types import Draft, KVView, OutriderError
+from ..weights.files import Files
+from ..weights.load import load, translate
 from .acceptance import BINS
 from .acceptance_profile import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, Score, confident_round, draft_round, padded
@@ -134,3 +141,36 @@ class BlockDrafter(Drafter):
             return self._named(block.logits(h))
 
         return step
+
+
+def load_block(
+    files: Files,
+    target: TextModel,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    quantize: str | None = None,
+) -> BlockNet:
+    """quantize: the format of dense matrices; then also a copy of the target's head, if the drafter shares it."""
+    config = translate(BlockConfig.from_hf, files).bound(target.config)
+    if (files.path / "mask_embedding.pt").is_file():
+        raise OutriderError(f"{files.name}: a mask embedding in a file of its own (mask_embedding.pt) is not supported")
+    ops, device = target.ops, target.device
+    mode = quantize or ops.capabilities.draft_format
+    _, weights = load(files, config, device, dtype, ops, quantize=mode, load_format=load_format, seed=seed)
+    if "d2t" in weights and load_format == "auto":
+        order = torch.arange(config.draft_vocab, device=device)
+        if files.gguf is not None:  # the ids themselves there, not offsets
+            weights["d2t"] = as_tensor(weights["d2t"]) - order
+        ids = order + as_tensor(weights["d2t"])
+        if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
+            raise OutriderError(f"{files.path}: tensor d2t names tokens outside the vocabulary of {config.vocab_size}")
+    return BlockNet(config, own_head(weights, target, quantize), ops, target).compiled()
+
+
+def own_head(weights: dict[str, DeviceWeight], target: TextModel, quantize: str | None) -> dict[str, DeviceWeight]:
+    """Adds a quantised copy of the target's head if the drafter has none of its own: a draft reads it once per pass."""
+    whole = isinstance(target.head, Tensor) and target.together.tp.world == 1
+    if quantize is not None and "head" not in weights and whole:
+        weights["head"] = target.ops.quantize(as_tensor(target.head), quantize)
+    return weights

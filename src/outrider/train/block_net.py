@@ -23,7 +23,7 @@ from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
-from ..spec.block_load import load_block
+from ..spec.block import load_block
 from ..types import AttnSpec, BlockRows, KVView, OutriderError
 from ..weights import hub
 from ..weights.load import as_tensors, load_drafter, translate

@@ -12,7 +12,7 @@ from tests.block_drafters import LAYOUTS, QWEN, net, tensors, write
 from tests.engines import tiny_model
 
 from outrider.models.block_config import BlockConfig, is_block
-from outrider.spec.block_load import load_block
+from outrider.spec.block import load_block
 from outrider.types import OutriderError
 from outrider.weights.files import from_folder
 

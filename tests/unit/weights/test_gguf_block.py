@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.ops.reference import as_tensor
-from outrider.spec.block_load import load_block
+from outrider.spec.block import load_block
 from outrider.types import OutriderError
 from outrider.weights.files import from_gguf
 
