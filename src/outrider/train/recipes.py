@@ -20,8 +20,7 @@ from ..models.config import DrafterConfig
 from ..types import OutriderError
 from .config import Say, TrainConfig
 from .export import Json, write_json
-from .finish import draw_curve
-from .model_card import model_card
+from .finish import draw_curve, model_card
 from .run import Progress, train
 from .trainer import Row
 
