@@ -1,4 +1,4 @@
-"""`outrider generate`: one prompt, or a file of them."""
+"""`outrider generate`: one prompt, or a file of them. `outrider demo`: a few prompts, plain and speculative."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from ..config import LoadSettings
 from ..prompts import Prompt, read_prompts
@@ -129,3 +131,47 @@ def _one_row(llm: LLM, prompt: Prompt, params: SamplingParams, raw: bool, compar
         answers.append(_answer(llm, llm.encode_chat(messages, raw), params, compare))
         messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
     return answers[0] if "turns" not in prompt.row else {**answers[-1], "turns": answers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    model: common.Model = "smollm2"
+    max_tokens: common.MaxTokens = 128
+
+
+@common.loading("drafter", "draft_tokens", "threads")
+@common.taking(DemoOptions)
+def demo(asked: DemoOptions, load: LoadSettings) -> None:
+    """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
+    params = common.sampling(max_tokens=asked.max_tokens)
+    llm = common.load_llm(asked.model, load)
+    llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
+    table = Table(title=f"{asked.model}, tokens per second, greedy, at most {asked.max_tokens} tokens")
+    columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
+    for name in columns:
+        table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
+    tokens, plain_s, fast_s = 0, 0.0, 0.0
+    for prompt in common.PROMPTS[:4]:
+        ids = llm.encode_chat(prompt)
+        plain = run_plain(llm, ids, params)
+        llm.engine.store.prefix.clear()
+        fast = llm.generate(ids, params)[0]
+        out.print(f">>> {prompt}", style="bold")
+        out.print(f"{fast.text}\n")
+        p, f = plain.stats, fast.stats
+        if p.decode_tps and f.decode_tps:
+            tokens = tokens + p.new_tokens
+            plain_s = plain_s + p.new_tokens / p.decode_tps
+            fast_s = fast_s + p.new_tokens / f.decode_tps
+        table.add_row(
+            prompt if len(prompt) < 16 else prompt[:15] + "…",
+            f"{p.decode_tps:.1f}",
+            f"{f.decode_tps:.1f}",
+            f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-",
+            f"{f.tokens_per_cycle:.2f}",
+            "yes" if plain.token_ids == fast.token_ids else Text("NO", "bold red"),
+        )
+    if fast_s:
+        table.add_section()
+        table.add_row("all", f"{tokens / plain_s:.1f}", f"{tokens / fast_s:.1f}", f"{plain_s / fast_s:.2f}x")
+    out.print(table)

@@ -22,7 +22,13 @@ COMMANDS = (
     *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "export", "demo", "doctor"),
 )
 FUNCTIONS = {
-    **{"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"},
+    **{
+        "demo": "generate.demo",
+        "list": "store.listing",
+        "pull": "store.pull",
+        "rm": "store.remove",
+        "show": "store.show",
+    },
     **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "export")},
 }
 TRAINED = "gone: `outrider train` learns a clustered head with its drafter (`clusters` in a recipe)"
