@@ -29,7 +29,7 @@ FUNCTIONS = {
         "rm": "store.remove",
         "show": "store.show",
     },
-    **{n: f"drafters.{n.replace('-', '_')}" for n in ("eval-drafter", "export")},
+    **{n: f"drafters.{n.replace('-', '_')}" for n in ("train", "eval-drafter", "export")},
 }
 TRAINED = "gone: `outrider train` learns a clustered head with its drafter (`clusters` in a recipe)"
 MOVED = {

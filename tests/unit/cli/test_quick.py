@@ -16,7 +16,7 @@ CHILD = """
 import sys
 from outrider.cli.main import app
 app(("generate",))
-assert "outrider.cli.generate" in sys.modules and "outrider.cli.train" not in sys.modules and "torch" not in sys.modules
+assert "outrider.cli.generate" in sys.modules and "outrider.cli.drafters" not in sys.modules and "torch" not in sys.modules
 from outrider.cli.quick import RULES, Later, quick_start
 with quick_start("cpu"):
     import torch
