@@ -32,8 +32,7 @@ from outrider.models.inspect import kv_bytes
 from outrider.ops.formats import DeviceWeight
 from outrider.ops.reference import Backend
 from outrider.ops.trees import TreeRows
-from outrider.spec.block import BlockDrafter
-from outrider.spec.block import own_head
+from outrider.spec.block import BlockDrafter, own_head
 from outrider.spec.mtp import MTPDrafter
 from outrider.spec.slot_sampling import SlotSampling
 from outrider.types import Draft, DraftTree, OutriderError, Verdict

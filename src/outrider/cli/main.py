@@ -22,13 +22,8 @@ COMMANDS = (
     *("prove", "bench", "bench-server", "predict", "train", "eval-drafter", "export", "demo", "doctor"),
 )
 FUNCTIONS = {
-    **{
-        "demo": "generate.demo",
-        "list": "store.listing",
-        "pull": "store.pull",
-        "rm": "store.remove",
-        "show": "store.show",
-    },
+    **{"list": "store.listing", "pull": "store.pull", "rm": "store.remove", "show": "store.show"},
+    **{"merge": "store.merge", "demo": "generate.demo"},
     **{n: f"drafters.{n.replace('-', '_')}" for n in ("train", "eval-drafter", "export")},
 }
 TRAINED = "gone: `outrider train` learns a clustered head with its drafter (`clusters` in a recipe)"

@@ -1,4 +1,5 @@
-"""`outrider list`, `pull`, `rm` and `show`: the models and drafters on this disk, and what they were used with."""
+"""`outrider list`, `pull`, `rm`, `show` and `merge`: the models and drafters on this disk, and what they were used
+with."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal as size
 from rich.table import Table
@@ -134,6 +137,24 @@ def show(name: common.Model, as_json: common.AsJson = False) -> None:
                 key.replace("_", " "), size(value) if key == "bytes" and isinstance(value, int) else str(value)
             )
     out.print(grid)
+
+
+def merge(
+    model: common.Model,
+    adapter: Annotated[str, typer.Option(metavar="PATH", help="A PEFT folder, a .gguf adapter or a Hugging Face id.")],
+    to: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder for the merged checkpoint.")],
+) -> None:
+    """Write MODEL with a LoRA adapter added into its weights (float32 sums, then the stored dtype).
+
+    The merged checkpoint runs on every executor at full speed. Its answers can differ in the last bits from those of
+    the adapter next to the base, since the sum is rounded once more. A quantised MODEL is refused.
+
+    Example: outrider merge org/model --adapter ./my-adapter --out ./merged
+    """
+    from ..weights.adapter import merge as run
+
+    changed = run(model, adapter, to, common.note)
+    out.print(f"{to}: {changed} tensors changed")
 
 
 def at_hand() -> Iterator[Item]:
