@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from .types import MAX_DRAFT, OutriderError, is_a, require
+from .types import MAX_DRAFT, OutriderError, bad_input, is_a, require
 
 KvDtype = Literal["auto", "int8", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
@@ -263,10 +263,8 @@ def parse_draft_tokens(text: str | int | None) -> int | None:
 def _number(text: str | int | None, rule: str) -> int | None:
     if text is None or text == "auto":
         return None
-    try:
+    with bad_input(ValueError, lambda _: f"{rule}, got {text!r}"):
         return int(str(text))
-    except ValueError:
-        raise OutriderError(f"{rule}, got {text!r}") from None
 
 
 def user_file() -> dict[str, dict[str, object]]:
@@ -278,10 +276,8 @@ def user_file() -> dict[str, dict[str, object]]:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise OutriderError(f"cannot read {path}: {error}") from None
-    try:
+    with bad_input(tomllib.TOMLDecodeError, lambda error: f"{path} is not TOML: {error}"):
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise OutriderError(f"{path} is not TOML: {error}") from None
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise OutriderError(

@@ -7,11 +7,12 @@ entries, H hidden size, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -32,6 +33,15 @@ class OutriderError(Exception):
 def require(ok: bool, what: str) -> None:
     if not ok:
         raise OutriderError(what)
+
+
+@contextmanager
+def bad_input(kinds: type[Exception] | tuple[type[Exception], ...], say: Callable[[Any], str]) -> Iterator[None]:
+    """Errors of these kinds inside become an `OutriderError`: the line that `say` makes of them."""
+    try:
+        yield
+    except kinds as error:
+        raise OutriderError(say(error)) from None
 
 
 def is_a(value: object, kind: type) -> bool:

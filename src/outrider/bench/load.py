@@ -12,7 +12,7 @@ from typing import Literal, TypedDict
 
 import httpx
 
-from ..types import OutriderError
+from ..types import bad_input
 
 Percentiles = dict[str, float]  # p50, p95, p99, max
 
@@ -71,12 +71,11 @@ async def run(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx.Timeout(600)) as client:
-        try:
+        wrong = (httpx.HTTPError, ValueError, KeyError, IndexError)
+        with bad_input(wrong, lambda error: f"{url} does not answer as an OpenAI-compatible server: {error}"):
             answer = await client.get("/v1/models")
             answer.raise_for_status()
             model = answer.json()["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, KeyError, IndexError) as e:
-            raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {e}") from None
         body = {
             "model": model,
             "stream": True,

@@ -23,7 +23,7 @@ from itertools import pairwise
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..models.vision_config import IMAGE_TOKENS, VisionConfig
-from ..types import MAX_DRAFT, OutriderError
+from ..types import MAX_DRAFT, OutriderError, bad_input
 
 # launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and
 # write
@@ -107,7 +107,8 @@ class Acceptance:
     def parse(text: str) -> Acceptance:
         """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (as engines report it), converted to one
         probability per token. '0.84,0.60,0.39': the probability that the first 1, 2, 3 … tokens are right."""
-        try:
+        rule = "give a share such as 0.72 or 0.58@8, or falling chances by position 0.84,0.60,0.39"
+        with bad_input(ValueError, lambda _: f"--accept {text!r}: {rule}"):
             if "," in text:
                 values = [float(v) for v in text.split(",")]
                 if any(not 0.0 <= v <= 1.0 for v in values) or any(a < b for a, b in pairwise(values)):
@@ -116,10 +117,6 @@ class Acceptance:
             share, _, at = text.partition("@")
             k = int(at) if at else 4
             return Acceptance.of_share(float(share), k)
-        except ValueError:
-            raise OutriderError(
-                f"--accept {text!r}: give a share such as 0.72 or 0.58@8, or falling chances by position 0.84,0.60,0.39"
-            ) from None
 
     @staticmethod
     def by_position(values: Sequence[float], said: str) -> Acceptance:

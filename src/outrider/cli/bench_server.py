@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from .. import svg
-from ..types import OutriderError
+from ..types import OutriderError, bad_input
 from . import common
 from .common import check_file, err, needs, note, numbers, out, prompt_texts
 from .launch import serving
@@ -131,7 +131,5 @@ def draw(rows: list[Summary], file: Path) -> None:
                 series.append((f"{name}, {label}", points))
     titles = ("Throughput, tokens/s", "First token, ms", "Per token, ms")
     charts = [svg.lines(t, "streams at once", "", s) for t, s in zip(titles, (throughput, first, per_token))]
-    try:
+    with bad_input(OSError, lambda error: f"can't write {file}: {error}"):
         file.write_text(svg.stacked(charts), encoding="utf-8")
-    except OSError as e:
-        raise OutriderError(f"can't write {file}: {e}") from None

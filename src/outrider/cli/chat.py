@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..config import LoadSettings, parse_draft_tokens
-from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams, require
+from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams, bad_input, require
 from . import common
 from .common import err, note, out
 from .terminal import Terminal, is_open, keys_wait, unfenced
@@ -134,15 +134,11 @@ class Conversation:
         elif name == "/clear":
             self.clear()
         elif name == "/draft":
-            try:
+            with bad_input(OutriderError, lambda _: f"/draft takes 0..{MAX_DRAFT} or auto, got {argument!r}"):
                 self.draft_tokens = parse_draft_tokens(argument.strip() or "auto")
-            except OutriderError:
-                raise OutriderError(f"/draft takes 0..{MAX_DRAFT} or auto, got {argument!r}") from None
         elif name == "/seed":
-            try:
+            with bad_input(ValueError, lambda _: f"/seed takes a whole number, got {argument!r}"):
                 self.params = replace(self.params, seed=int(argument))
-            except ValueError:
-                raise OutriderError(f"/seed takes a whole number, got {argument!r}") from None
         elif name == "/system":
             self.system = argument.strip() or None
             self.messages = [m for m in self.messages if m["role"] != "system"]

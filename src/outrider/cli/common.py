@@ -9,8 +9,8 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, replace
 from inspect import Parameter
 from pathlib import Path
@@ -23,7 +23,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from ..config import ALIASES, OPTIONS, LoadSettings, Option, options, user_file
 from ..prompts import read_prompts
-from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams, require
+from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams, bad_input, require
 from .quick import quick_start
 
 if TYPE_CHECKING:
@@ -86,13 +86,9 @@ def teller(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else note
 
 
-@contextmanager
-def needs(who: str, extra: str) -> Iterator[None]:
+def needs(who: str, extra: str) -> AbstractContextManager[None]:
     """Wraps imports of packages that only an extra installs."""
-    try:
-        yield
-    except ModuleNotFoundError as e:
-        raise OutriderError(f"{who} {e.name}: pip install 'outrider[{extra}]'") from None
+    return bad_input(ModuleNotFoundError, lambda error: f"{who} {error.name}: pip install 'outrider[{extra}]'")
 
 
 DRAFTING = ("drafter", "draft_tokens", "tree")
@@ -139,10 +135,8 @@ def offering(
     def around(command: Command) -> Command:
         @functools.wraps(command)
         def run(**given: object) -> None:
-            try:
+            with bad_input(OutriderError, lambda error: as_options(str(error), offered)):
                 made = make({name: given.pop(name, one.default) for name, one in offered.items()})
-            except OutriderError as error:
-                raise OutriderError(as_options(str(error), offered)) from None
             command(**{parameter: made, **given})
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
@@ -201,10 +195,8 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
 
 def sampling(**given: object) -> SamplingParams:
     """Sampling parameters from options; a note names options without effect under greedy decoding."""
-    try:
+    with bad_input(OutriderError, lambda error: as_options(str(error), given)):
         params = SamplingParams(**given).validate()  # type: ignore[arg-type]  # the parser has read them
-    except OutriderError as error:
-        raise OutriderError(as_options(str(error), given)) from None
     idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
     if idle and params.temperature < GREEDY_EPS:
         listed = as_options(", ".join(idle), idle)
@@ -256,10 +248,8 @@ def standard_input() -> str:
     """The whole input, as text."""
     if sys.stdin is None:
         raise OutriderError("standard input is closed: nothing can be read from it")
-    try:
+    with bad_input(UnicodeDecodeError, lambda e: f"standard input is not UTF-8: {e.reason} at byte {e.start}"):
         return typer.get_text_stream("stdin", "utf-8", "strict").read().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise OutriderError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def prompt_texts(path: Path | None) -> list[str]:
@@ -273,10 +263,8 @@ def parts(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
-    try:
+    with bad_input(ValueError, lambda _: f"{option} must be numbers separated by commas, got {text!r}"):
         found = tuple(kind(part) for part in parts(text))
-    except ValueError:
-        raise OutriderError(f"{option} must be numbers separated by commas, got {text!r}") from None
     require(bool(found), f"{option} is empty: give for instance 1,4")
     return found
 
@@ -300,14 +288,15 @@ def stats_line(stats: RequestStats, finish: str) -> str:
     return " · ".join(parts)
 
 
+def writable(option: str, path: Path) -> AbstractContextManager[None]:
+    return bad_input(OSError, lambda error: f"{option} {path} cannot be written: {error.strerror or error}")
+
+
 def check_folder(option: str, path: Path) -> None:
     """Checks, before long work, that a folder can be written or created."""
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there) as trial:
-            trial.write(bytes(4096))
-    except OSError as error:
-        raise OutriderError(f"{option} {path} cannot be written: {error.strerror or error}") from None
+    with writable(option, path), tempfile.TemporaryFile(dir=there) as trial:
+        trial.write(bytes(4096))
 
 
 def check_file(option: str, path: Path, *suffixes: str) -> None:
@@ -315,10 +304,8 @@ def check_file(option: str, path: Path, *suffixes: str) -> None:
     if suffixes and path.suffix.lower() not in suffixes:
         raise OutriderError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
     new = not path.exists()
-    try:
+    with writable(option, path):
         path.open("ab").close()
-    except OSError as error:
-        raise OutriderError(f"{option} {path} cannot be written: {error.strerror or error}") from None
     if new:
         path.unlink()
         check_folder(option, path.parent)

@@ -28,7 +28,7 @@ from ..engine.step import Request
 from ..llm import LLM
 from ..models.inspect import kv_bytes
 from ..prompts import mend_end
-from ..types import OutriderError, SamplingParams, require
+from ..types import OutriderError, SamplingParams, bad_input, require
 from .clock import Stop
 from .config import TrainConfig
 from .data import Sequences
@@ -221,18 +221,14 @@ def answer_tasks(
 def append_answers(path: Path, made: Iterator[RecordedAnswer]) -> None:
     """Written as they are made."""
     mend_end(path)
-    flushed = time.perf_counter()
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            for answer in made:
-                file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")
-                if time.perf_counter() - flushed > 0.5:
-                    file.flush()
-                    flushed = time.perf_counter()
-    except OSError as error:
-        raise OutriderError(
-            f"{path}: cannot be written ({error.strerror}); free some space and run the command again"
-        ) from None
+    flushed, advice = time.perf_counter(), "free some space and run the command again"
+    full = bad_input(OSError, lambda error: f"{path}: cannot be written ({error.strerror}); {advice}")
+    with full, open(path, "a", encoding="utf-8") as file:
+        for answer in made:
+            file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")
+            if time.perf_counter() - flushed > 0.5:
+                file.flush()
+                flushed = time.perf_counter()
 
 
 def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) -> np.ndarray:

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import OutriderError, require
+from ..types import bad_input, require
 
 T = TypeVar("T")
+DAMAGED = (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error)  # how reading a broken file may fail
 OF_EACH = ("prompts", "index", "greedy", "seeds")  # arrays of Sequences with an entry for each
 
 
@@ -106,14 +107,10 @@ class Sequences:
 
     @staticmethod
     def load(path: Path) -> Sequences:
-        try:
-            with np.load(path) as file:
-                starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
-                return Sequences(file["tokens"], starts, *(file[name] for name in OF_EACH))
-        except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-            raise OutriderError(
-                f"{path}: not a file of token sequences ({error}): delete it, or choose another --out"
-            ) from None
+        what, advice = "not a file of token sequences", "delete it, or choose another --out"
+        with bad_input(DAMAGED, lambda e: f"{path}: {what} ({e}): {advice}"), np.load(path) as file:
+            starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
+            return Sequences(file["tokens"], starts, *(file[name] for name in OF_EACH))
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------

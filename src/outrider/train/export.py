@@ -21,7 +21,7 @@ from torch import Tensor
 from ..models.block_config import BlockConfig, Layout
 from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
 from ..models.names import tensor_plan
-from ..types import OutriderError, require
+from ..types import OutriderError, bad_input, require
 
 Json = dict[str, Any]
 LAYOUTS: dict[str, dict[str, Layout]] = {  # by kind of drafter
@@ -247,7 +247,8 @@ def write_folder(
     folder: Path, config: Json, tensors: Mapping[str, Tensor], others: Mapping[str, Mapping[str, object] | str] = {}
 ) -> None:
     """config.json, model.safetensors and other files, JSON or text; empty ones are left out."""
-    try:
+    advice = "free some space and run the command again"
+    with bad_input(OSError, lambda error: f"{folder}: the drafter cannot be written ({error}); {advice}"):
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.part"
         save_file(dict(tensors), part, metadata={"format": "pt"})
@@ -260,10 +261,6 @@ def write_folder(
         # safetensors makes it readable by its owner only: a server may run as another user
         part.chmod(S_IMODE((folder / "config.json").stat().st_mode))
         part.replace(folder / "model.safetensors")
-    except OSError as error:
-        raise OutriderError(
-            f"{folder}: the drafter cannot be written ({error}); free some space and run the command again"
-        ) from None
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..models.inspect import model_size
 from ..prompts import read_prompts
-from ..types import OutriderError, require
+from ..types import OutriderError, bad_input, require
 from ..weights.sizes import stored_size
 from . import design, finish
 from .answers import (
@@ -73,10 +73,8 @@ START_ROWS = 1024  # anchors that the drafter's start is fitted on, at least
 def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) -> Row:
     """The whole command. Returns the final evaluation; "stopped" with the number of the signal that requested a stop,
     after everything was saved."""
-    try:
+    with bad_input(OSError, lambda error: f"--out {job.out}: {error.strerror}"):
         job.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutriderError(f"--out {job.out}: {error.strerror}") from None
     before = read_json(job.out / "spent.json").get("seconds", 0.0)
     with listening() as stop:
         run = TrainRun(job.resolved(), Budget(job.minutes, time.perf_counter() - before), stop, say, progress)
@@ -346,10 +344,8 @@ class TrainRun:
         path = self.job.out / "sizes.json"
         if not path.exists():
             write_json(path, asdict(RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes))
-        try:
+        with bad_input(TypeError, lambda _: f"{path}: not the sizes of a run: delete it, or choose another --out"):
             return Sizes(**read_json(path))
-        except TypeError:
-            raise OutriderError(f"{path}: not the sizes of a run: delete it, or choose another --out") from None
 
     def start(self, target: TrainTarget, data: Sequences, anchors: int) -> TrainNet:
         job, model = self.job, target.model

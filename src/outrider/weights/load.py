@@ -25,7 +25,7 @@ from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
 from ..ops.formats import dense as dense_weight
 from ..ops.formats.base import bits
 from ..ops.reference import Backend, ReferenceOps, as_tensor
-from ..types import OutriderError, TextFiles
+from ..types import OutriderError, TextFiles, bad_input
 from . import hub
 from .files import Files, already_quantised, model_config, open_source, text_files, translate
 from .quant_scheme import QuantScheme, recipe
@@ -153,10 +153,9 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
 
 
 def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
-    try:
+    advice = "leave out --tensor-parallel, or take another number"
+    with bad_input(OutriderError, lambda error: f"{where}: {error}; {advice}"):
         return shard_weight(piece.read(), cut)
-    except OutriderError as error:
-        raise OutriderError(f"{where}: {error}; leave out --tensor-parallel, or take another number") from None
 
 
 def shard_weight(weight: Weight, cut: Shard) -> Weight:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from ..models.config import text_part
 from ..models.names import normalise
-from ..types import OutriderError
+from ..types import OutriderError, bad_input
 from .quant_reader import QuantReader, awq, float8, gptq, int_quantized, nvfp4, pack_quantized
 
 Settings = Mapping[str, object]  # a configuration's `quantization_config`
@@ -204,7 +204,5 @@ def recipe(config: Settings, where: str) -> QuantScheme | None:
     if not isinstance(found, dict) or method not in METHODS:
         known = f"known: {', '.join(METHODS)}"
         raise OutriderError(f"{where}: weights quantised by {str(method)[:40]!r} are not supported; {known}")
-    try:
+    with bad_input(OutriderError, lambda error: f"{where}: {error}"):
         return METHODS[method](found)
-    except OutriderError as error:
-        raise OutriderError(f"{where}: {error}") from None

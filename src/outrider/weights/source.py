@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..models.names import Role
 from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, stack
-from ..types import OutriderError, require
+from ..types import OutriderError, bad_input, require
 from .quant_scheme import QuantScheme
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,12 +39,9 @@ class Mapped:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with open(path, "rb") as handle:
-                self.size = handle.seek(0, 2)
-                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
-        except OSError as error:
-            raise OutriderError(f"cannot read {path}: {error.strerror or error}") from None
+        with bad_input(OSError, lambda e: f"cannot read {path}: {e.strerror or e}"), open(path, "rb") as handle:
+            self.size = handle.seek(0, 2)
+            self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
         self.data = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
 
     @property
