@@ -222,10 +222,10 @@ class BlockNet:
         state = torch.zeros_like(e) if state is None else state
         mixed = e
         if self.config.markov == "gated":
-            joint = ops.linear(torch.cat((hidden, e), -1), w["markov_joint"], vector(w, "markov_bias"))
+            joint = ops.linear(torch.cat((hidden, e), -1), w["markov_joint"], vector(w, "markov_joint_bias"))
             mixed = torch.sigmoid(joint) * e
         elif self.config.markov == "rnn":
-            joint = ops.linear(torch.cat((state, e, hidden), -1), w["markov_joint"], vector(w, "markov_bias"))
+            joint = ops.linear(torch.cat((state, e, hidden), -1), w["markov_joint"], vector(w, "markov_joint_bias"))
             gate, candidate, given = joint.chunk(3, -1)
             gate = torch.sigmoid(gate)
             state, mixed = gate * state + (1.0 - gate) * torch.tanh(candidate), torch.tanh(given)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ..types import AttnSpec
 from .block_config import BlockConfig
-from .config import DrafterConfig, LayerSpec, ModelConfig, MoESpec
+from .config import DrafterConfig, ModelConfig, MoESpec
 
 Role = Literal["matrix", "embedding", "bias", "norm", "vector", "index"]
 Config = ModelConfig | DrafterConfig | BlockConfig
@@ -136,30 +136,27 @@ class PlanBuilder(dict[str, TensorPlan]):
     def norm(self, name: str, source: str, size: int | None = None) -> None:
         self.add(name, (size or self.hidden,), source + ".weight", "norm")
 
-    def stack(self, name: str, rows: tuple[int, ...], modules: tuple[str, ...], columns: int | None = None) -> None:
-        """Stacks modules along their rows; without columns, stacks their biases."""
-        shape, end = ((sum(rows),), "bias") if columns is None else ((sum(rows), columns), "weight")
-        sources = tuple(f"{self.inside}{module}.{end}" for module in modules)
-        role: Role = "bias" if columns is None else "matrix"
-        self[self.at + name] = TensorPlan(shape, sources, role, parts=rows if len(rows) > 1 else ())
+    def stack(
+        self, name: str, rows: tuple[int, ...], modules: tuple[str, ...], columns: int, bias: bool = False
+    ) -> None:
+        """Stacks modules along their rows; with their biases, where they have them."""
+        parts = rows if len(rows) > 1 else ()
+        weights, biases = (tuple(f"{self.inside}{module}.{end}" for module in modules) for end in ("weight", "bias"))
+        self[self.at + name] = TensorPlan((sum(rows), columns), weights, "matrix", parts=parts)
+        if bias:
+            self[f"{self.at}{name}_bias"] = TensorPlan((sum(rows),), biases, "bias", parts=parts)
 
-    def attention(self, attn: AttnSpec, qkv_bias: bool, out_bias: bool) -> None:
+    def attention(self, attn: AttnSpec, qkv_bias: bool, out_bias: bool, width: int = 0, apart: bool = False) -> None:
+        """width: of the input, where it is not the hidden one. apart: queries and K/V are two weights."""
         which = "q" if not attn.writes else ("qk" if attn.k_eq_v else "qkv")
-        rows = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in which)
-        modules = tuple(f"self_attn.{w}_proj" for w in which)
-        self.stack("qkv", rows, modules, self.hidden)
-        if qkv_bias:
-            self.stack("qkv_bias", rows, modules)
-        self.stack("out", (self.hidden,), ("self_attn.o_proj",), attn.heads * attn.head_dim)
-        if out_bias:
-            self.stack("out_bias", (self.hidden,), ("self_attn.o_proj",))
+        for name, members in {"q": which[:1], "kv": which[1:]}.items() if apart else (("qkv", which),):
+            rows = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in members)
+            self.stack(name, rows, tuple(f"self_attn.{w}_proj" for w in members), width or self.hidden, qkv_bias)
+        self.stack("out", (self.hidden,), ("self_attn.o_proj",), attn.heads * attn.head_dim, out_bias)
 
     def mlp(self, inter: int, bias: bool) -> None:
-        self.stack("gate_up", (inter, inter), ("mlp.gate_proj", "mlp.up_proj"), self.hidden)
-        self.stack("down", (self.hidden,), ("mlp.down_proj",), inter)
-        if bias:
-            self.stack("gate_up_bias", (inter, inter), ("mlp.gate_proj", "mlp.up_proj"))
-            self.stack("down_bias", (self.hidden,), ("mlp.down_proj",))
+        self.stack("gate_up", (inter, inter), ("mlp.gate_proj", "mlp.up_proj"), self.hidden, bias)
+        self.stack("down", (self.hidden,), ("mlp.down_proj",), inter, bias)
 
     def norms(self, attn: AttnSpec, sandwich: bool, qk_norm: bool) -> None:
         self.norm("attn_norm", "input_layernorm")
@@ -239,10 +236,10 @@ def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
 def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan]:
     hidden, vocab, drafted, taps = config.hidden, config.vocab_size, config.draft_vocab, len(config.taps or ())
     plan = PlanBuilder(hidden)
-    eagle, apart = config.kind == "eagle3", hidden != config.target_hidden
-    if config.needs_own or apart or "embed_tokens.weight" in stored:
+    eagle, other_width = config.kind == "eagle3", hidden != config.target_hidden
+    if config.needs_own or other_width or "embed_tokens.weight" in stored:
         plan.add("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
-    if config.needs_own or apart or drafted < vocab or "lm_head.weight" in stored:
+    if config.needs_own or other_width or drafted < vocab or "lm_head.weight" in stored:
         plan.add("head", (drafted, hidden), "lm_head.weight")
     if drafted < vocab or "d2t" in stored:
         plan.add("d2t", (drafted,), "d2t", "index")
@@ -255,7 +252,15 @@ def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan
         plan.norm(f"fc_norm.{i}", f"fc_norm.{i}", config.target_hidden)
     for i, layer in enumerate(config.layers):
         plan.layer(i, root="")
-        _block_layer(plan, layer, config)
+        plan.attention(layer.attn, config.qkv_bias, config.out_bias, 2 * hidden if eagle else hidden, apart=True)
+        if config.gemma:
+            plan.add("scalar", (1,), "layer_scalar", "vector")
+        plan.norms(layer.attn, sandwich=config.gemma, qk_norm=config.qk_norm)
+        plan.mlp(layer.intermediate, bias=False)
+        for name, source in (("attn_conv", "attention_conv"), ("mlp_conv", "mlp_conv")) if config.conv_taps else ():
+            per_group = 2 * config.conv_taps * (hidden // config.conv_group)
+            plan.add(name, (2, config.conv_taps, hidden), f"{source}.base_kernel", "vector")
+            plan.add(f"{name}_projection", (per_group, hidden), f"{source}.kernel_projection.weight")
     plan.at = plan.inside = ""
     if config.kind == "dflash2":
         rank = config.selector_rank
@@ -268,34 +273,9 @@ def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan
         wide = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
         if config.markov in wide:
             source, rows, columns = wide[config.markov]
-            plan.stack("markov_joint", (rows,), (f"markov_head.{source}",), columns)
-            plan.stack("markov_bias", (rows,), (f"markov_head.{source}",))
+            plan.stack("markov_joint", (rows,), (f"markov_head.{source}",), columns, bias=True)
     if config.confidence:
         wide_input = hidden + (config.markov_rank if config.confidence_reads_markov else 0)
         plan.add("confidence", (1, wide_input), "confidence_head.proj.weight", "vector")
         plan.add("confidence_bias", (1,), "confidence_head.proj.bias", "vector")
     return plan
-
-
-def _block_layer(plan: PlanBuilder, layer: LayerSpec, config: BlockConfig) -> None:
-    attn, hidden = layer.attn, config.hidden
-    width = 2 * hidden if config.kind == "eagle3" else hidden
-    rows, kv = (attn.heads * attn.head_dim,), "k" if attn.k_eq_v else "kv"
-    kv_rows = (attn.kv_heads * attn.head_dim,) * len(kv)
-    q_proj, kv_proj, o_proj = (tuple(f"self_attn.{which}_proj" for which in names) for names in ("q", kv, "o"))
-    plan.stack("q", rows, q_proj, width)
-    plan.stack("kv", kv_rows, kv_proj, width)
-    if config.qkv_bias:
-        plan.stack("q_bias", rows, q_proj)
-        plan.stack("kv_bias", kv_rows, kv_proj)
-    plan.stack("out", (hidden,), o_proj, rows[0])
-    if config.out_bias:
-        plan.stack("out_bias", (hidden,), o_proj)
-    if config.gemma:
-        plan.add("scalar", (1,), "layer_scalar", "vector")
-    plan.norms(attn, sandwich=config.gemma, qk_norm=config.qk_norm)
-    plan.mlp(layer.intermediate, bias=False)
-    for name, source in (("attn_conv", "attention_conv"), ("mlp_conv", "mlp_conv")) if config.conv_taps else ():
-        taps, groups = config.conv_taps, hidden // config.conv_group
-        plan.add(name, (2, taps, hidden), f"{source}.base_kernel", "vector")
-        plan.add(f"{name}_projection", (2 * taps * groups, hidden), f"{source}.kernel_projection.weight")
