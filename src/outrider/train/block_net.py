@@ -31,7 +31,7 @@ from .capture import CapturedStates, capture
 from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .design import spread_reads
-from .net import DrafterModule, TrainNet, rms
+from .net import DrafterModule, TrainNet
 from .target import TrainTarget
 
 Keys = tuple[Tensor, Tensor]
@@ -217,7 +217,7 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
         net.weight(at + "down").copy_(as_tensor(block.down))
         net.weight(at + "attn_norm").copy_(block.attn_norm)
         net.weight(at + "mlp_norm").copy_(block.mlp_norm)
-        h = rms(seen.taps[i].flatten(0, 1).float(), block.attn_norm.float(), config.norm_eps)
+        h = model.ops.rms_norm(seen.taps[i].flatten(0, 1).float(), block.attn_norm.float(), config.norm_eps)
         q, k = (h @ w.float().T for w in (qkv[:rows], qkv[rows : rows + theirs.kv_heads * theirs.head_dim]))
         q_size, k_size = (t.unflatten(-1, (-1, theirs.head_dim)).pow(2).mean(-1).sqrt().mean() for t in (q, k))
         net.weight(at + "q_norm").fill_(float(q_size) * theirs.scale * theirs.head_dim**0.5)

@@ -27,7 +27,7 @@ from .config import TrainConfig
 from .data import Sequences, TrainBatch
 from .evaluate import Judge
 from .losses import exact_logits
-from .net import DrafterModule, rms
+from .net import DrafterModule
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 
@@ -163,7 +163,7 @@ def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch])
     for i, (mine, layer) in enumerate(zip(rows, net.layers, strict=True)):
         block = model.blocks[reads[i]]
         assert block.qkv_bias is not None
-        x = rms(torch.cat(mine), block.attn_norm.float(), net.config.norm_eps)  # [A, H]
+        x = model.ops.rms_norm(torch.cat(mine), block.attn_norm.float(), net.config.norm_eps)  # [A, H]
         constant = least_squares(x.T @ x, x.sum(0), RIDGES[1])  # u
         bias = block.qkv_bias[: layer.attn.heads * layer.attn.head_dim].float()
         net.weight(f"layers.{i}.qkv").add_(bias[:, None] * constant[None])
@@ -192,9 +192,9 @@ def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) 
     for batch in batches:
         seen = capture(model, batch.ids, (*config.taps, layer))
         b, a = batch.where(batch.anchors[0])
-        parts = [rms(model.embed(batch.ids[b, a + 1]), None, eps), rms(seen.hidden[b, a], None, eps)]
-        parts += [rms(t[b, a], None, eps) for t in seen.taps[:-1]]
-        x, y = torch.cat(parts, -1).float(), seen.taps[-1][b, a + 1].float()
+        parts = [model.embed(batch.ids[b, a + 1]), seen.hidden[b, a], *(t[b, a] for t in seen.taps[:-1])]
+        x = torch.cat([model.ops.rms_norm(part, None, eps) for part in parts], -1).float()
+        y = seen.taps[-1][b, a + 1].float()
         # huge single coordinates of the residual stream (attention sinks) would own the fit
         y = y.clamp(-10 * y.std(), 10 * y.std())
         judged = torch.arange(len(x), device=device) % 4 == 3

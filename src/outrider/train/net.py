@@ -28,13 +28,6 @@ from .data import TrainBatch
 QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
 
 
-def rms(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
-    if x.dtype == torch.float32:
-        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        return h if w is None else h * w
-    return F.rms_norm(x, (x.shape[-1],), w, eps)
-
-
 class TrainNet(nn.Module):
     """A drafter's parameters in float32, by the canonical names of its plan. A kind of drafter is a subclass."""
 
