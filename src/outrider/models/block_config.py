@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
-from .config import Foreign, LayerSpec, ModelConfig, RopeSpec, _activation, _field, _gemma4_layers, _rope, misread
+from .config import Foreign, LayerSpec, ModelConfig, _activation, _field, _gemma4_layers, _llama_layers, misread
 
 Kind = Literal["dflash", "dflash2", "dspark", "eagle3"]
 Markov = Literal["vanilla", "gated", "rnn"]
@@ -224,24 +224,9 @@ def _softcap(source: Foreign) -> float | None:
     return max(0.0, float(source.get("final_logit_softcapping") or 0.0)) or None
 
 
-def _spec(body: Foreign) -> tuple[AttnSpec, RopeSpec, RopeSpec]:
-    """Attention of a Llama or Qwen 3 layer: without a window; RoPE of full and of sliding layers."""
-    hidden, heads = _field(body, "hidden_size", int), _field(body, "num_attention_heads", int)
-    kv_heads, head_dim = int(body.get("num_key_value_heads") or heads), int(body.get("head_dim") or hidden // heads)
-    if kv_heads < 1 or heads % kv_heads:
-        raise misread(f"{heads} attention heads are not a multiple of {kv_heads} K/V heads")
-    ropes = body.get("rope_parameters") or body.get("rope_scaling") or {}
-    theta = float(body.get("rope_theta", 10000.0))
-    full, local = ropes.get("full_attention") or ropes, ropes.get("sliding_attention") or ropes
-    eps = float(body.get("rms_norm_eps", 1e-6))
-    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=head_dim**-0.5, eps=eps)
-    return spec, _rope(full, theta, head_dim), _rope(local, theta, head_dim)
-
-
-def _layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
+def _plain_layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
     """The layers, and which of them are called sliding: Qwen's have a window only with `use_sliding_window`."""
-    spec, full, local = _spec(body)
-    count, inter = _field(body, "num_hidden_layers", int), _field(body, "intermediate_size", int)
+    count = _field(body, "num_hidden_layers", int)
     if not 1 <= count <= 64:
         raise misread(f"'num_hidden_layers' should be in 1..64, got {count}")
     kinds = body.get("layer_types") or ["full_attention"] * count
@@ -255,12 +240,7 @@ def _layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple
         window = None
     elif "sliding_attention" in kinds and (type(window) is not int or window < 1):
         raise misread(f"sliding layers need a 'sliding_window', got {window!r}")
-    sliding = tuple(k == "sliding_attention" for k in kinds)
-    layers = tuple(
-        LayerSpec(replace(spec, kv_layer=i, window=window if near else None), local if near else full, inter)
-        for i, near in enumerate(sliding)
-    )
-    return layers, sliding
+    return _llama_layers(body, kinds, window), tuple(k == "sliding_attention" for k in kinds)
 
 
 def _gemma_layers(body: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
@@ -304,7 +284,7 @@ def _common(raw: Foreign, body: Foreign, gemma: bool) -> Foreign:
 
 def _block(kind: Kind, layout: Layout, raw: Foreign, body: Foreign, extra: Foreign) -> BlockConfig:
     gemma = _arch(raw) == "Gemma4DSparkModel"
-    layers, sliding = _gemma_layers(body) if gemma else _layers(body, extra)
+    layers, sliding = _gemma_layers(body) if gemma else _plain_layers(body, extra)
     taps = _taps(extra, layout)
     if taps is None:
         key = "aux_hidden_state_layer_ids" if layout == "speculators" else "target_layer_ids"
@@ -360,7 +340,7 @@ def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
 def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
     gemma = (arch := _arch(raw)) == "Gemma4Eagle3Model"
     qwen = arch in ("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model")
-    layers, _ = _gemma_layers(body) if gemma else _layers(body, {})
+    layers, _ = _gemma_layers(body) if gemma else _plain_layers(body, {})
     if len(layers) != 1:
         raise misread(f"an EAGLE-3 drafter of {len(layers)} layers is not supported; known: one layer")
     if raw.get("norm_before_fc") and raw.get("fc_norm"):

@@ -274,12 +274,21 @@ def _every(period: int, count: int) -> list[str]:
     return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(count)]
 
 
-def _llama(kind: str, raw: Foreign) -> ModelConfig:
+def _llama_layers(raw: Foreign, kinds: Sequence[str], window: int | None) -> tuple[LayerSpec, ...]:
+    """Of Llama, Qwen and drafters like them. Each kind may have a rope of its own."""
     hidden, heads = _field(raw, "hidden_size", int), _field(raw, "num_attention_heads", int)
+    kv_heads, head_dim = int(raw.get("num_key_value_heads") or heads), int(raw.get("head_dim") or hidden // heads)
+    if kv_heads < 1 or heads % kv_heads:
+        raise misread(f"{heads} attention heads are not a multiple of {kv_heads} K/V heads")
+    eps, theta = float(raw.get("rms_norm_eps", 1e-6)), float(raw.get("rope_theta", 10000.0))
+    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=head_dim**-0.5, eps=eps)
+    ropes = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    full, local = (_rope(ropes.get(f"{kind}_attention") or ropes, theta, head_dim) for kind in ("full", "sliding"))
+    return _layers(raw, spec, kinds, window, full, local)
+
+
+def _llama(kind: str, raw: Foreign) -> ModelConfig:
     count, qwen = _field(raw, "num_hidden_layers", int), kind in ("qwen2", "qwen3")
-    head_dim = int(raw.get("head_dim") or hidden // heads)
-    eps = float(raw.get("rms_norm_eps", 1e-6))
-    rope = _rope(raw.get("rope_parameters") or raw.get("rope_scaling"), float(raw.get("rope_theta", 10000.0)), head_dim)
     window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
     if qwen and not raw.get("use_sliding_window", False):
         window = None
@@ -287,16 +296,14 @@ def _llama(kind: str, raw: Foreign) -> ModelConfig:
     sliding = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
     kinds = raw.get("layer_types") or sliding
     bias = bool(raw.get("attention_bias", False))
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
-    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=head_dim**-0.5, eps=eps)
     return ModelConfig(
         model_type=kind,
         family="llama",
         vocab_size=_field(raw, "vocab_size", int),
-        hidden=hidden,
-        layers=_layers(raw, spec, kinds, int(window) if window else None, rope, rope),
+        hidden=_field(raw, "hidden_size", int),
+        layers=_llama_layers(raw, kinds, int(window) if window else None),
         activation=_activation(raw.get("hidden_act", "silu")),
-        norm_eps=eps,
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         embed_scale=1.0,
         softcap=None,
         tied=bool(raw.get("tie_word_embeddings", False)),
