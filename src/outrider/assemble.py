@@ -16,12 +16,11 @@ from . import __version__
 from . import ops as ops_module
 from .cache.prefix_store import PrefixStore
 from .config import LoadSettings
-from .engine.adapters import AdapterPool
+from .engine.adapters import AdapterPool, adaptable_weights
 from .engine.engine import Engine
 from .engine.images import ImageEncoder
 from .engine.memory import KVBudget, KVOptions
 from .engine.text import Tokenizer
-from .models.adapted import adaptable_weights
 from .models.block_config import is_block
 from .models.compat import fits, other_weights
 from .models.decoder import TextModel

@@ -21,10 +21,9 @@ from tests.unit.engine.test_host_cycle import PROMPT, engines
 from torch import Tensor
 
 from outrider.cache.store import last_rows
-from outrider.engine.adapters import AdapterPool
+from outrider.engine.adapters import AdaptedModel, AdapterPool, adaptable_weights, weight_names
 from outrider.engine.engine import Engine
 from outrider.engine.step import Request
-from outrider.models.adapted import AdaptedModel, adaptable_weights, weight_names
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps

@@ -15,7 +15,7 @@ from tests.kv import build_kv
 from tests.lora import peft_model
 from torch import Tensor
 
-from outrider.models.adapted import AdaptedModel, weight_names
+from outrider.engine.adapters import AdaptedModel, weight_names
 from outrider.models.decoder import TextModel
 from outrider.models.names import tensor_plan
 from outrider.ops.cpu.ops import CpuOps

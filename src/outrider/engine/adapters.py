@@ -10,19 +10,53 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..cache.store import upload
-from ..models.adapted import AdaptedModel, weight_names
 from ..models.decoder import TextModel
 from ..ops.adapter_slots import AdapterSlots, SlotOps, row_ranges
+from ..ops.backend import Pass
+from ..ops.formats import DeviceWeight
 from ..ops.lowrank import AdaptedOps, Adapter, row_groups
-from ..types import OutriderError, require
+from ..ops.reference import Backend
+from ..types import KVView, OutputRows, OutriderError, require
 
 log = logging.getLogger("outrider")
+ADAPTED = ("qkv", "out", "gate_up", "down")  # fields of a `Block`, and the suffixes of their canonical names
 NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}")
+
+
+def adaptable_weights(model: TextModel) -> dict[str, DeviceWeight]:
+    """The weights that an adapter may change, by canonical name."""
+    found = {f"layers.{i}.{f}": getattr(block, f) for i, block in enumerate(model.blocks) for f in ADAPTED}
+    for i, side in enumerate(model.ple_blocks):
+        found |= {f"layers.{i}.ple_gate": side.gate, f"layers.{i}.ple_out": side.out}
+    if model.ple_input is not None:
+        found["ple_proj"] = model.ple_input.proj
+    return found
+
+
+def weight_names(model: TextModel) -> dict[int, str]:  # by `id` of the weight
+    return {id(weight): name for name, weight in adaptable_weights(model).items()}
+
+
+class AdaptedModel(TextModel):
+    """A target model during one pass in which some rows use low-rank adapters: the same weights, other operations
+    (ops.lowrank, ops.adapter_slots). It is made per pass, or per captured step, and costs a dictionary."""
+
+    def __init__(self, model: TextModel, ops: AdaptedOps | SlotOps):
+        self.__dict__.update(model.__dict__)
+        self.ops = cast(Backend, ops)
+
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
+        """Runs all rows through all layers, so that a row's adapter group is valid in every layer."""
+        out = super().forward(ids, kv, taps)
+        if wanted is None:
+            return out
+        return Pass(out.hidden[wanted.rows], tuple(stream[wanted.rows] for stream in out.streams))
 
 
 class AdapterPool:

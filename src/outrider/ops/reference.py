@@ -144,7 +144,7 @@ class ReferenceOps(TreeOps):
 
     def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
         """A wrapper of the model, for one pass over tokens in which sequence i has `counts[i]` rows and uses
-        `adapters[i]`; None: operation by operation (models.adapted)."""
+        `adapters[i]`; None: operation by operation (engine.adapters)."""
         return None
 
     def host_cycle(
