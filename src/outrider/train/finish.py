@@ -25,6 +25,7 @@ import torch
 from .. import svg
 from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig
+from ..models.decoder import TextModel
 from ..models.inspect import model_size
 from ..spec import acceptance_profile as acceptance
 from ..spec.acceptance_profile import Runs
@@ -33,12 +34,10 @@ from ..weights import files as weight_files
 from ..weights import hub
 from .clock import Halt, Halted
 from .clusters import choose_top, recall_curve
-from .config import TrainConfig
 from .data import Sequences
 from .evaluate import Judge, Judged, Recorded, joined, summary
 from .export import Json, save_drafter
 from .net import DrafterModule, TrainNet
-from .target import TrainTarget
 from .trainer import Row, Trainer
 from .trainer import write as write_checkpoint
 
@@ -55,7 +54,7 @@ def scored(result: Judged, most: int) -> Json:
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 
 
-def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: float, halt: Halt = lambda: False) -> Json:
+def judge(model: TextModel, net: TrainNet, data: Sequences, temperature: float, halt: Halt = lambda: False) -> Json:
     """An evaluation during training on held-out answers: greedy ones by the full head, and under "sampled" those drawn
     at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both if there are
     both. Halted where `halt` ends it."""
@@ -63,7 +62,7 @@ def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: floa
         raise Halted
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
     made = {
-        kind: scored(Judge(target.model, net, kind, halt).drafts(mine, 8, 0.0 if kind else temperature), 8)
+        kind: scored(Judge(model, net, kind, halt).drafts(mine, 8, 0.0 if kind else temperature), 8)
         for kind, mine in kinds.items()
         if len(mine)
     }
@@ -77,18 +76,17 @@ def judge(target: TrainTarget, net: TrainNet, data: Sequences, temperature: floa
     return result
 
 
-def load_best(
-    job: TrainConfig, target: TrainTarget, net: TrainNet, aside: Sequences, trainer: Trainer, halt: Halt
-) -> int:
+def load_best(trainer: Trainer, aside: Sequences, halt: Halt) -> int:
     """Loads the weights of the best evaluation where they are better than the last ones, so that no better drafter is
     overwritten. Where `halt` leaves no time to evaluate the last ones and only the drafter at the start was evaluated,
     they are kept. Returns the step whose weights the net has now. Last weights that lose stay in OUT/last."""
-    path, step = job.out / "best.pt", trainer.progress.step
-    best = torch.load(path, map_location=target.model.device, weights_only=True) if path.exists() else None
+    job, net, step = trainer.config, trainer.net, trainer.progress.step
+    path = job.out / "best.pt"
+    best = torch.load(path, map_location=trainer.device, weights_only=True) if path.exists() else None
     if not len(aside):
         return step
     try:
-        last = judge(target, net, aside, job.temperature, halt)
+        last = judge(trainer.model, net, aside, job.temperature, halt)
         trainer.hooks.log({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
         if best is None or last["score"] >= best["score"]:
             write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
@@ -102,24 +100,17 @@ def load_best(
     return int(best["step"])
 
 
-def finish(
-    job: TrainConfig,
-    target: TrainTarget,
-    net: TrainNet,
-    data: Sequences,
-    aside: Sequences,
-    trainer: Trainer,
-    halt: Halt = lambda: False,
-) -> Row:
+def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = lambda: False) -> Row:
     """The best weights, the top of the clustered head, the final evaluation, the files. What `halt` leaves no time for
     is not measured."""
-    result: Row = {"step": load_best(job, target, net, aside, trainer, halt)}
+    job, model, net = trainer.config, trainer.model, trainer.net
+    result: Row = {"step": load_best(trainer, aside, halt)}
     runs: list[Runs] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     with suppress(Halted):
         if len(cold):
             states: Recorded = []
-            full = Judge(target.model, net, halt=halt)
+            full = Judge(model, net, halt=halt)
             last = full.drafts(cold, record=states, weigh=not net.config.clusters)
             result["full"] = scored(last, MAX_DRAFT)
             if isinstance(net, DrafterModule) and net.config.clusters:
@@ -127,25 +118,23 @@ def finish(
                 top = job.cluster_top or choose_top(curve, job.cluster_recall).top
                 net.config = replace(net.config, cluster_top=top)
                 result["recall"] = [asdict(r) for r in curve]
-                last = Judge(target.model, net, False, halt).drafts(cold, weigh=True)
+                last = Judge(model, net, False, halt).drafts(cold, weigh=True)
                 result["clustered"] = scored(last, MAX_DRAFT)
             runs = last.runs()
             if len(hot):
-                drafting = Judge(target.model, net, False, halt)
-                result["sampled"] = scored(drafting.drafts(hot, 8, job.temperature), 8)
+                result["sampled"] = scored(Judge(model, net, False, halt).drafts(hot, 8, job.temperature), 8)
     if job.kind == "dflash":
         result["draft_unit"] = "pass"
-    result["draft_step_share"] = round(net.size.step / model_size(target.config).active, 4)
+    result["draft_step_share"] = round(net.size.step / model_size(model.config).active, 4)
     if "full" in result:
         trainer.hooks.log({"step": trainer.progress.step, "final": result})
-    story = provenance(job, target, data, trainer)
-    write_drafter(job.out / "drafter", net, result, runs, story, job.out / "log.jsonl")
+    write_drafter(trainer, target_hash, result, runs, job.out / "log.jsonl")
     return result
 
 
-def write_drafter(
-    folder: Path, net: TrainNet, result: Row, runs: list[Runs], story: Row, log: Path | None = None
-) -> None:
+def write_drafter(trainer: Trainer, target_hash: str, result: Row, runs: list[Runs], log: Path | None = None) -> None:
+    """OUT/drafter, unmeasured where the result is empty."""
+    folder, net, story = trainer.config.out / "drafter", trainer.net, provenance(trainer, target_hash)
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     save_drafter(folder, net.config, net.export(), story, model_card(net.config, result, [story]))
     if any(len(right) for right, _ in runs):
@@ -158,7 +147,8 @@ def write_drafter(
                 shutil.copyfile(path, folder / path.name)
 
 
-def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: Trainer) -> Row:
+def provenance(trainer: Trainer, target_hash: str) -> Row:
+    job, data = trainer.config, trainer.data
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -168,7 +158,7 @@ def provenance(job: TrainConfig, target: TrainTarget, data: Sequences, trainer: 
         "command": job.command or " ".join(sys.argv),
         "commit": commit or None,
         "target": job.target,
-        "target_hash": target.hash,
+        "target_hash": target_hash,
         "data": source["data"],
         "data_sha256": source["data_sha256"],
         "sequences": len(data),

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..models.decoder import TextModel
 from ..models.inspect import model_size
 from ..prompts import read_prompts
 from ..types import OutriderError, bad_input, require
@@ -289,16 +290,14 @@ class TrainRun:
             f"({share:.1%} of a target step), {cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a "
             f"batch"
         )
-        aside, reserve = self.reserve(target, net, aside)
+        aside, reserve = self.reserve(target.model, net, aside)
         log_path = job.out / "log.jsonl"
-        scored = (lambda: finish.judge(target, net, aside, job.temperature, self.halted)) if len(aside) else None
+        scored = (lambda: finish.judge(target.model, net, aside, job.temperature, self.halted)) if len(aside) else None
         hooks = Hooks(
             evaluate=scored,
             log=partial(append_row, log_path),
             # unmeasured: a run that is killed leaves its best evaluation
-            export=lambda: finish.write_drafter(
-                job.out / "drafter", net, {}, [], finish.provenance(job, target, data, trainer)
-            ),
+            export=lambda: finish.write_drafter(trainer, target.hash, {}, []),
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
         )
         trainer = Trainer(target.model, net, data, job, sizes, hooks, self.stop)
@@ -313,7 +312,7 @@ class TrainRun:
         trainer.run(job.out)
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
         self.progress("evaluating", 0, 1, "")
-        result = finish.finish(job, target, net, data, aside, trainer, self.halted)
+        result = finish.finish(trainer, target.hash, aside, self.halted)
         if self.stop.asked:
             self.say(
                 f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes "
@@ -379,7 +378,7 @@ class TrainRun:
             design.start_clusters(net, model, job.seed)
         return net
 
-    def reserve(self, target: TrainTarget, net: TrainNet, aside: Sequences) -> tuple[Sequences, float]:
+    def reserve(self, model: TextModel, net: TrainNet, aside: Sequences) -> tuple[Sequences, float]:
         """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best
         evaluation they stay the same: scores of others could not be compared with it."""
         if not len(aside):
@@ -391,11 +390,11 @@ class TrainRun:
         few = 1
         if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
             few = PROBE_ANSWERS
-            finish.judge(target, net, aside.select(np.arange(1)), self.job.temperature)
+            finish.judge(model, net, aside.select(np.arange(1)), self.job.temperature)
         usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
         tried = aside.select(usual)
         began = time.perf_counter()
-        finish.judge(target, net, tried, self.job.temperature)
+        finish.judge(model, net, tried, self.job.temperature)
         each = (time.perf_counter() - began) / max(1, tried.answer_tokens)
         allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
         total = np.cumsum(aside.lengths - aside.prompts)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,8 +92,7 @@ def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
     """Catches: a run that a signal could not end while the drafter it starts from was evaluated, 23 minutes on a busy
     machine."""
     run, asked = made(tmp_path / "target"), iter([False, True])
-    target: Any = SimpleNamespace(model=run.model)
-    run.hooks = Hooks(evaluate=lambda: finish.judge(target, run.net, run.data, 0.0, lambda: next(asked)))
+    run.hooks = Hooks(evaluate=lambda: finish.judge(run.model, run.net, run.data, 0.0, lambda: next(asked)))
     run.judge(tmp_path)  # halted at its first batch
     assert list(asked) == [] and run.progress.best == -math.inf and not (tmp_path / "best.pt").exists()
 
@@ -121,9 +119,8 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
         tmp_path / "best.pt",
         {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0},
     )
-    job = TrainConfig("", tmp_path, tmp_path, init="some", eval_every=every)
-    target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
-    taken = finish.load_best(job, target, net, run.data, run, lambda: True)
+    run.config = TrainConfig("", tmp_path, tmp_path, init="some", eval_every=every)
+    taken = finish.load_best(run, run.data, lambda: True)
     assert all((w == 0).all() for w in net.state_dict().values()) == loaded
     assert taken == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
 
