@@ -49,22 +49,32 @@ class Contestant(Protocol):
 
 
 @dataclass(frozen=True)
-class Ours:
-    """A loaded LLM with one drafting mode: `draft_tokens` None is auto; `drafting` False is plain decoding; `tree`
-    None: as loaded."""
+class DraftMode:
+    """How one contestant drafts."""
 
     name: str
+    drafter: str
+    k: int | None  # None: auto; 0: plain decoding
+    tree: int | None = None  # None: as loaded
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A loaded LLM with one drafting mode."""
+
+    mode: DraftMode
     llm: LLM
-    draft_tokens: int | None
-    drafting: bool = True
-    tree: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.mode.name
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
-        llm = self.llm
+        llm, mode = self.llm, self.mode
         requests = []
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
-            requests += llm.requests(llm.encode_chat(prompt.text), params, self.draft_tokens, self.drafting, self.tree)
+            requests += llm.requests(llm.encode_chat(prompt.text), params, mode.k, mode.k != 0, mode.tree)
         done = {r.id: TimedAnswer([], 0.0, 0.0, 0) for r in requests}
         open_ids = set(done)
         prefill = llm.engine.metrics.prefill_seconds

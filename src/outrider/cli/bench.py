@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,7 @@ from .common import out
 from .progress import StageProgress
 
 if TYPE_CHECKING:
-    from ..bench.harness import BenchSettings, Contestant
+    from ..bench.harness import BenchSettings, Contestant, DraftMode
 
 LOADED = ("dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
 
@@ -85,26 +86,22 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     from ..bench import harness
     from ..spec.cost import machine_name
 
-    ways = _ways(guessers, ks, trees)
-    names = [*([harness.PLAIN] if 0 in ks else []), *(way.name for way in ways), *common.parts(asked.against)]
+    modes, peers = _modes(guessers, ks, trees), common.parts(asked.against)
+    same = {name: getattr(asked, name) for name in ("model", "suite", "repeats", "seed", "max_tokens")}
     settings = harness.BenchSettings(
-        asked.model,
-        asked.suite,
-        tuple(names),
-        temperatures,
-        batches,
-        asked.repeats,
-        len(prompts),
-        machine_name(_accelerator(load.device), load.threads),
-        __version__,
-        asked.seed,
-        asked.max_tokens,
-        {name: load.options()[name] for name in LOADED},
+        **same,
+        contestants=(*(mode.name for mode in modes), *peers),
+        temperatures=temperatures,
+        batches=batches,
+        prompts=len(prompts),
+        machine=machine_name(_accelerator(load.device), load.threads),
+        version=__version__,
+        loaded={name: load.options()[name] for name in LOADED},
     )
     store = harness.Store(asked.output, settings, asked.resume)
     count = harness.total(settings, prompts)
     if len(store.done) < count:
-        contestants = _contestants(asked.model, ways, 0 in ks, common.parts(asked.against), max(batches), load)
+        contestants = _contestants(asked.model, modes, peers, max(batches), load)
         with StageProgress() as progress:
             for done, cell in enumerate(harness.run(contestants, prompts, settings, store), 1):
                 if cell is not None:
@@ -133,37 +130,24 @@ def _report(output: Path, settings: BenchSettings, as_json: bool) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to draft; tree None: as loaded."""
+def _modes(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[DraftMode]:
+    """Plain decoding first. Each drafter is named by its path's last part, or by the whole path if others end alike, as
+    the folders of two training runs do (a/drafter, b/drafter)."""
+    from ..bench.harness import PLAIN, DraftMode
 
-    name: str
-    drafter: str
-    k: int | None
-    tree: int | None
-
-
-def _ways(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[Way]:
-    """Each drafter is named by its path's last part, or by the whole path if others end alike, as the folders of two
-    training runs do (a/drafter, b/drafter)."""
-    several, last = len(trees) > 1, [Path(drafter).name for drafter in drafters]
-    return [
-        Way(
-            f"{short if last.count(short) == 1 else drafter}/{'auto' if k is None else f'K={k}'}"
-            + (f" tree={tree}" if several else ""),
-            drafter,
-            k,
-            parse_tree(tree) if several else None,
-        )
-        for drafter, short in zip(drafters, last, strict=True)
-        for k in ks
-        for tree in trees
-        if k != 0
-    ]
+    last, found = [Path(drafter).name for drafter in drafters], [DraftMode(PLAIN, drafters[0], 0)] if 0 in ks else []
+    for drafter, k, tree in product(drafters, (k for k in ks if k != 0), trees):
+        short = Path(drafter).name
+        name = f"{short if last.count(short) == 1 else drafter}/{'auto' if k is None else f'K={k}'}"
+        if len(trees) == 1:
+            found.append(DraftMode(name, drafter, k))
+        else:
+            found.append(DraftMode(f"{name} tree={tree}", drafter, k, parse_tree(tree)))
+    return found
 
 
 def _contestants(
-    model: str, ways: list[Way], plain: bool, peers: tuple[str, ...], batch: int, load: LoadSettings
+    model: str, modes: list[DraftMode], peers: tuple[str, ...], batch: int, load: LoadSettings
 ) -> list[Contestant]:
     from ..bench import harness
     from ..bench.peers import PeerSetup, build
@@ -171,11 +155,9 @@ def _contestants(
     found: list[Contestant] = []
     # the same prompt is repeated: a prefix cache would hide its cost
     engine = replace(load.engine, max_batch=batch, prefix_cache=False)
-    for drafter in dict.fromkeys([way.drafter for way in ways] or [*load.drafters[:1]]):
+    for drafter in dict.fromkeys(mode.drafter for mode in modes):
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
-        if plain and not found:
-            found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
-        found += [harness.Ours(way.name, llm, way.k, tree=way.tree) for way in ways if way.drafter == drafter]
+        found += [harness.Ours(mode, llm) for mode in modes if mode.drafter == drafter]
     if peers:
         from ..weights import hub
 

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.bench.fakes import FakeLLM
 
 from outrider.bench import report
-from outrider.bench.harness import PLAIN, BenchSettings, Ours, Store, groups, read_cells, run, total
+from outrider.bench.harness import PLAIN, BenchSettings, DraftMode, Ours, Store, groups, read_cells, run, total
 from outrider.prompts import Prompt
 from outrider.types import OutriderError
 
@@ -21,7 +21,8 @@ def settings(**changes):
 
 
 def contestants(llm):
-    return [Ours(PLAIN, llm, 0, drafting=False), Ours("x/K=4", llm, 4), Ours("x/auto", llm, None)]
+    modes = (DraftMode(PLAIN, "x", 0), DraftMode("x/K=4", "x", 4), DraftMode("x/auto", "x", None))
+    return [Ours(mode, llm) for mode in modes]
 
 
 def test_an_interrupted_run_resumes_without_repeating(tmp_path):
