@@ -16,6 +16,7 @@ from rich.text import Text
 from ..bench.predict import machine
 from ..config import LoadSettings
 from ..models.block_config import BlockConfig, is_block
+from ..models.compat import fits, reads
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import context_that_fits, drafter_report, drafter_size, model_size, report
 from ..types import OutriderError, require
@@ -61,7 +62,6 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in
     float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
     int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
-    from ..weights import hub
     from ..weights.repos import companion
     from ..weights.vision import vision_config
 
@@ -75,33 +75,25 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     named = asked.drafter or []
     if len(named) > 1:
         LoadSettings(drafter=named)  # checks them
-    small = next((name[6:] for name in named if name.startswith("draft:")), None)
-    checkpoints = {name: hub.resolve(name, "drafter", weights=False) for name in named if small is None}
-    networks = [name for name, files in checkpoints.items() if not is_block(files.config)]
-    if len(checkpoints) == 2 and len(networks) != 1:
-        raise OutriderError("two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
-    helper, helper_size = read_drafter(networks[0]) if networks else (None, 2.0)
     require(asked.gpu is None or kv_dtype != "int8", "--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
     # int8: each row of a head has a factor
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
     size = per_weight(config, kept)
-    data = {"model": asked.model, **report(config, helper, size, helper_size, asked.context, kept.total, kv_item)}
+    data = {"model": asked.model, **report(config, size, asked.context, kept.total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()}
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
     vision = vision_config(files) if load.vision else None
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
-    drafter_bytes = drafter_size(helper).total * helper_size if helper is not None else 0.0
-    reports = {name: data["drafter"] for name in networks}
-    if small is not None:
-        reports[named[0]], drafter_bytes = draft_model(files, small, data["bytes_per_token"])
-    for name in [name for name in checkpoints if name not in networks]:
-        reports[name], more = block_drafter(checkpoints[name], config, data["bytes_per_token"], kv_item)
-        drafter_bytes += more
+    beside = data["vision_bytes"]  # bytes that are loaded with the model
+    helpers = [drafter_of(name, files, config, data["bytes_per_token"], kv_item) for name in named]
+    if len(helpers) == 2 and sum("taps" in about for about, _ in helpers) != 1:
+        raise OutriderError("two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
+    for field, name, (about, nbytes) in zip(("drafter", "second_drafter"), named, helpers):
+        data[field] = {"name": name, **about}
+        beside += nbytes
     if asked.gpu is not None:
-        data["gpu"] = on_card(asked.gpu, config, kept.gpu, drafter_bytes + data["vision_bytes"], kv_item)
-    for field, name in zip(("drafter", "second_drafter"), named):
-        data[field] = {"name": name, **reports[name]}
+        data["gpu"] = on_card(asked.gpu, config, kept.gpu, beside, kv_item)
     if asked.quality or (asked.quantize is not None and asked.gpu is None):
         from ..bench.rounding import measure
 
@@ -139,18 +131,34 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
     return files, config, stored_size(files, config, quantize)
 
 
-def draft_model(target: Files, name: str, target_token: float) -> tuple[ForeignDict, float]:
-    """`show`'s report on a draft model, and the bytes of its weights. target_token: bytes that a token of the target
-    reads."""
-    from ..weights.files import check_draft_model
+def drafter_of(
+    name: str, target_files: Files, target: ModelConfig, token: float, kv_item: float
+) -> tuple[ForeignDict, float]:
+    """`show`'s report on a drafter, and the bytes of its weights. token: bytes that a token of the target reads."""
+    from ..weights import hub
+    from ..weights.files import check_draft_model, translate
+    from ..weights.sizes import stored_size
 
-    files, config, kept = read(name)
-    reason = None
-    try:
-        check_draft_model(target, files)
-    except OutriderError as error:
-        reason = str(error)
-    return drafter_report(config.model_type, reason, model_size(config).total, kept.token, target_token), kept.total
+    if name.startswith("draft:"):
+        files, model, kept = read(name[6:])
+        reason = None
+        try:
+            check_draft_model(target_files, files)
+        except OutriderError as error:
+            reason = str(error)
+        return drafter_report(model.model_type, reason, model_size(model).total, kept.token, token), kept.total
+    files = hub.resolve(name, "drafter", weights=False)
+    if is_block(files.config):
+        return block_drafter(files, target, token, kv_item)
+    config = translate(DrafterConfig.from_hf, files)
+    reason, size, kept = fits(config, target), drafter_size(config), stored_size(files, config)
+    about = {
+        "reads": list(reads(config, target)) if reason is None else None,
+        "clusters": config.clusters,
+        "clusters_scored": config.cluster_top,
+        "draft_tokens": config.draft_tokens,
+    }
+    return drafter_report(config.model_type, reason, size.total, size.step * kept.mean, token, **about), kept.total
 
 
 def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_item: float) -> tuple[ForeignDict, float]:
@@ -173,19 +181,6 @@ def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_ite
         "draft_tokens": config.max_tokens,
     }
     return drafter_report(config.kind, reason, kept.parameters, kept.total, target_token, **about), kept.total
-
-
-def read_drafter(name: str) -> tuple[DrafterConfig, float]:
-    """A drafter's configuration and its average bytes per weight."""
-    from ..weights import hub
-    from ..weights.files import translate
-    from ..weights.sizes import stored_size
-
-    files = hub.resolve(name, "drafter", weights=False)
-    if is_block(files.config):
-        raise OutriderError(f"{name}: predictions know MTP drafters only; --drafter none predicts plain decoding")
-    config = translate(DrafterConfig.from_hf, files)
-    return config, stored_size(files, config).mean
 
 
 def per_weight(config: ModelConfig, size: StoredSize) -> float:

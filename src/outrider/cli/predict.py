@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..bench import predict as model_of
+from ..models.block_config import is_block
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, ForeignDict
 from ..models.vision_config import VisionConfig
@@ -22,7 +23,7 @@ from ..types import OutriderError, require
 from ..weights.files import translate
 from . import common
 from .common import out
-from .inspect import per_weight, read, read_drafter
+from .inspect import per_weight, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +92,11 @@ def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance_pr
     local = where is not None and Path(where).exists()
     if where is None or where == "none" or (asked.drafter == "auto" and where not in BUILTIN_CONFIGS and not local):
         return None, None
-    config = read_drafter(where)[0]
-    if not local:
-        return config, None
-    files = hub.resolve(where, "drafter")
-    return config, acceptance_profile.read(Path(files.path), fingerprint(files))
+    files = hub.resolve(where, "drafter", weights=False)
+    if is_block(files.config):
+        raise OutriderError(f"{where}: predictions know MTP drafters only; --drafter none predicts plain decoding")
+    known = acceptance_profile.read(Path(files.path), fingerprint(files)) if local else None
+    return translate(DrafterConfig.from_hf, files), known
 
 
 def _accepted(

@@ -13,7 +13,6 @@ from math import prod
 
 from ..types import MAX_DRAFT
 from .block_config import BlockConfig
-from .compat import fits, reads
 from .config import DrafterConfig, ForeignDict, ModelConfig
 from .names import tensor_plan
 
@@ -179,9 +178,7 @@ def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
 
 def report(
     config: ModelConfig,
-    drafter: DrafterConfig | None = None,
     weight_bytes: float = 2.0,
-    drafter_bytes: float = 2.0,
     context: int = 1024,
     total_bytes: float | None = None,
     kv_item: float = 2.0,
@@ -190,7 +187,7 @@ def report(
     reads; total_bytes: of all weights; kv_item: per number of K/V."""
     size = model_size(config)
     total = size.total * weight_bytes if total_bytes is None else total_bytes
-    out: ForeignDict = {
+    return {
         "model_type": config.model_type,
         "family": config.family,
         "parameters": size.total,
@@ -218,20 +215,6 @@ def report(
         "layers": [layer_row(config, i, size.layers[i]) for i in range(len(config.layers))],
         "drafter": None,
     }
-    if drafter is not None:
-        reason, cost = fits(drafter, config), drafter_size(drafter)
-        out["drafter"] = drafter_report(
-            drafter.model_type,
-            reason,
-            cost.total,
-            round(cost.step * drafter_bytes),
-            out["bytes_per_token"],
-            reads=list(reads(drafter, config)) if reason is None else None,
-            clusters=drafter.clusters,
-            clusters_scored=drafter.cluster_top,
-            draft_tokens=drafter.draft_tokens,
-        )
-    return out
 
 
 def drafter_report(
