@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..models.block_config import BlockConfig, Layout
+from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
 from ..models.names import tensor_plan
 from ..types import OutriderError, bad_input, require
@@ -37,48 +38,47 @@ def config_dict(config: DrafterConfig) -> Json:
         "num_centroids": config.clusters or 2048,
         "centroid_intermediate_top_k": config.cluster_top or 32,
     }
-    own: Json = {
+    own = {
         "position_offset": config.position_offset,
         "num_assistant_tokens": config.draft_tokens,
         "target_hash": config.target_hash,
+        **({} if config.weight_bits is None else {"weight_bits": config.weight_bits}),
+        **({} if config.reads is None else {"reads": list(config.reads)}),
     }
-    if config.weight_bits is not None:
-        own["weight_bits"] = config.weight_bits
-    if config.reads is not None:
-        own["reads"] = list(config.reads)
-    if not config.gemma:
-        layers = [
-            {
-                "heads": l.attn.heads,
-                "kv_heads": l.attn.kv_heads,
-                "head_dim": l.attn.head_dim,
-                "window": l.attn.window,
-                "scale": l.attn.scale,
-                "intermediate": l.intermediate,
-                "rope": asdict(l.rope),
-            }
-            for l in config.layers
-        ]
-        return {
-            "model_type": config.model_type,
-            "style": config.style,
-            "backbone_hidden_size": config.backbone_hidden,
-            "hidden_size": config.hidden,
-            "vocab_size": config.vocab_size,
-            "rms_norm_eps": config.norm_eps,
-            "tied_to_target": config.tied_to_target,
-            "taps": list(config.taps),
-            "layers": layers,
-            "dtype": "bfloat16",
-            "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh",
-            **head,
-            **own,
-        }
-    by_kind = {l.kind: l for l in config.layers}
-    some = config.layers[0]
+    if config.model_type in ASSISTANT_TYPES:  # keys unknown to transformers stay out of its config
+        own = {} if config.target_hash is None else {"target_hash": config.target_hash}
+        return {**_gemma_dict(config), **head, **own}
+    if config.gemma:
+        return {**_gemma_dict(config), **head, "style": "gemma", **own}
+    alike = ("heads", "kv_heads", "head_dim", "window", "scale")
+    layers = [
+        {**{key: getattr(l.attn, key) for key in alike}, "intermediate": l.intermediate, "rope": asdict(l.rope)}
+        for l in config.layers
+    ]
+    return {
+        "model_type": config.model_type,
+        "style": config.style,
+        "backbone_hidden_size": config.backbone_hidden,
+        "hidden_size": config.hidden,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "tied_to_target": config.tied_to_target,
+        "taps": list(config.taps),
+        "layers": layers,
+        "dtype": "bfloat16",
+        "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh",
+        **head,
+        **own,
+    }
+
+
+def _gemma_dict(config: DrafterConfig) -> Json:
+    """The configuration of one of Google's assistants, with this drafter's sizes."""
+    named = {"gemma4_assistant": "Gemma4", "gemma4_unified_assistant": "Gemma4Unified"}.get(config.model_type)
+    theirs = BUILTIN_CONFIGS[f"google/gemma-4-{'12B' if named == 'Gemma4Unified' else 'E2B'}-it-assistant"]
+    some, by_kind = config.layers[0], {l.kind: l for l in config.layers}
     sliding, full = by_kind.get("sliding", some), by_kind.get("full", some)
     text = {
-        "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text",
         "hidden_size": config.hidden,
         "intermediate_size": some.intermediate,
         "num_hidden_layers": len(config.layers),
@@ -94,36 +94,15 @@ def config_dict(config: DrafterConfig) -> Json:
         "rope_parameters": {KINDS[k]: rope_dict(l.rope, gemma=True) for k, l in (("sliding", sliding), ("full", full))},
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "final_logit_softcapping": None,
-        "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
-        "enable_moe_block": False,
-        "use_double_wide_mlp": False,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 131072,
     }
-    if "unified" in config.model_type:
-        text = {
-            k: v
-            for k, v in text.items()
-            if k not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
-        }
-    names = {
-        "gemma4_assistant": "Gemma4AssistantForCausalLM",
-        "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
+    return {
+        **theirs,
+        "architectures": ["OutriderDrafter" if named is None else f"{named}AssistantForCausalLM"],
+        "model_type": config.model_type,
+        "backbone_hidden_size": config.backbone_hidden,
+        "text_config": {**theirs["text_config"], **text},
     }
-    raw = {"model_type": config.model_type, "backbone_hidden_size": config.backbone_hidden, "text_config": text, **head}
-    raw |= {
-        "architectures": [names.get(config.model_type, "OutriderDrafter")],
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    if config.model_type in ASSISTANT_TYPES:  # keys unknown to transformers stay out of its config
-        raw |= {k: own[k] for k in ("target_hash",) if own[k] is not None}
-        return raw
-    return {**raw, "style": "gemma", **own}
 
 
 def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
