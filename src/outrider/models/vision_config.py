@@ -12,6 +12,7 @@ from typing import Literal
 
 from .config import Foreign, misread, text_part
 
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 IMAGE_TOKENS = (70, 140, 280, 560, 1120)  # soft-token budgets that the checkpoints were trained with
 NO_MMPROJ = "this model takes no images: no mmproj file lies next to the GGUF file"
 NO_VISION = "this model takes no images: its checkpoint has no vision weights"
@@ -72,20 +73,17 @@ class VisionConfig:
             return None  # a truncated vocabulary: no text can contain the image token
         return config
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> Shapes:
         """The checkpoint's tensors by name, without the wrapping `model.`, and their shapes."""
         d, wide = self.hidden, self.side**2 * 3
         if self.kind == "siglip":
             return self._siglip_tensors()
         last = {"embed_vision.embedding_projection.weight": (self.text_hidden, d)}
         if self.kind == "unified":
-            norms = {"patch_ln1": wide, "patch_ln2": d, "pos_norm": d}
-            shapes: dict[str, tuple[int, ...]] = {
-                f"vision_embedder.{n}.{p}": (size,) for n, size in norms.items() for p in ("weight", "bias")
-            }
-            dense = {"patch_dense.weight": (d, wide), "patch_dense.bias": (d,), "pos_embedding": (self.positions, 2, d)}
-            return {**shapes, **{f"vision_embedder.{n}": shape for n, shape in dense.items()}, **last}
-        shapes = {
+            parts = {"patch_ln1": (wide,), "patch_ln2": (d,), "pos_norm": (d,), "patch_dense": (d, wide)}
+            table = {"vision_embedder.pos_embedding": (self.positions, 2, d)}
+            return {**_biased({f"vision_embedder.{name}": shape for name, shape in parts.items()}), **table, **last}
+        shapes: Shapes = {
             "vision_tower.patch_embedder.input_proj.weight": (d, self.patch**2 * 3),
             "vision_tower.patch_embedder.position_embedding_table": (2, self.positions, d),
         }
@@ -109,25 +107,19 @@ class VisionConfig:
             shapes |= {"vision_tower.std_bias": (d,), "vision_tower.std_scale": (d,)}
         return {**shapes, **last}
 
-    def _siglip_tensors(self) -> dict[str, tuple[int, ...]]:
-        d, wide = self.hidden, self.intermediate
-        tower = "vision_tower."
-        shapes: dict[str, tuple[int, ...]] = {
-            f"{tower}embeddings.patch_embedding.weight": (d, 3, self.patch, self.patch),
-            f"{tower}embeddings.patch_embedding.bias": (d,),
-            f"{tower}embeddings.position_embedding.weight": (self.positions, d),
-            f"{tower}post_layernorm.weight": (d,), f"{tower}post_layernorm.bias": (d,),
-            "multi_modal_projector.mm_soft_emb_norm.weight": (d,),
-            "multi_modal_projector.mm_input_projection_weight": (d, self.text_hidden),
-        }  # fmt: skip
+    def _siglip_tensors(self) -> Shapes:
+        d, wide, tower = self.hidden, self.intermediate, "vision_tower."
+        biased: Shapes = {f"{tower}embeddings.patch_embedding": (d, 3, self.patch, self.patch)}
         for i in range(self.layers):
             here = f"{tower}encoder.layers.{i}."
-            for name in ("layer_norm1", "layer_norm2"):
-                shapes |= {f"{here}{name}.weight": (d,), f"{here}{name}.bias": (d,)}
-            linears = {f"self_attn.{n}_proj": (d, d) for n in ("q", "k", "v", "out")}
-            for name, shape in {**linears, "mlp.fc1": (wide, d), "mlp.fc2": (d, wide)}.items():
-                shapes |= {f"{here}{name}.weight": shape, f"{here}{name}.bias": shape[:1]}
-        return shapes
+            biased |= {f"{here}layer_norm{n}": (d,) for n in (1, 2)}
+            biased |= {f"{here}self_attn.{n}_proj": (d, d) for n in ("q", "k", "v", "out")}
+            biased |= {f"{here}mlp.fc1": (wide, d), f"{here}mlp.fc2": (d, wide)}
+        return _biased({**biased, f"{tower}post_layernorm": (d,)}) | {
+            f"{tower}embeddings.position_embedding.weight": (self.positions, d),
+            "multi_modal_projector.mm_soft_emb_norm.weight": (d,),
+            "multi_modal_projector.mm_input_projection_weight": (d, self.text_hidden),
+        }
 
     def flops(self, tokens: int) -> float:
         """Arithmetic of one image of `tokens` soft tokens."""
@@ -143,6 +135,11 @@ class VisionConfig:
 
 
 CLIPS = ("input_min", "input_max", "output_min", "output_max")
+
+
+def _biased(modules: Shapes) -> Shapes:
+    """Weights and biases of modules, from the shapes of their weights."""
+    return {f"{n}.{end}": s if end == "weight" else s[:1] for n, s in modules.items() for end in ("weight", "bias")}
 
 
 def _gemma4(raw: Foreign, vision: Foreign, unified: bool) -> VisionConfig:
