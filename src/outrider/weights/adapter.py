@@ -19,8 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..models.config import ForeignDict, ModelConfig
@@ -287,6 +285,8 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
     changed. The sum is computed in float32 and rounded once to the stored dtype. The files keep their names and their
     order; other files are copied. A quantised checkpoint is refused: rounding the sum to few bits would lose the
     adapter."""
+    from safetensors import SafetensorError
+
     files = hub.resolve(model)
     if files.gguf is not None or recipe(files.config, files.name) is not None:
         what = "a GGUF file" if files.gguf is not None else "quantised"
@@ -314,6 +314,9 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
 
 
 def _merge_shard(source: Path, to: Path, file: LoraFile) -> set[str]:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
     tensors, changed = {}, set[str]()
     with safe_open(source, framework="pt") as stored:
         metadata = stored.metadata() or {"format": "pt"}
