@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE, until
 from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.ops.reference import as_tensor
-from outrider.train import forecast, memory, run
+from outrider.train import forecast, run
 from outrider.train.answers import read_answers
 from outrider.train.data import Sequences
 from outrider.train.evaluate import Judge
@@ -176,7 +176,7 @@ def test_what_cannot_be_done_in_time_is_refused_before_it_begins(
     world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, data = world
-    monkeypatch.setattr(memory, "timed", lambda work: (1e4, 1e4))  # a machine of another century
+    monkeypatch.setattr(forecast, "timed", lambda work: (1e4, 1e4))  # a machine of another century
     monkeypatch.setattr(run, "answering_engine", None)  # nothing is loaded for the forecast
     with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes"):
         run.train(job(target, data, tmp_path, minutes=1.0), QUIET)
@@ -223,7 +223,7 @@ def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
 ) -> None:
     """As a CPU trains for a large model; it must learn all the same, and a run that continues keeps its sizes."""
     target, data = world
-    monkeypatch.setattr(memory, "CPU_SCORED", 96)
+    monkeypatch.setattr(forecast, "CPU_SCORED", 96)
     more = settings(steps=60, unroll=3, log_every=10, lr=4e-3, warmup_steps=5)
     result = run.train(job(target, data, tmp_path, **more), QUIET)
     sizes = json.loads((tmp_path / "sizes.json").read_text())
@@ -231,7 +231,7 @@ def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in rows if "loss" in r]
     assert losses[-1] < 0.8 * losses[0] and result["full"]["tokens_per_cycle"][4] > 1.5
-    monkeypatch.setattr(memory, "CPU_SCORED", 10**6)
+    monkeypatch.setattr(forecast, "CPU_SCORED", 10**6)
     more = settings(steps=62, unroll=3, log_every=10, lr=4e-3, warmup_steps=5)
     run.train(job(target, data, tmp_path, **more), QUIET)
     assert json.loads((tmp_path / "sizes.json").read_text()) == sizes

@@ -30,12 +30,11 @@ from ..models.inspect import kv_bytes
 from ..prompts import mend_end
 from ..types import OutriderError, SamplingParams, bad_input, require
 from .clock import Stop
-from .config import TrainConfig
+from .config import CPU_SLOTS, GPU_SLOTS, TrainConfig
 from .data import Sequences
-from .memory import free_bytes
+from .forecast import free_bytes
 from .target import Described
 
-CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences at a time that each device is good at
 ADAPTER = "trained-for"  # the name of the target's adapter in the engine that answers
 HELD_EVERY = 5  # one answer in this many is held out while there are held-out prompts left
 Report = Callable[[int, int, int, float], None]  # answers done, answers in all, tokens made now, seconds

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 from ..types import OutriderError
 
 Say = Callable[[str], None]
+CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences answered at a time that each device is good at
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,10 @@ from .forecast import (
     Forecast,
     RunCosts,
     RunPlan,
+    Sizes,
     check,
+    torch_dtype,
 )
-from .memory import Sizes, torch_dtype
 from .net import DrafterModule, TrainNet
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row

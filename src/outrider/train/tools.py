@@ -19,9 +19,9 @@ from ..weights.files import fingerprint, open_source
 from ..weights.load import translate
 from ..weights.quant_scheme import recipe
 from ..weights.source import tensor
-from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
+from .answers import Task, answer_tasks, answering_engine, as_sequences
 from .block_net import BlockModule, drafter_config, load_net
-from .config import EvalConfig, Say
+from .config import CPU_SLOTS, GPU_SLOTS, EvalConfig, Say
 from .data import Sequences
 from .evaluate import Judge, best_k, summary
 from .export import LAYOUTS, Json, block_dict, read_json, write_folder

@@ -32,8 +32,8 @@ from .clusters import cluster_loss, cluster_of
 from .config import TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch, prefetch
 from .export import Json
+from .forecast import GPU_ANCHORS, Sizes
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
-from .memory import GPU_ANCHORS, Sizes
 from .net import TrainNet
 
 Row = Json  # of the log

@@ -19,31 +19,29 @@ from typer.main import get_command
 
 from outrider.cli.main import app
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.train import capture, finish, memory
+from outrider.train import capture, finish, forecast
 from outrider.train.clock import Budget, Stop
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences, make_batch
 from outrider.train.design import default_clusters, plain, spread_reads
 from outrider.train.forecast import (
-    FEWEST_STEPS,
-    FEWEST_TOKENS,
-    SUSTAINED,
-    Forecast,
-    RunCosts,
-    RunPlan,
-    check,
-    least_minutes,
-)
-from outrider.train.memory import (
     CPU_SCORED,
     EFFICIENCY,
     FEWEST_ANCHORS,
+    FEWEST_STEPS,
+    FEWEST_TOKENS,
     GPU_ANCHORS,
+    SUSTAINED,
+    Forecast,
     MachineSpeed,
+    RunCosts,
+    RunPlan,
     Sizes,
     Work,
+    check,
     choose_sizes,
     free_bytes,
+    least_minutes,
     timed,
 )
 from outrider.train.recipes import Recipe, read_recipe
@@ -150,9 +148,9 @@ def test_a_load_is_counted_once_and_the_first_call_is_not(monkeypatch: pytest.Mo
 def test_a_busy_machine_is_slower_in_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a forecast that took the quickest moment of a loaded machine for its speed, and one that took the load
     into account twice in what the loss costs."""
-    monkeypatch.setattr(memory, "timed", lambda work: (0.01, 0.01))
+    monkeypatch.setattr(forecast, "timed", lambda work: (0.01, 0.01))
     idle = MachineSpeed.measure("cpu", torch.float32, 64)
-    monkeypatch.setattr(memory, "timed", lambda work: (0.04, 0.01))
+    monkeypatch.setattr(forecast, "timed", lambda work: (0.04, 0.01))
     busy = MachineSpeed.measure("cpu", torch.float32, 64)
     assert (busy.rate, busy.bandwidth, busy.pair) == pytest.approx((idle.rate / 4, idle.bandwidth / 4, idle.pair * 4))
     assert (idle.share, busy.share) == pytest.approx((1.0, 0.25))
