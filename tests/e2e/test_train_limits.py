@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE, until
 from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.ops.reference import as_tensor
-from outrider.train import forecast, run
+from outrider.train import answers, forecast, run
 from outrider.train.answers import read_answers
 from outrider.train.data import Sequences
 from outrider.train.evaluate import Judge
@@ -177,7 +177,7 @@ def test_what_cannot_be_done_in_time_is_refused_before_it_begins(
 ) -> None:
     target, data = world
     monkeypatch.setattr(forecast, "timed", lambda work: (1e4, 1e4))  # a machine of another century
-    monkeypatch.setattr(run, "answering_engine", None)  # nothing is loaded for the forecast
+    monkeypatch.setattr(answers, "answering_engine", None)  # nothing is loaded for the forecast
     with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes"):
         run.train(job(target, data, tmp_path, minutes=1.0), QUIET)
     assert not (tmp_path / "checkpoint.pt").exists() and not (tmp_path / "spent.json").exists()
@@ -188,7 +188,7 @@ def test_a_run_that_could_not_train_says_so_and_fails(
 ) -> None:
     """The forecast was wrong (a machine that became busy): three steps are made in all the minutes."""
     target, data = world
-    monkeypatch.setattr(run, "check", lambda *_: "plenty of steps")
+    monkeypatch.setattr(forecast, "check", lambda *_: "plenty of steps")
     monkeypatch.setattr(Trainer, "share", lambda self, passed: 1.0 if self.progress.step >= 3 else 0.0)
     monkeypatch.setattr(sys, "argv", ["outrider", *endless(target, data, tmp_path)[3:], "--minutes", "9"])
     with pytest.raises(SystemExit) as stop:

@@ -33,35 +33,12 @@ from ..models.inspect import model_size
 from ..prompts import read_prompts
 from ..types import OutriderError, bad_input, require
 from ..weights.sizes import stored_size
-from . import design, finish
-from .answers import (
-    Task,
-    answer_tasks,
-    answering_engine,
-    append_answers,
-    as_sequences,
-    heldout_prompts,
-    plan_tasks,
-    read_answers,
-)
+from . import answers, design, finish, forecast
 from .block_net import load_net, start_block
 from .clock import Budget, Stop, listening
 from .config import CHANGEABLE, Say, TrainConfig
 from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import read_json, write_json
-from .forecast import (
-    ANSWER_SHARE,
-    CPU_ANSWER_SHARE,
-    EXPORT_SECONDS,
-    FINISH_SHARE,
-    HANDFUL,
-    Forecast,
-    RunCosts,
-    RunPlan,
-    Sizes,
-    check,
-    torch_dtype,
-)
 from .net import DrafterModule, TrainNet
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row
@@ -125,7 +102,7 @@ class TrainRun:
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
-        target = open_target(known, job.device, torch_dtype(job))
+        target = open_target(known, job.device, forecast.torch_dtype(job))
         data, aside = split(whole, prompts.index[self.held(prompts)])
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
@@ -167,7 +144,7 @@ class TrainRun:
     # ---- data ------------------------------------------------------------------------------------------------------
     def held(self, prompts: Sequences) -> np.ndarray:
         """Indices of the held-out prompts."""
-        return heldout_prompts(prompts, self.job.heldout, read_json(self.job.out / "prompts.json").get("lines"))
+        return answers.heldout_prompts(prompts, self.job.heldout, read_json(self.job.out / "prompts.json").get("lines"))
 
     def prompts(self, known: Described) -> Sequences:
         job, kept = self.job, self.job.out / "prompts.npz"
@@ -213,8 +190,8 @@ class TrainRun:
             if self.stop.asked:
                 return None
             held = prompts.index[self.held(prompts)]
-            answers = list(read_answers(job.out / "answers.jsonl").values())
-            made = as_sequences(prompts, answers, known.config.vocab_size)
+            told = list(answers.read_answers(job.out / "answers.jsonl").values())
+            made = answers.as_sequences(prompts, told, known.config.vocab_size)
             Sequences.join([made, *(carried(p, job, held) for p in job.carry)]).save(kept)
         return Sequences.load(kept)
 
@@ -230,15 +207,15 @@ class TrainRun:
             self.progress("answering", done, count, f"{tokens} tokens, {tokens / took:.0f} tok/s")
 
         self.progress("loading the engine", 0, 1, "")
-        with answering_engine(known, job.device, torch_dtype(job), job.slots, longest) as engine:
+        with answers.answering_engine(known, job.device, forecast.torch_dtype(job), job.slots, longest) as engine:
             ends = time.perf_counter() + self.answer_seconds
-            asked = (engine, prompts, tasks, job.max_new, read_answers(path))
-            append_answers(path, answer_tasks(*asked, report=report, deadline=ends, stop=self.stop))
+            asked = (engine, prompts, tasks, job.max_new, answers.read_answers(path))
+            answers.append_answers(path, answers.answer_tasks(*asked, report=report, deadline=ends, stop=self.stop))
         self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
 
-    def tasks(self, prompts: Sequences) -> list[Task]:
+    def tasks(self, prompts: Sequences) -> list[answers.Task]:
         """All requested answers."""
-        return plan_tasks(len(prompts), self.held(prompts), self.job, category_weights(self.job, prompts))
+        return answers.plan_tasks(len(prompts), self.held(prompts), self.job, category_weights(self.job, prompts))
 
     @property
     def answer_share(self) -> float:
@@ -246,7 +223,7 @@ class TrainRun:
         job = self.job
         if job.answer_minutes is not None and job.minutes is not None:
             return min(1.0, job.answer_minutes / job.minutes)
-        return ANSWER_SHARE if job.cuda else CPU_ANSWER_SHARE
+        return forecast.ANSWER_SHARE if job.cuda else forecast.CPU_ANSWER_SHARE
 
     @property
     def answer_seconds(self) -> float:
@@ -260,12 +237,12 @@ class TrainRun:
         job = self.job
         if not self.counts and not job.cuda:
             tokens = float(len(self.tasks(prompts)) * job.max_new)
-            chosen = RunPlan.of(job, known.config, int(tokens + prompts.lengths.sum()))
-            costs = RunCosts.of(job, chosen, known.config, stored_size(known.files, known.config), tokens)
+            chosen = forecast.RunPlan.of(job, known.config, int(tokens + prompts.lengths.sum()))
+            costs = forecast.RunCosts.of(job, chosen, known.config, stored_size(known.files, known.config), tokens)
             if job.minutes is not None:
-                made = Forecast.of(costs, 60 * job.minutes - self.budget.spent, self.answer_share)
+                made = forecast.Forecast.of(costs, 60 * job.minutes - self.budget.spent, self.answer_share)
                 write_json(job.out / "forecast.json", {**asdict(made), "costs": asdict(costs)})
-                self.say(check(costs, job.minutes, self.budget.spent, self.answer_share))
+                self.say(forecast.check(costs, job.minutes, self.budget.spent, self.answer_share))
             else:
                 self.say(
                     f"this will take about {costs.seconds(tokens, job.steps) / 60:.0f} minutes here; --minutes N ends "
@@ -323,7 +300,7 @@ class TrainRun:
         result["steps"] = trainer.progress.step
         if len(aside) and "full" not in result:
             self.say("not evaluated: the time was over")
-        if job.minutes is not None and trainer.progress.step < HANDFUL:
+        if job.minutes is not None and trainer.progress.step < forecast.HANDFUL:
             result["too_few_steps"] = True
             self.say(
                 f"only {trainer.progress.step} steps in the time there was: this drafter has learnt nothing; allow "
@@ -339,13 +316,13 @@ class TrainRun:
             self.say(f"drafter written to {job.out / 'drafter'}")
         return result
 
-    def sizes(self, target: TrainTarget, data: Sequences) -> Sizes:
+    def sizes(self, target: TrainTarget, data: Sequences) -> forecast.Sizes:
         """Chosen once per run: a resumed run must make the same batches as before."""
         path = self.job.out / "sizes.json"
         if not path.exists():
-            write_json(path, asdict(RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes))
+            write_json(path, asdict(forecast.RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes))
         with bad_input(TypeError, lambda _: f"{path}: not the sizes of a run: delete it, or choose another --out"):
-            return Sizes(**read_json(path))
+            return forecast.Sizes(**read_json(path))
 
     def start(self, target: TrainTarget, data: Sequences, anchors: int) -> TrainNet:
         job, model = self.job, target.model
@@ -383,11 +360,11 @@ class TrainRun:
         """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best
         evaluation they stay the same: scores of others could not be compared with it."""
         if not len(aside):
-            return aside, EXPORT_SECONDS
+            return aside, forecast.EXPORT_SECONDS
         path = self.job.out / "judged.json"
         kept = read_json(path).get("answers") if (self.job.out / "best.pt").exists() else None
         if self.job.minutes is None:
-            return self.judged(path, aside, kept or len(aside)), EXPORT_SECONDS
+            return self.judged(path, aside, kept or len(aside)), forecast.EXPORT_SECONDS
         few = 1
         if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
             few = PROBE_ANSWERS
@@ -397,10 +374,10 @@ class TrainRun:
         began = time.perf_counter()
         finish.judge(model, net, tried, self.job.temperature)
         each = (time.perf_counter() - began) / max(1, tried.answer_tokens)
-        allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
+        allowed = forecast.FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
         total = np.cumsum(aside.lengths - aside.prompts)
         chosen = self.judged(path, aside, kept or max(1, int(np.searchsorted(total, allowed, side="right"))))
-        return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
+        return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + forecast.EXPORT_SECONDS
 
     def judged(self, path: Path, aside: Sequences, count: int) -> Sequences:
         """`count` of the held-out answers; the number is stored."""
