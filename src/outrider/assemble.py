@@ -281,7 +281,8 @@ def _load_drafter(
     if is_block(files.config):
         mode = settings.quantize_drafter or settings.quantize
         note += f"; weights rounded to {mode}" if mode is not None else ""
-        made_block = BlockDrafter(load_block(files, target, dtype, load_format, seed, mode))
+        block = load_block(files, target, dtype, load_format=load_format, seed=seed, quantize=mode)
+        made_block = BlockDrafter(block)
         if load_format == "auto":
             made_block.profile = cards.read(Path(files.path), fingerprint(files)) or made_block.profile
             made_block.content = f"{fingerprint(files)} {mode}"

@@ -8,11 +8,11 @@ needs one pass too: slot j scores the tokens after every node at depth j. `load_
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from ..config import LoadFormat
 from ..models.block import BlockNet
 from ..models.block_config import BlockConfig
 from ..models.decoder import TextModel
@@ -21,7 +21,7 @@ from ..ops.reference import as_tensor
 from ..ops.trees import WIDTH, TreeRows, max_nodes
 from ..types import Draft, KVView, OutriderError
 from ..weights.files import Files
-from ..weights.load import load, translate
+from ..weights.load import LoadOptions, load, translate
 from .acceptance import BINS
 from .acceptance_profile import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, Score, confident_round, draft_round, padded
@@ -143,22 +143,15 @@ class BlockDrafter(Drafter):
         return step
 
 
-def load_block(
-    files: Files,
-    target: TextModel,
-    dtype: torch.dtype,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
-    quantize: str | None = None,
-) -> BlockNet:
+def load_block(files: Files, target: TextModel, dtype: torch.dtype, **how: Unpack[LoadOptions]) -> BlockNet:
     """quantize: the format of dense matrices; then also a copy of the target's head, if the drafter shares it."""
     config = translate(BlockConfig.from_hf, files).bound(target.config)
     if (files.path / "mask_embedding.pt").is_file():
         raise OutriderError(f"{files.name}: a mask embedding in a file of its own (mask_embedding.pt) is not supported")
-    ops, device = target.ops, target.device
-    mode = quantize or ops.capabilities.draft_format
-    _, weights = load(files, config, device, dtype, ops, quantize=mode, load_format=load_format, seed=seed)
-    if "d2t" in weights and load_format == "auto":
+    ops, device, quantize = target.ops, target.device, how.get("quantize")
+    rounded: LoadOptions = {**how, "quantize": quantize or ops.capabilities.draft_format}
+    _, weights = load(files, config, device, dtype, ops, **rounded)
+    if "d2t" in weights and how.get("load_format") != "dummy":
         order = torch.arange(config.draft_vocab, device=device)
         if files.gguf is not None:  # the ids themselves there, not offsets
             weights["d2t"] = as_tensor(weights["d2t"]) - order
