@@ -21,7 +21,8 @@ Box = deque[Event | OutriderError]
 class SharedEngine:
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._turns = threading.Condition()
+        self._lock = threading.RLock()
+        self._turns = threading.Condition(self._lock)
         self._stepping = False  # one of the callers runs a step
         self._joining = 0  # callers that wait to submit requests
         self._waiting = 0  # callers that wait for another caller's step
@@ -52,7 +53,7 @@ class SharedEngine:
                 self._step()
 
     def _join(self, requests: Sequence[Request], box: Box) -> None:
-        with self._turns:
+        with self._lock:
             self._joining += 1
             try:
                 self._turns.wait_for(lambda: not self._stepping)
@@ -66,18 +67,18 @@ class SharedEngine:
                 self._turns.notify_all()
 
     def _wait_or_step(self, box: Box) -> None:
-        with self._turns:
-            self._waiting += 1
+        with self._lock:
             while not box and (self._stepping or self._joining):
+                self._waiting += 1
                 self._turns.wait()
-            self._waiting -= 1
+                self._waiting -= 1
             if box:
                 return  # another caller's step has produced it
             self._stepping = True
         self._step()
 
     def _take_turn(self) -> bool:
-        with self._turns:
+        with self._lock:
             if self._stepping or self._joining:
                 return False
             self._stepping = True
@@ -96,7 +97,7 @@ class SharedEngine:
             self._fail(error)
             raise
         finally:
-            with self._turns:
+            with self._lock:
                 self._stepping = False
                 if self._waiting or self._joining:
                     self._turns.notify_all()
