@@ -36,28 +36,26 @@ class OutputProcessor:
     def take(self, tokens: Sequence[int], room: int) -> Accepted:
         """`room`: how many more tokens the output may have, at least 1."""
         texts: list[str] = []
+        params, detok = self._params, self._detok
         for token in tokens:
             self._count += 1
-            ended = token in self.end_token_ids and self._count >= self._params.min_tokens
-            finish, error = "stop" if ended else ("length" if len(texts) + 1 >= room else None), None
+            ended = token in self.end_token_ids and self._count >= params.min_tokens
+            finish, error, found = "stop" if ended else ("length" if len(texts) + 1 >= room else None), None, None
             if self.matcher is not None:
                 self.matcher.advance([token])
                 error = self.matcher.failed
                 finish = finish if error is None else "error"
-            text, found = self._text(token, ended, finish is not None), None
-            if self._params.stop:
+            # the token that ends an answer is not part of its text
+            text = "" if ended or detok is None else detok.push((token,))
+            if finish is not None and detok is not None:
+                text += detok.flush()
+            if params.stop:
                 text, found = self._until_stop(text, finish is not None)
                 finish = "stop" if found is not None and error is None else finish
             texts.append(text)
             if finish is not None:
                 return Accepted(texts, finish, error, found)
         return Accepted(texts)
-
-    def _text(self, token: int, ended: bool, last: bool) -> str:
-        if self._detok is None:
-            return ""
-        text = "" if ended else self._detok.push((token,))  # the token that ends an answer is not part of its text
-        return text + self._detok.flush() if last else text
 
     def _until_stop(self, text: str, last: bool) -> tuple[str, str | None]:
         """The part of the text that may be emitted, and the stop string that ended it."""
