@@ -169,7 +169,7 @@ class Engine:
         self.validate(request)
         params = request.params
         seq = Seq(request, self.clock(), list(request.prompt), adapter=self._adapter(request.adapter))
-        seq.drafts_from_hidden = self.policy.drafts_from_hidden(seq)
+        self.policy.admit(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         matcher = params.grammar.matcher() if params.grammar is not None else None
         seq.answer = OutputProcessor(params, self.eos, detok, matcher)
@@ -233,8 +233,10 @@ class Engine:
         if self.store.disk is not None:
             self.store.disk.drain()
         batch = self.scheduler.plan(self.policy.plan)
-        if any([item.plan.stop or item.plan.drop for item in batch.decode]):
-            batch.trust = self.policy.trust([item.seq for item in batch.decode])
+        for item in batch.decode:
+            if item.plan.stop or item.plan.drop:
+                batch.trust = self.policy.trust(batch.decode)
+                break
         self.timer.begin()
         executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:

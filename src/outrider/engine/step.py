@@ -61,6 +61,9 @@ class Seq:
     adapter: Adapter | None = None  # its LoRA adapter; held until it ends
     # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
     has_features: bool = False
+    draft_tokens: int | None = 0  # the requested K; None: the controller chooses
+    offered: Mapping[str, int] = field(default_factory=dict)  # the maximum K of each network drafter it may use
+    tree_nodes: int = 0  # the maximum tokens of its draft trees; 0: chains
     # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
     drafts_from_hidden: bool = False
     stats: RequestStats = field(default_factory=RequestStats)
@@ -68,19 +71,18 @@ class Seq:
     restoring: Iterator[None] | None = None  # reads its prefix back from disk, a part per step, before it is admitted
     paused: bool = False  # its output is not being read
     num_inflight_tokens: int = 0  # maximum tokens that a step in flight may add (the host reads one step behind)
+    id: str = field(init=False)
     answer: OutputProcessor = field(init=False)  # the engine's own data: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
     altered: bool = field(init=False)  # history or masks change its logits before a token is chosen
+    temperature_only: bool = field(init=False)  # neither these nor filters
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
 
     def __post_init__(self) -> None:
-        self.altered, self.prompt_len = self.request.params.altered, len(self.request.prompt)
+        self.id, self.prompt_len = self.request.id, len(self.request.prompt)
+        self.altered, self.temperature_only = self.request.params.altered, self.request.params.temperature_only
         self.max_total_tokens = self.prompt_len + self.request.params.max_tokens
-
-    @property
-    def id(self) -> str:
-        return self.request.id
 
     @property
     def cache_keys(self) -> Sequence[int]:

@@ -12,7 +12,7 @@ from .acceptance import CycleStats, PositionStats
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (CostPart)
 READING = 48  # unread tokens of the round by which reading is timed
-# default maximum tokens of a tree (DraftPolicy._nodes says where there are trees at all)
+# default maximum tokens of a tree (DraftPolicy.admit says where there are trees at all)
 AUTO_NODES = MAX_DRAFT
 
 
