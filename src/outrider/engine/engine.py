@@ -240,7 +240,7 @@ class Engine:
         self.timer.begin()
         executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
-            pending = executor.launch(plan) if batch else None
+            pending = executor.launch(plan) if batch.decode or batch.prompts else None
             if pending is not None and (batch.prompts or pending.inflight_tokens):
                 self._launched(pending)
             if self._pending is not None:
@@ -251,8 +251,8 @@ class Engine:
                 self._complete()
         else:
             self._complete()  # it was planned before the step in flight was read: plan again
-        while self.controller.warnings:
-            log.warning(self.controller.warnings.pop(0))
+        while self.policy.controller.warnings:
+            log.warning(self.policy.controller.warnings.pop(0))
         self._metrics.steps += 1
         self._metrics.step_seconds += self.clock() - began
         events, self._events = self._events, []
@@ -277,10 +277,11 @@ class Engine:
             return
         emitted, now = pending.executor.read(pending), self.clock()
         for i, (item, brought) in enumerate(zip(pending.batch.decode, emitted)):
-            if item.seq.cache is pending.holders[i]:
-                if pending.inflight_tokens:
-                    item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
-                self._commit(item, brought, now)
+            if pending.inflight_tokens:
+                if item.seq.cache is not pending.holders[i]:
+                    continue
+                item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
+            self._commit(item, brought, now)
         self.timer.observe(pending, now)
 
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
@@ -293,7 +294,7 @@ class Engine:
             seq.first_token_at, seq.stats.ttft_s, seq.stats.first_emitted = now, now - seq.arrived, n
         seq.stats.decode_s = now - seq.first_token_at
         self._metrics.count(seq, n, brought, item.plan.drafter)
-        self.controller.observe(seq.id, item.plan.drafter, drafted, accepted, brought.confidence, tree)
+        self.policy.controller.observe(seq.id, item.plan.drafter, drafted, accepted, brought.confidence, tree)
         if drafted:
             whole = accepted == drafted if tree is None else not tree.path or tree.path[-1] not in tree.parents
             kinds = ["accepted"] * accepted + ["bonus" if accepted and whole else "corrected"]
@@ -307,7 +308,8 @@ class Engine:
         seq.has_features = True
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
-        event = Event(seq.id, tokens, kinds, taken.texts, logprobs, tree=tree, drafts=brought.drafts)
+        event = Event(seq.id, tokens, kinds, taken.texts, logprobs)
+        event.tree, event.drafts = tree, brought.drafts
         if taken.finish is not None:
             event.error, event.stopped_by = taken.error, taken.stopped_by
             self._finish(seq, event, taken.finish)

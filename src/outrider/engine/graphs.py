@@ -310,6 +310,7 @@ class GraphExecutor(Executor):
         pending.payload = self._replay(plan.graph)
         pending.width, pending.context, pending.tree = key.k, plan.context, key.nodes > 0
         pending.inflight_tokens = [item.plan.k + 1 for item in batch.decode]
+        pending.holders = [item.seq.held for item in batch.decode]
         return pending
 
     def _replay(self, captured: CapturedGraph) -> Copied:

@@ -60,18 +60,20 @@ class Scheduler:
     def plan(self, choose: Callable[[list[Seq]], list[DraftPlan]]) -> StepBatch:
         """`choose` returns drafter and K for each decoding sequence."""
         batch, before = StepBatch(), self.preemptions
-        self._admit()
-        ready = [
-            s
-            for s in self.running
-            if s.computed == len(s.tokens) - 1 and not s.paused and not (s.num_inflight_tokens and self._may_be_over(s))
-        ]
-        for seq, plan in zip(ready, choose(ready) if ready else []):
+        if self.waiting:
+            self._admit()
+        ready: list[Seq] = []
+        for seq in self.running:
+            over = seq.num_inflight_tokens and self._may_be_over(seq)
+            if seq.computed == len(seq.tokens) - 1 and not seq.paused and not over:
+                ready.append(seq)
+        for seq, plan in zip(ready, choose(ready) if ready else ()):
             if seq.cache is not None:  # else an older one has preempted it in this step
                 self._decode(batch, seq, plan)
-        made_up = self.prefill.with_decodes if ready else 1 << 30
-        self._overdrawn = max(0, self._overdrawn - made_up)
-        self._charged = {client: rows - made_up for client, rows in self._charged.items() if rows > made_up}
+        if self._overdrawn or self._charged:
+            made_up = self.prefill.with_decodes if ready else 1 << 30
+            self._overdrawn = max(0, self._overdrawn - made_up)
+            self._charged = {client: rows - made_up for client, rows in self._charged.items() if rows > made_up}
         if len(ready) < len(self.running):
             self._prompts(batch, ready)
         if self.preemptions != before:
@@ -82,20 +84,20 @@ class Scheduler:
 
     def _decode(self, batch: StepBatch, seq: Seq, plan: DraftPlan) -> None:
         """Schedule a decoding sequence if pages can be reserved. The plan may have been made some steps ago."""
-        if len(seq.tokens) + plan.nodes > self.max_context:
-            plan = plan._replace(nodes=0)
-        ahead = plan.max_drafted
-        if plan.drafter in self.block_rows:
-            ahead = max(ahead, self.block_rows[plan.drafter] - 1)
-            if len(seq.tokens) + ahead > self.max_context:
+        size, slot, ahead = len(seq.tokens), seq.held.slot, 0
+        if plan.k:
+            if size + plan.nodes > self.max_context:
+                plan = plan._replace(nodes=0)
+            ahead = max(plan.max_drafted, self.block_rows.get(plan.drafter, 0) - 1)
+            if plan.drafter in self.block_rows and size + ahead > self.max_context:
                 plan, ahead = NO_DRAFT, 0
-        if not self._reserve(seq, len(seq.tokens) + seq.num_inflight_tokens + ahead):
+        if not self._reserve(seq, size + seq.num_inflight_tokens + ahead):
             return
         guess: Sequence[int] | None = None
         if plan.drafter == "ngram" and seq.ngram is not None:
             guess = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
             plan = plan._replace(nodes=0) if guess else NO_DRAFT  # else the match has ended since
-        batch.decode.append(ScheduledSeq(seq, seq.held.slot, len(seq.tokens) - 1, plan=plan, guess=guess))
+        batch.decode.append(ScheduledSeq(seq, slot, size - 1, 1, True, plan, guess))
 
     def _prompts(self, batch: StepBatch, decoding: list[Seq]) -> None:
         budget, beside = self.prefill.tokens(len(decoding), sum(s.computed < len(s.tokens) - 1 for s in self.running))

@@ -129,15 +129,14 @@ class Seq:
         return self.max_total_tokens - len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScheduledSeq:
+class ScheduledSeq(NamedTuple):
     """One sequence's rows in a step: a prompt chunk of `count` rows from position `start` on, or its newest token at
     `start` (one later for every token that a step in flight may add) and the drafted ones."""
 
     seq: Seq
     slot: int
     start: int
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]
     # The output is read: of every row of a decoding item, and of the last row of a chunk that a draft starts from.
     # Other rows compute no more than their K/V (types.OutputRows).
     wanted: bool = True
@@ -152,9 +151,6 @@ class StepBatch:
     decode: list[ScheduledSeq] = field(default_factory=list)
     # acceptance by a drafter's confidence, of the drafters whose drafts may end themselves
     trust: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.prompts or self.decode)
 
     @property
     def adapted(self) -> bool:
@@ -182,7 +178,7 @@ class Emitted(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched and not yet read. It records who held each slot, which may be reused before."""
+    """A step that was launched and not yet read."""
 
     executor: Executor
     batch: StepBatch
@@ -191,12 +187,10 @@ class PendingStep:
     width: float = 0.0  # drafted tokens per sequence, as the cost table counts them
     context: int = 0  # positions, likewise
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
-    inflight_tokens: list[int] = field(default_factory=list)
+    # of a step that is read after the next was launched: the most tokens that each sequence may gain by it,
+    inflight_tokens: Sequence[int] = ()
+    holders: Sequence[SeqCache] = ()  # and who held each slot, which may be reused before
     payload: object = None  # the executor's own
-    holders: list[SeqCache] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.holders = [item.seq.held for item in self.batch.decode]
 
 
 class Executor(Protocol):

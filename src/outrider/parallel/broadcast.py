@@ -117,7 +117,7 @@ class Leader:
             known.cache, known.pages = seq.held, {}
         pages = new_pages(seq.held, known.pages)
         tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
-        bare = replace(item, seq=None)  # type: ignore[arg-type]
+        bare = item._replace(seq=None)  # type: ignore[arg-type]
         return SeqMessage(bare, seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
 
     def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
@@ -285,7 +285,7 @@ class Follower:
         if told.fresh:
             seq.cache = SeqCache(told.item.slot)
         self.engine.store.place(told.item.slot, told.fresh, told.pages)
-        return replace(told.item, seq=seq)
+        return told.item._replace(seq=seq)
 
 
 def follow(engine: Engine, team: ProcessGroup) -> None:

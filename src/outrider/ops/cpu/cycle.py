@@ -170,7 +170,7 @@ class CpuCycle:
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
                 told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            tokens, drafts = self.chosen[row : row + right + 1], self.guesses[at : at + k]
+            tokens, drafts = self.chosen[row : row + right + 1], self.guesses[at : at + k] if k else []
             out.append(CycleResult(k, tokens, sure, tree, told, drafts))
             row += k + 1
         return out
