@@ -180,7 +180,7 @@ def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_ite
         "kv_bytes_per_token": round(kv_bytes),
         "draft_tokens": config.max_tokens,
     }
-    return drafter_report(config.kind, reason, kept.parameters, kept.total, target_token, **about), kept.total
+    return drafter_report(config.kind, reason, kept.parameters, kept.token, target_token, **about), kept.total
 
 
 def per_weight(config: ModelConfig, size: StoredSize) -> float:

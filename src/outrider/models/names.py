@@ -239,7 +239,7 @@ def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan
     eagle, other_width = config.kind == "eagle3", hidden != config.target_hidden
     if config.needs_own or other_width or "embed_tokens.weight" in stored:
         plan.add("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
-    if config.needs_own or other_width or drafted < vocab or "lm_head.weight" in stored:
+    if config.needs_own or other_width or drafted < vocab or any(name.startswith("lm_head.weight") for name in stored):
         plan.add("head", (drafted, hidden), "lm_head.weight")
     if drafted < vocab or "d2t" in stored:
         plan.add("d2t", (drafted,), "d2t", "index")

@@ -310,6 +310,7 @@ def dummy_weights(
         if cuts and name in cuts:
             tensor = shard_tensor(tensor, plan, cuts[name])
         stored = how(plan.sources[0].removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
-        rounded = None if stored is None else ops.pack_weights([stored.format.quantise(tensor)], device)
+        whole = stored is not None and plan.shape[-1] % max(1, stored.format.alignment()) == 0  # groups of columns
+        rounded = ops.pack_weights([stored.format.quantise(tensor)], device) if stored and whole else None
         weights[name] = transform(config, name, plan, tensor, ops, quantize) if rounded is None else rounded
     return weights

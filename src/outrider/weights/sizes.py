@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from ..models.block_config import BlockConfig
 from ..models.config import ModelConfig, text_part
 from ..models.names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
 from ..ops.formats import BLOCKS, Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
@@ -113,7 +114,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
 
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:
-    if only_looked_up(config, name):
+    if only_looked_up(config, name) or (name == "embed" and isinstance(config, BlockConfig)):
         return 1.0 / plan.shape[0]
     if isinstance(config, ModelConfig) and config.moe is not None and ".experts_" in name:
         return config.moe.top_k / config.moe.experts

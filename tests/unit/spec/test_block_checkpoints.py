@@ -10,11 +10,14 @@ import pytest
 import torch
 from tests.block_drafters import LAYOUTS, QWEN, net, tensors, write
 from tests.engines import tiny_model
+from tests.quantised import SCHEMES, compressed
 
 from outrider.models.block_config import BlockConfig, is_block
 from outrider.spec.block import load_block
 from outrider.types import OutriderError
 from outrider.weights.files import from_folder
+from outrider.weights.load import dummy_weights
+from outrider.weights.quant_scheme import recipe
 
 MODEL = tiny_model("llama")
 ZLAB, SPARK, EAGLE = LAYOUTS["z-lab"], LAYOUTS["dspark"], LAYOUTS["eagle3"]
@@ -126,6 +129,22 @@ def test_other_spellings(tmp_path: Path) -> None:
         assert set(other) != set(state)
         one, two = net(tmp_path / layout, raw, state, MODEL), net(tmp_path / f"{layout} other", raw, other, MODEL)
         assert all(torch.equal(w, two.weights[n]) for n, w in one.weights.items())  # type: ignore[arg-type]
+
+
+def test_a_packed_head_is_loaded_and_not_left_over(tmp_path: Path) -> None:
+    """Next to a tied target it was once dropped without a word, and the target's own used."""
+    scheme = SCHEMES["ct-int4-g32"][1]
+    state, head = tensors(ZLAB), torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    scheme = {**scheme, "ignore": ["re:^(?!lm_head)"]}
+    state |= {f"lm_head.{name}": part for name, part in compressed(4, 32, True)(head)[0].items()}
+    write(tmp_path, {**ZLAB, "quantization_config": scheme}, state)
+    for target in (MODEL, tiny_model("dense")):
+        assert "head" in load_block(from_folder(tmp_path, "packed"), target, torch.float32).weights
+
+
+def test_random_weights_whose_columns_are_no_whole_groups_stay_dense() -> None:
+    config, how = BlockConfig.from_hf(ZLAB), recipe({"quantization_config": SCHEMES["ct-int4-g128"][1]}, "tiny")
+    assert dummy_weights(config, "cpu", torch.float32, how=how)
 
 
 def test_what_is_no_block_drafter() -> None:

@@ -21,9 +21,11 @@ from outrider.ops.reference import as_tensor
 from outrider.spec.block import load_block
 from outrider.types import OutriderError
 from outrider.weights.files import from_gguf
+from outrider.weights.sizes import stored_size
 
 NAMES = {
     "fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output", "d2t": "d2t",
+    "embed_tokens": "token_embd",
     "markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
 }  # fmt: skip
 PARTS = {
@@ -105,6 +107,17 @@ def test_the_network_of_the_same_checkpoint(tmp_path: Path, layout: str) -> None
     assert said[0] == said[1] and got.weights.keys() == want.weights.keys()
     for name, weight in want.weights.items():
         torch.testing.assert_close(as_tensor(got.weights[name]), as_tensor(weight), rtol=0, atol=0)
+
+
+def test_a_draft_reads_one_row_of_an_embedding_of_its_own(tmp_path: Path) -> None:
+    state, raw = tensors(LAYOUTS["z-lab"]), LAYOUTS["z-lab"]
+    table = torch.ones(VOCAB, raw["hidden_size"])
+    sizes = []
+    for name, held in (("without", state), ("with", {**state, "embed_tokens.weight": table})):
+        files = from_gguf(write(tmp_path / f"{name}.gguf", "z-lab", held), "tiny")
+        sizes.append(stored_size(files, BlockConfig.from_hf(files.config)))
+    assert sizes[1].total - sizes[0].total == 4 * table.numel()
+    assert sizes[1].token - sizes[0].token == 4 * raw["hidden_size"]
 
 
 @pytest.mark.parametrize("quantise", ["Q8_0", "Q4_1"])
