@@ -106,9 +106,9 @@ def children(pid: int) -> list[int]:
 
 def test_others_are_served_while_a_bomb_is_tried_and_its_trial_ends_with_its_client() -> None:
     with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
-        post(s, response_format={"type": "json_object"})  # the nursery is up
-        nursery = s.model.grammars._sandbox
-        trials = lambda: [child for process in children(nursery._process.pid) for child in children(process)]
+        post(s, response_format={"type": "json_object"})  # the sandbox is up
+        sandbox = s.model.grammars._sandbox
+        trials = lambda: [child for process in children(sandbox._process.pid) for child in children(process)]
         schemas = [{"type": "integer", "multipleOf": 62615533 + 2 * i} for i in range(3)]
         forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
         bombs = [raw(s, request("/v1/chat/completions", {"messages": HI, "response_format": form})) for form in forms]
@@ -121,7 +121,7 @@ def test_others_are_served_while_a_bomb_is_tried_and_its_trial_ends_with_its_cli
         assert trials() == [bomb]
         for made in bombs:
             made.close()
-        until(lambda: not children(nursery._process.pid))
+        until(lambda: not children(sandbox._process.pid))
         until(lambda: not Path(f"/proc/{bomb}").exists())
         s.settle()
 

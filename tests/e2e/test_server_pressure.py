@@ -60,22 +60,22 @@ def stands_back(pid: int) -> bool:
 
 def test_long_texts_are_tokenised_elsewhere_to_the_same_ids() -> None:
     tok = tokenizer()
-    clerk = TokenizerProcess(lambda: tok.json, tok.ids_here)
-    tok.elsewhere = clerk.ids
+    child = TokenizerProcess(lambda: tok.json, tok.ids_here)
+    tok.elsewhere = child.ids
     long = "über 日本 🦊 <|im_end|> " * 600
     try:
         assert len(long) > text.LONG and tok.encode(long, bos=True) == tokenizer().encode(long, bos=True)
-        assert clerk._child._process is not None
+        assert child._child._process is not None
         tok.encode("short")
-        assert stands_back(clerk._child._process.pid)
-        os.kill(clerk._child._process.pid, signal.SIGKILL)
+        assert stands_back(child._child._process.pid)
+        os.kill(child._child._process.pid, signal.SIGKILL)
         assert tok.encode(long) == tok.encode(long) == TOK.encode(long)  # it may die: here, then in a new one
         assert tok.chat([{"role": "user", "content": long}]) == tokenizer().chat([{"role": "user", "content": long}])
         with pytest.raises(UnicodeError):
             tok.encode("\ud800" * 9000)
-        assert clerk.ids(long, False) == TOK.ids(long, False)
+        assert child.ids(long, False) == TOK.ids(long, False)
     finally:
-        clerk.close()
+        child.close()
 
 
 def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:

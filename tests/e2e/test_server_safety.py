@@ -82,7 +82,7 @@ def test_bodies_are_validated_off_the_event_loop_and_in_turn(
     bad = {"stop": [1] * 150_000, "messages": [1], "prompt": 1, "input": 1, "tokens": [""], "model": 1, "content": 1}
     answer = served.http.post(path, json=bad)
     assert 400 <= answer.status_code < 500
-    assert readers and all(name.startswith("outrider-desk") for name in readers)
+    assert readers and all(name.startswith("outrider-reader") for name in readers)
     assert gates
 
 

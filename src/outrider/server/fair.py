@@ -297,7 +297,7 @@ class FairExecutor:
 
     def __init__(self, threads: int, most_waiting: int) -> None:
         of: dict[Lane, int] = {"short": threads, "long": 1, "images": 8}
-        self._lanes = {lane: _FairThreads(n, most_waiting, f"outrider-desk-{lane}") for lane, n in of.items()}
+        self._lanes = {lane: _FairThreads(n, most_waiting, f"outrider-reader-{lane}") for lane, n in of.items()}
 
     async def run(self, client: str, work: Callable[[], T], lane: Lane = "short") -> T:
         """A cancelled caller's work keeps its thread until it is done: a thread can't be stopped."""

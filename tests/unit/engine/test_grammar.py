@@ -182,14 +182,14 @@ def test_masks_that_take_too_long_end_their_request(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_trial_follows_the_grammar_and_refuses_slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    nursery = GrammarSandbox(COMPILER, 1.0, 1 << 28, 1.0)
+    sandbox = GrammarSandbox(COMPILER, 1.0, 1 << 28, 1.0)
     source = GrammarSource("gbnf", AMBIGUOUS, "grammar")
     computed: list[int] = []
     fill = GrammarMatcher._fill
     monkeypatch.setattr(GrammarMatcher, "_fill", lambda self, row: computed.append(1) or fill(self, row))
-    assert nursery._compile(source)
+    assert sandbox._compile(source)
     assert len(computed) > grammar.REHEARSED  # with these few tokens it is quick
     monkeypatch.setattr(grammar, "MASK_SECONDS", 0.0)
     monkeypatch.setattr(grammar, "MASK_BURST", 0.0)
     with pytest.raises(OutriderError, match="take too long"):
-        nursery._compile(source)
+        sandbox._compile(source)

@@ -77,17 +77,17 @@ def test_a_gate_and_a_desk_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
                 await gate.acquire("a")
             told.append(refused.value.retry_after)
             waiting.cancel()
-        desk = FairExecutor(1, 1)
+        executor = FairExecutor(1, 1)
 
         def work() -> None:
             clock.now += 9.0
 
         for _ in range(5):
-            await desk.run("a", work)
-        first = [asyncio.ensure_future(desk.run("a", work)) for _ in range(8)]
+            await executor.run("a", work)
+        first = [asyncio.ensure_future(executor.run("a", work)) for _ in range(8)]
         done = await asyncio.gather(*first, return_exceptions=True)
         told.append(next(e.retry_after for e in done if isinstance(e, ApiError)))
-        desk.close()
+        executor.close()
         return told[0], told[1]
 
     assert asyncio.run(check()) == (7, 9)

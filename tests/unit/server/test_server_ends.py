@@ -1,5 +1,5 @@
-"""Ends of what the server runs beside itself: the engine's thread, the clerk, the nursery and its trials; and what ends
-the server."""
+"""Ends of what the server runs beside itself: the engine's thread, the tokenizer process, the grammar sandbox and its
+trials; and what ends the server."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_a_closed_clerk_is_not_started_again(monkeypatch: pytest.MonkeyPatch) ->
     late.close()
 
 
-def test_the_trials_end_with_the_nursery() -> None:
-    """A trial holds the nursery's pipes, and nobody else would end it: here one that would take an hour."""
+def test_the_trials_end_with_the_sandbox() -> None:
+    """A trial holds the sandbox's pipes, and nobody else would end it: here one that would take an hour."""
 
     async def work() -> None:
         mine, its = os.pipe()  # has an end when nobody holds the other side any more

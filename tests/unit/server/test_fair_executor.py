@@ -13,10 +13,10 @@ from outrider.server.errors import ApiError
 from outrider.server.fair import FairExecutor
 
 
-async def behind(desk: FairExecutor, client: str) -> tuple[asyncio.Task[Any], threading.Event]:
+async def behind(executor: FairExecutor, client: str) -> tuple[asyncio.Task[Any], threading.Event]:
     """A piece of work that keeps the client's thread until it is told to end."""
     begun, end = threading.Event(), threading.Event()
-    task = asyncio.create_task(desk.run(client, lambda: (begun.set(), end.wait(PATIENCE))[1]))
+    task = asyncio.create_task(executor.run(client, lambda: (begun.set(), end.wait(PATIENCE))[1]))
     await asyncio.sleep(0)
     assert await asyncio.to_thread(begun.wait, PATIENCE)
     return task, end
@@ -24,12 +24,12 @@ async def behind(desk: FairExecutor, client: str) -> tuple[asyncio.Task[Any], th
 
 def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        desk, order, told = FairExecutor(1, 100), list[str](), list[int]()
-        lane = desk._lanes["short"]
+        executor, order, told = FairExecutor(1, 100), list[str](), list[int]()
+        lane = executor._lanes["short"]
         tell = lane._tell
         monkeypatch.setattr(lane, "_tell", lambda: (told.append(len(lane._done)), tell())[1])
-        first, end = await behind(desk, "a")
-        work = [asyncio.create_task(desk.run(who, lambda who=who: order.append(who))) for who in "aaaabb"]  # type: ignore[misc]
+        first, end = await behind(executor, "a")
+        work = [asyncio.create_task(executor.run(who, lambda who=who: order.append(who))) for who in "aaaabb"]  # type: ignore[misc]
         await asyncio.sleep(0)
         end.set()
         until(lambda: len(lane._done) == 7)  # the loop is busy while the thread works
@@ -37,22 +37,22 @@ def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.
         assert order in (list("ababaa"), list("bababa"[:2] + "abaa")), "the one with more to do waits for itself"
         assert told == [7]
         assert not lane._waiting and not lane._busy and lane._idle == 1
-        desk.close()
+        executor.close()
 
     asyncio.run(run())
 
 
 def test_who_leaves_is_not_worked_for_and_too_many_are_refused() -> None:
     async def run() -> None:
-        desk, done = FairExecutor(1, 2), list[int]()
-        first, end = await behind(desk, "a")
-        waiting = [asyncio.create_task(desk.run("a", lambda i=i: done.append(i))) for i in range(2)]  # type: ignore[misc]
+        executor, done = FairExecutor(1, 2), list[int]()
+        first, end = await behind(executor, "a")
+        waiting = [asyncio.create_task(executor.run("a", lambda i=i: done.append(i))) for i in range(2)]  # type: ignore[misc]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="2 requests of this client wait"):
-            await desk.run("a", lambda: None)
+            await executor.run("a", lambda: None)
         waiting[0].cancel()
         await asyncio.sleep(0)
-        other = asyncio.create_task(desk.run("b", lambda: 1 / 0))
+        other = asyncio.create_task(executor.run("b", lambda: 1 / 0))
         await asyncio.sleep(0)
         end.set()
         assert await first
@@ -60,10 +60,10 @@ def test_who_leaves_is_not_worked_for_and_too_many_are_refused() -> None:
         with pytest.raises(ZeroDivisionError):
             await other
         assert done == [1]
-        held, end = await behind(desk, "a")
-        late = asyncio.create_task(desk.run("b", lambda: None))
+        held, end = await behind(executor, "a")
+        late = asyncio.create_task(executor.run("b", lambda: None))
         await asyncio.sleep(0)
-        desk.close()
+        executor.close()
         with pytest.raises(asyncio.CancelledError):
             await late
         end.set()

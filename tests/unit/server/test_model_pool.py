@@ -15,7 +15,7 @@ from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.engine.metrics import Metrics
-from outrider.server import model_pool as shelf_module
+from outrider.server import model_pool as pool_module
 from outrider.server import trim as trim_module
 from outrider.server.app import BIG_BODY, Server, create_app
 from outrider.server.batch import BatchLine, answered
@@ -124,7 +124,7 @@ def test_a_model_on_its_way_out_is_not_lent() -> None:
     async def work(model_pool: ModelPool, loader: Loader) -> None:
         await use(model_pool, "a")
         other = asyncio.ensure_future(use(model_pool, "b"))
-        await asyncio.sleep(0)  # it is decided that a goes; nothing has been put back yet
+        await asyncio.sleep(0)  # it is decided that a goes; nothing has been unloaded yet
         assert not model_pool.ready(model_pool.find("a"))
         await asyncio.gather(other, use(model_pool, "a"))
         assert loader.order == ["a", "b", "a"]
@@ -223,10 +223,10 @@ def test_counts_outlive_a_model() -> None:
 def test_names_on_the_command_line(tmp_path_factory: pytest.TempPathFactory) -> None:
     odd = tmp_path_factory.mktemp("models") / "x=y"
     odd.mkdir()
-    read = shelf_module.read_names(["smollm2", "big=org/name", str(odd)])
+    read = pool_module.read_names(["smollm2", "big=org/name", str(odd)])
     assert list(read.items()) == [("smollm2", "smollm2"), ("big", "org/name"), ("x=y", str(odd))]
     with pytest.raises(OutriderError, match="two models would be called 'smollm2'"):
-        shelf_module.read_names(["smollm2", "smollm2=org/name"])
+        pool_module.read_names(["smollm2", "smollm2=org/name"])
 
 
 def test_a_c_library_without_malloc_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_what_was_frozen_goes_when_its_model_is_put_back() -> None:
     gone = weakref.ref(Cycle())
     gc.freeze()
     try:
-        shelf_module._free()
+        pool_module._free()
         assert gone() is None and gc.get_freeze_count() > 0
     finally:
         if not frozen:
