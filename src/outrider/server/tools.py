@@ -190,7 +190,7 @@ class JsonCalls(_Calls):
 
     def _block(self) -> Reading[None]:
         """A block that no call came out of is content; of another, what is not JSON of the right shape is dropped."""
-        self._raw, before, close = JSON_OPEN, self.calls, TagParser(JSON_CLOSE)
+        self._raw, before, close = [JSON_OPEN], self.calls, TagParser(JSON_CLOSE)
         try:
             while (yield from self._object(close)):
                 pass
@@ -199,8 +199,8 @@ class JsonCalls(_Calls):
                 yield from self._until(close, _drop)
         except EndOfText:
             pass
-        if self.calls == before and self._raw.removeprefix(JSON_OPEN).strip() != "[]" + JSON_CLOSE:
-            self._content(self._raw)
+        if self.calls == before and "".join(self._raw[1:]).strip() != "[]" + JSON_CLOSE:
+            self._content("".join(self._raw))
 
     def _object(self, close: TagParser) -> Reading[bool]:
         """The next object: up to its last brace or, outside of strings, the closing tag. False: the block ended."""
@@ -208,7 +208,7 @@ class JsonCalls(_Calls):
         try:
             while True:
                 char = yield
-                self._raw += char
+                self._raw.append(char)  # a long text by += would be copied for every character
                 free, tag = (char, None) if nesting.quoted else close.feed(char)
                 for char in free:
                     if stage in ("before", "open") and not char.isspace():
