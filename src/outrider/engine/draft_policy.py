@@ -70,7 +70,7 @@ class DraftPolicy:
     def _context(self, seq: Seq, widest: int) -> DraftContext:
         left, context, adapter = seq.remaining, len(seq.tokens), adapter_of(seq)
         if seq.draft_tokens is not None:
-            return DraftContext(seq.id, {}, 0, left, context, True, 0, 0, adapter)
+            return DraftContext(seq.id, {}, 0, left, context, True, adapter=adapter)
         most = self._max_draft_len(seq, widest)
         offers = {name: n for name in self.controller.drafters if (n := self._offer(seq, name, most))}
         match = seq.ngram.match() if seq.ngram is not None and "ngram" in offers else 0
@@ -89,7 +89,7 @@ class DraftPolicy:
         for name in self.controller.drafters:
             if offered := self._offer(seq, name, most):
                 nodes = self._nodes(seq, widest) if name != "ngram" else 0
-                return DraftPlan(name, offered, 0.0, 0.0, nodes if nodes > 1 else 0)
+                return DraftPlan(name, offered, nodes=nodes if nodes > 1 else 0)
         return NO_DRAFT
 
     def _nodes(self, seq: Seq, widest: int) -> int:

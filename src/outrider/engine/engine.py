@@ -308,8 +308,7 @@ class Engine:
         seq.has_features = True
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
-        event = Event(seq.id, tokens, kinds, taken.texts, logprobs)
-        event.tree, event.drafts = tree, brought.drafts
+        event = Event(seq.id, tokens, kinds, taken.texts, logprobs, tree=tree, drafts=brought.drafts)
         if taken.finish is not None:
             event.error, event.stopped_by = taken.error, taken.stopped_by
             self._finish(seq, event, taken.finish)

@@ -51,7 +51,7 @@ class HostExecutor(Executor):
             seq = item.seq
             if seq.altered or item.plan.drafter not in self.drafters:
                 return None
-            if item.plan.nodes and not seq.temperature_only:  # the library's trees have no filters
+            if item.plan.nodes and not seq.request.params.temperature_only:  # the library's trees have no filters
                 return None
             if seq.adapter is not None and not self.cycle.takes(seq.adapter):
                 return None

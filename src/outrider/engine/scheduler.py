@@ -97,7 +97,7 @@ class Scheduler:
         if plan.drafter == "ngram" and seq.ngram is not None:
             guess = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
             plan = plan._replace(nodes=0) if guess else NO_DRAFT  # else the match has ended since
-        batch.decode.append(ScheduledSeq(seq, slot, size - 1, 1, True, plan, guess))
+        batch.decode.append(ScheduledSeq(seq, slot, size - 1, plan=plan, guess=guess))
 
     def _prompts(self, batch: StepBatch, decoding: list[Seq]) -> None:
         budget, beside = self.prefill.tokens(len(decoding), sum(s.computed < len(s.tokens) - 1 for s in self.running))

@@ -75,13 +75,11 @@ class Seq:
     answer: OutputProcessor = field(init=False)  # the engine's own data: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
     altered: bool = field(init=False)  # history or masks change its logits before a token is chosen
-    temperature_only: bool = field(init=False)  # neither these nor filters
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
 
     def __post_init__(self) -> None:
-        self.id, self.prompt_len = self.request.id, len(self.request.prompt)
-        self.altered, self.temperature_only = self.request.params.altered, self.request.params.temperature_only
+        self.id, self.prompt_len, self.altered = self.request.id, len(self.request.prompt), self.request.params.altered
         self.max_total_tokens = self.prompt_len + self.request.params.max_tokens
 
     @property
