@@ -41,7 +41,7 @@ from outrider.weights.load import load_target
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
 
 
-class Clock:
+class Stopwatch:
     """Repetitions of named pieces of work, in milliseconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -86,7 +86,7 @@ def resident() -> str:
     return f"resident: {own:.0f} MB of its own, {mapped:.0f} MB of mapped files, {peak:.0f} MB at the peak"
 
 
-class Ours:
+class OurKernels:
     def __init__(self, path: str, threads: int | None, isa: str | None):
         began = time.perf_counter()
         self.ops = CpuOps(threads, isa)
@@ -129,7 +129,7 @@ class Ours:
 class Given:
     """Whole cycles without a drafter: so many rows of each sequence in one call, all but the first given guesses."""
 
-    def __init__(self, ours: Ours, count: int):
+    def __init__(self, ours: OurKernels, count: int):
         params, device = [SamplingParams(temperature=0.0)] * count, torch.device("cpu")
         self.sampling = sampling_batch(params, [[5]] * count, [[]] * count, ours.config.vocab_size, device)
         self.slots = [ours.store.open([0] * 64, 32, reuse=False)[0] for _ in range(count)]
@@ -145,7 +145,7 @@ class Given:
         self.cycle.run(asked, self.sampling, None)
 
 
-def random_adapter(ours: Ours, rank: int, seed: int) -> Adapter:
+def random_adapter(ours: OurKernels, rank: int, seed: int) -> Adapter:
     parts, rng = {}, torch.Generator().manual_seed(seed)
     for name, plan in tensor_plan(ours.config).items():
         if ADAPTABLE.fullmatch(name):
@@ -156,11 +156,11 @@ def random_adapter(ours: Ours, rank: int, seed: int) -> Adapter:
     return Adapter(f"random {seed}", bytes([seed]), ours.ops.pack_adapter(parts))
 
 
-def adapted(ours: Ours, rank: int, repeat: int, rounds: int) -> None:
+def adapted(ours: OurKernels, rank: int, repeat: int, rounds: int) -> None:
     """Turn about, four cycles each: ratios of neighbours, so that a busy moment meets both. One sequence, and eight
     with an adapter each."""
     adapters = [random_adapter(ours, rank, i) for i in range(8)]
-    clock = Clock(time.thread_time if ours.ops.threads == 1 else time.perf_counter)
+    clock = Stopwatch(time.thread_time if ours.ops.threads == 1 else time.perf_counter)
     print(f"adapter of rank {rank}: {adapters[0].nbytes / 1e6:.1f} MB")
     for count, sizes in ((1, PASS_ROWS), (8, (5,))):
         given = Given(ours, count)
@@ -186,7 +186,7 @@ def read_speed(threads: int) -> float:
     return best
 
 
-class Peer:
+class LlamaCppKernels:
     """llama.cpp through llama-cpp-python, the same file and the same number of threads."""
 
     def __init__(self, path: str, threads: int, ids: list[int]):
@@ -216,7 +216,7 @@ class Peer:
         self.model.eval(self.ids)
 
 
-def products(ours: Ours, clock: Clock, repeat: int) -> None:
+def products(ours: OurKernels, clock: Stopwatch, repeat: int) -> None:
     k = ours.config.hidden
     for rows in PRODUCT_ROWS:
         x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
@@ -237,13 +237,13 @@ def main() -> None:
     parser.add_argument("--adapter", type=int, metavar="RANK", help="cycles with and without an adapter of this rank")
     args = parser.parse_args()
     torch.set_num_threads(1)  # torch's own threads would spin beside ours
-    ours, clock, peer = Ours(args.model, args.threads, args.isa), Clock(), None
+    ours, clock, peer = OurKernels(args.model, args.threads, args.isa), Stopwatch(), None
     if args.adapter:
         adapted(ours, args.adapter, args.repeat, args.rounds)
         return
     if not args.no_peer:
         try:
-            peer = Peer(args.model, ours.ops.threads, ours.ids.tolist())
+            peer = LlamaCppKernels(args.model, ours.ops.threads, ours.ids.tolist())
         except ImportError:
             print("llama-cpp-python is not installed: no peer")
         except ValueError as error:

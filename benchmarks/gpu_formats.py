@@ -261,9 +261,9 @@ def whole(
     soften(meant)
     room = dict(slots=max(scale.batches), context=512)
     ids = torch.randint(5, 300, (scale.prompt,), generator=torch.Generator().manual_seed(3)).to(scale.device)
-    want, _ = logits(Rig(raw, None, ReferenceOps(), scale.device, torch.float32, weights=dict(meant), **room), ids, 9)  # type: ignore[arg-type]
+    want, _ = logits(Rig(raw, None, ReferenceOps(), scale.device, torch.float32, weights=dict(meant), **room), ids, 9)
     small = {n: w.to(scale.dtype) if w.dim() > 1 else w for n, w in meant.items()}
-    control, _ = logits(Rig(raw, None, ops, scale.device, scale.dtype, weights=dict(small), **room), ids, 9)  # type: ignore[arg-type]
+    control, _ = logits(Rig(raw, None, ops, scale.device, scale.dtype, weights=dict(small), **room), ids, 9)
     rig = Rig(raw, None, ops, scale.device, scale.dtype, weights=held, **room)  # type: ignore[arg-type]
     got, cut = logits(rig, ids, 3 * scale.prompt // 8)
     same = drafted(rig, scale)

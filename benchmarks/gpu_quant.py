@@ -101,7 +101,7 @@ def products(formats: list[str], shapes: list[str]) -> None:
                 call = lambda i, x=x[:rows], many=many, extras=extras: ops.multiply(x, many[i], extras)  # noqa: E731
                 times[rows] = round(graph_us(call, len(many), 6), 1)
                 if rows <= 8:
-                    call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)  # noqa: E731
+                    call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)
                     triton[rows] = round(graph_us(call, len(many), 6), 1)
             floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
             row = dict(

@@ -1,7 +1,7 @@
 """Chooses drafter and K for every sequence in every cycle, so that speculation is never slower. Pure, torch-free.
 
-A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller picks
-the K in 0..16 with the most tokens per second, jointly over the batch. C is the measured `CostTable`. a_j, the
+A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller
+picks the K in 0..16 with the most tokens per second, jointly over the batch. C is the measured `CostTable`. a_j, the
 probability that position j is right given that all before it were, is learnt from what the target accepted:
 exponentially weighted per request, drawn towards the estimate over all requests with the same adapter, which starts
 from the model card's prior.

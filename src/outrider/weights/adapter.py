@@ -1,8 +1,8 @@
 """LoRA adapters: PEFT folders (adapter_config.json, adapter_model.safetensors) and GGUF adapters.
 
 `read_adapter` reads them by tensor of the base checkpoint; `load_adapter` lays them out like the fused weights, `merge`
-adds them into a checkpoint. What needs anything but W + scale · B A, or does not fit, is refused by name. The rules are
-those of PEFT 0.21.
+adds them into a checkpoint. What needs anything but W + scale · B A, or does not fit, is refused by name. The rules
+are those of PEFT 0.21.
 """
 
 from __future__ import annotations

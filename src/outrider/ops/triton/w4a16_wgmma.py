@@ -85,7 +85,7 @@ class W4A16Wgmma(NvrtcKernels):
     def product(
         self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool, lora: Shrunk | None = None
     ) -> Tensor | None:
-        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; lora: adapters to be added. None: not one of
+        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] if it is gate and up; lora: adapters to be added. None: not one of
         these."""
         if not self.usable or not suits(x, w, extras) or not whole_tiles(lora):
             return None
