@@ -97,7 +97,7 @@ def replay(
             running[trace.id] = (trace, 0)
             out.seconds[trace.id], out.tokens[trace.id] = 0.0, len(trace.runs)
         views = [view(trace, position) for trace, position in running.values()]
-        again = policy.reuse_plan(list(running))
+        again = policy.reuse_plan(list(running), views[0].match_len)
         choices = policy.plan(views) if again is None else [_held(c, v) for c, v in zip(again, views, strict=True)]
         context = sum(v.context for v in views) // len(views)
         sure = [
@@ -131,7 +131,8 @@ def replay(
 
 def _held(choice: DraftPlan, view: DraftContext) -> DraftPlan:
     """A choice of some cycles ago, as far as it is still possible."""
-    return choice if choice.k < view.remaining and choice.drafter in view.drafter_available else NO_DRAFT
+    k = min(choice.k, view.remaining - 1, view.drafter_available.get(choice.drafter or "", 0))
+    return choice._replace(k=k) if k > 0 else NO_DRAFT
 
 
 def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Controller) -> tuple[DraftPlan, int]:

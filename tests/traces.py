@@ -67,7 +67,7 @@ class Fixed:
     def __init__(self, drafter: str | None, k: int) -> None:
         self.drafter, self.k = drafter, k
 
-    def reuse_plan(self, ids: Sequence[str]) -> list[DraftPlan] | None:
+    def reuse_plan(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
         return None
 
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:

@@ -60,12 +60,23 @@ class DraftPolicy:
         return plans
 
     def _choose(self, ready: list[Seq], widest: int) -> list[DraftPlan]:
-        planned = self.controller.reuse_plan([seq.id for seq in ready])
+        index = ready[0].ngram if len(ready) == 1 else None
+        planned = self.controller.reuse_plan([seq.id for seq in ready], index.match() if index is not None else 0)
         if planned is not None:
-            planned = [c if c.k <= self._max_draft_len(s, widest) else NO_DRAFT for c, s in zip(planned, ready)]
+            planned = [self._shortened(c, s, widest) for c, s in zip(planned, ready)]
         else:
             planned = self.controller.plan([self._context(seq, widest) for seq in ready])
         return [c if s.draft_tokens is None else self._fixed(s, widest) for c, s in zip(planned, ready)]
+
+    def _shortened(self, plan: DraftPlan, seq: Seq, widest: int) -> DraftPlan:
+        """A plan of some steps ago, as far as it is still possible."""
+        if plan.drafter is None:
+            return plan
+        k = self._offer(seq, plan.drafter, min(plan.k, self._max_draft_len(seq, widest)))
+        nodes = min(plan.nodes, self._nodes(seq, widest)) if plan.nodes else 0
+        if k == plan.k and nodes == plan.nodes:
+            return plan
+        return plan._replace(k=k, nodes=nodes if nodes > 1 else 0) if k else NO_DRAFT
 
     def _context(self, seq: Seq, widest: int) -> DraftContext:
         left, context, adapter = seq.remaining, len(seq.tokens), adapter_of(seq)
@@ -79,10 +90,10 @@ class DraftPolicy:
 
     def trust(self, scheduled: Sequence[ScheduledSeq]) -> dict[str, Sequence[float]]:
         """Acceptance by each drafter's confidence; if the sequences share an adapter, with that adapter."""
-        members = self.drafter.members if self.drafter is not None else ()
         adapters = {adapter_of(item.seq) for item in scheduled}
         adapter = adapters.pop() if len(adapters) == 1 else ""
-        return {member.name: self.controller.trust(member.name, adapter) for member in members}
+        names = {item.plan.drafter for item in scheduled if item.plan.drafter}
+        return {name: self.controller.trust(name, adapter) for name in names}
 
     def _fixed(self, seq: Seq, widest: int) -> DraftPlan:
         most = min(seq.draft_tokens or 0, self._max_draft_len(seq, widest))

@@ -66,9 +66,6 @@ class Controller:
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
         self.planned = True
-        if len(seqs) == 1 and self._holds(seqs[0]):
-            self._rest -= 1
-            return self._held
         self._apply_observations()
         if not seqs:
             return []
@@ -264,21 +261,15 @@ class Controller:
         seq.probing = True
         return probe
 
-    def reuse_plan(self, ids: Sequence[str]) -> list[DraftPlan] | None:
-        """The last plan of a batch, if it is still valid; None: plan again. Planning takes a few percent of a step, so
-        a plan is kept for two steps if the batch drafts, and for one, three, seven, then fifteen while the same
-        sequences decode plainly. The caller skips a draft that has become longer than the rest of the output."""
-        if self._rest == 0 or len(ids) == 1 or self._resting != ids:
+    def reuse_plan(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
+        """The last plan, if it is still valid for this batch (of a single sequence: unless it found a longer match);
+        None: plan again. Planning takes a few percent of a step, so a plan is kept for some steps if the batch drafts,
+        and for one, three, seven, then fifteen while the same sequences decode plainly. The caller shortens a draft
+        that has become longer than the rest of the output."""
+        if self._rest == 0 or self._resting != ids or (len(ids) == 1 and match_range(match_len) > self._match):
             return None
         self._rest -= 1
         return self._held
-
-    def _holds(self, view: DraftContext) -> bool:
-        """Is the plan of a single sequence kept for another cycle?"""
-        if self._rest == 0 or self._resting != [view.id] or match_range(view.match_len) > self._match:
-            return False
-        held = self._held[0]
-        return held.k <= min(view.drafter_available.get(held.drafter or "", 0), view.remaining - 1)
 
     def _hold(
         self, seqs: Sequence[DraftContext], states: Sequence[SeqState], plans: list[DraftPlan], once: bool

@@ -56,7 +56,7 @@ class Tuning:
     rest: int = 15  # how many steps a plan is kept at most while a batch decodes plainly,
     hold: int = 2  # while it drafts,
     hold_many: int = 16  # (one step longer per this many sequences: planning time grows with their number)
-    hold_one: int = 3  # and while a single sequence's drafts end themselves
+    hold_one: int = 5  # and while a single sequence's drafts end themselves
     untold: int = 16  # maximum observations before they are applied
     horizon: int = 128  # tokens of an answer, where it may be longer, that a drafter's reading of its text must pay in
     batch_catch_up: float = 0.15  # plain time that reading may take of a sequence in a batch
