@@ -28,15 +28,15 @@ static void random_rows(int kind, int n, int k, uint8_t *to) {
         if (kind == W_Q4M || kind == W_Q5M || kind == W_Q4K || kind == W_Q5K) memcpy(p + 2, kind == W_Q4M || kind == W_Q5M ? &m : &d, 2);
     }
 }
-static Weight packed(Team *team, int kind, int n, int k, const uint8_t *rows) {
+static Weight packed(ThreadPool *pool, int kind, int n, int k, const uint8_t *rows) {
     Weight w = {kind, n, k, 0, calloc(1, (size_t)or_packed_bytes(kind, n, k, 0)), calloc(1, (size_t)or_packed_bytes(kind, n, k, 1))};
-    or_pack(team, &w, 0, rows, (int64_t)(k / 32 / k_blocks(kind)) * raw_bytes(kind), n);
+    or_pack(pool, &w, 0, rows, (int64_t)(k / 32 / k_blocks(kind)) * raw_bytes(kind), n);
     return w;
 }
 
 enum { N = 48, K = 512, R = 11 };
 
-static void check_format(Team *one, Team *three, int kind) {
+static void check_format(ThreadPool *one, ThreadPool *three, int kind) {
     static float x[R * K], all[R * N], alone[N], row[K], same[K];
     static int8_t q[K];
     static int16_t wide[K];
@@ -74,7 +74,7 @@ static void check_format(Team *one, Team *three, int kind) {
     free(file);
 }
 
-static void check_experts(Team *one, Team *three) {
+static void check_experts(ThreadPool *one, ThreadPool *three) {
     enum { E = 5, H = 256, I = 64, TOP = 2 };
     static float x[R * H], all[R * H], some[R * H], router[E * H], scale[E];
     uint8_t *up = malloc((size_t)E * 2 * I * H), *down = malloc((size_t)E * H * I);
@@ -94,7 +94,7 @@ static void check_experts(Team *one, Team *three) {
 }
 
 /* One layer, one sequence of 150 positions in pages of 16: all at once, and in pieces */
-static void check_attention(Team *one, Team *three, int dtype) {
+static void check_attention(ThreadPool *one, ThreadPool *three, int dtype) {
     enum { HEADS = 4, KV = 2, D = 64, POS = 150, PAGE = 16, PAGES = 10, ROWS = (HEADS + 2 * KV) * D };
     Spec s = {HEADS, KV, D, 0, 1, 0, 0, 0, 0, 0.125f, 1e-6f};
     static float qkv[POS * ROWS], copy[POS * ROWS], all[POS * HEADS * D], some[POS * HEADS * D], cos[POS * D / 2], sin[POS * D / 2], freq[D / 2];
@@ -130,7 +130,7 @@ static void check_attention(Team *one, Team *three, int dtype) {
 }
 
 int main(void) {
-    Team *one = or_team_new(1), *three = or_team_new(3);
+    ThreadPool *one = or_pool_new(1), *three = or_pool_new(3);
     for (int kind = W_Q4M; kind <= W_IQ4X; kind++) check_format(one, three, kind);
     check_experts(one, three);
     check_attention(one, three, DT_F16);

@@ -272,9 +272,9 @@ typedef struct {
     float *parts;    /* CHUNKS: [rows, heads, most]; else per member [MAX_QUERIES, most] */
     char *scratch;   /* per member */
     size_t scratch_step, parts_step;
-} Cut;
+} AttnSplit;
 
-static void cut_plan(Cut *cut, const ThreadPool *team, const Spec *s, const Batch *b) { /* sizes */
+static void split_plan(AttnSplit *cut, const ThreadPool *pool, const Spec *s, const Batch *b) { /* sizes */
     const int per = block_rows(s);
     cut->count = count_blocks(b, per);
     cut->most = 1;
@@ -289,24 +289,24 @@ static void cut_plan(Cut *cut, const ThreadPool *team, const Spec *s, const Batc
         if (chunks > cut->most) cut->most = chunks;
     }
     const int tasks = cut->count * s->kv_heads;
-    cut->how = tasks >= 8 * team->size ? CUT_BLOCKS : cut->most >= 8 && tasks < 4 * team->size ? CUT_CHUNKS : CUT_QUERIES;
+    cut->how = tasks >= 8 * pool->size ? CUT_BLOCKS : cut->most >= 8 && tasks < 4 * pool->size ? CUT_CHUNKS : CUT_QUERIES;
     cut->scratch_step = UP(attend_scratch(s->dim));
     cut->parts_step = UP(MAX_QUERIES * part_floats(s) * cut->most * 4) / 4;
 }
-INLINE size_t cut_bytes(const Cut *cut, const ThreadPool *team, const Spec *s, const Batch *b) {
+INLINE size_t split_bytes(const AttnSplit *cut, const ThreadPool *pool, const Spec *s, const Batch *b) {
     size_t all = UP((size_t)b->rows * s->heads * cut->most * part_floats(s) * 4);
-    return UP(cut->count * sizeof(RowBlock)) + cut->scratch_step * team->size + (cut->how == CUT_CHUNKS ? all : cut->parts_step * 4 * team->size);
+    return UP(cut->count * sizeof(RowBlock)) + cut->scratch_step * pool->size + (cut->how == CUT_CHUNKS ? all : cut->parts_step * 4 * pool->size);
 }
-static void cut_place(Cut *cut, const ThreadPool *team, const Spec *s, const Batch *b, char *at) {
+static void split_place(AttnSplit *cut, const ThreadPool *pool, const Spec *s, const Batch *b, char *at) {
     cut->blocks = (RowBlock *)at;
     cut_blocks(b, block_rows(s), cut->blocks);
     at += UP(cut->count * sizeof(RowBlock));
     cut->scratch = at;
-    cut->parts = (float *)(at + cut->scratch_step * team->size);
+    cut->parts = (float *)(at + cut->scratch_step * pool->size);
 }
 
 /* All chunks of some queries, merged into their rows of `out`. */
-static void attend_queries(const Spec *s, const Batch *b, const Cut *cut, int me, RowBlock r, int head, int q0, int q1, const float *q, long ldq,
+static void attend_queries(const Spec *s, const Batch *b, const AttnSplit *cut, int me, RowBlock r, int head, int q0, int q1, const float *q, long ldq,
                            float *out, long ldo, float *done, QActs *quantised) {
     const int per = s->heads / s->kv_heads, dim = s->dim;
     const long step = (long)part_floats(s);
@@ -324,13 +324,13 @@ static void attend_queries(const Spec *s, const Batch *b, const Cut *cut, int me
 }
 
 /* One member's share of attention. No barrier at the end. */
-static void attend_phase(ThreadPool *team, int me, const Spec *s, const Batch *b, const Cut *cut, const float *q, long ldq, float *out, long ldo,
+static void attend_phase(ThreadPool *pool, int me, const Spec *s, const Batch *b, const AttnSplit *cut, const float *q, long ldq, float *out, long ldo,
                          QActs *quantised) {
     const int per = s->heads / s->kv_heads, tasks = cut->count * s->kv_heads;
     const long step = (long)part_floats(s);
     int lo, hi;
     if (cut->how == CUT_QUERIES) {
-        team_share(team, me, b->rows * s->heads, &lo, &hi);
+        pool_share(pool, me, b->rows * s->heads, &lo, &hi);
         int at = 0; /* queries before this block and head */
         for (int t = 0; t < tasks && at < hi; t++) {
             RowBlock r = cut->blocks[t / s->kv_heads];
@@ -341,14 +341,14 @@ static void attend_phase(ThreadPool *team, int me, const Spec *s, const Batch *b
         return;
     }
     if (cut->how == CUT_BLOCKS) {
-        while (team_next(team, tasks, 1, &lo, &hi)) {
+        while (pool_next(pool, tasks, 1, &lo, &hi)) {
             RowBlock r = cut->blocks[lo / s->kv_heads];
             attend_queries(s, b, cut, me, r, lo % s->kv_heads, 0, r.count * per, q, ldq, out, ldo, NULL, quantised);
         }
         return;
     }
-    const int units = tasks * cut->most, fair = units / (16 * team->size), grain = fair < 1 ? 1 : fair > 8 ? 8 : fair; /* a chunk fetches for the next one */
-    while (team_next(team, units, grain, &lo, &hi)) for (; lo < hi; lo++) {
+    const int units = tasks * cut->most, fair = units / (16 * pool->size), grain = fair < 1 ? 1 : fair > 8 ? 8 : fair; /* a chunk fetches for the next one */
+    while (pool_next(pool, units, grain, &lo, &hi)) for (; lo < hi; lo++) {
         const int t = lo / cut->most, c = lo % cut->most, head = t % s->kv_heads;
         RowBlock r = cut->blocks[t / s->kv_heads];
         int c0, c1;
@@ -358,8 +358,8 @@ static void attend_phase(ThreadPool *team, int me, const Spec *s, const Batch *b
             attend_chunk(s, b, r, head, 0, r.count * per, c0 + c, q, ldq, part + c * step, cut->most * step,
                          (float *)(cut->scratch + cut->scratch_step * me));
     }
-    team_barrier(team);
-    team_share(team, me, tasks, &lo, &hi);
+    pool_barrier(pool);
+    pool_share(pool, me, tasks, &lo, &hi);
     for (int t = lo; t < hi; t++) {
         RowBlock r = cut->blocks[t / s->kv_heads];
         const int head = t % s->kv_heads;

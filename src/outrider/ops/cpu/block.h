@@ -8,7 +8,7 @@
 #pragma once
 #include "draft.h"
 
-int or_forward(ThreadPool *team, const Call *call);
+int or_forward(ThreadPool *pool, const Call *call);
 
 typedef struct {
     Call call;                  /* its stack, with `embed`; of its batch: the cache alone */
@@ -48,13 +48,13 @@ static void context_row(const ContextRun *run, long r) {
     if (s->layer[0].kv.kind != W_DENSE) acts_row(&run->acts, r);
 }
 
-static void context_region(ThreadPool *team, int me, void *job) {
+static void context_region(ThreadPool *pool, int me, void *job) {
     const ContextRun *run = job;
     const BlockNet *net = run->net;
     const Stack *s = net->call.stack;
     const int rows = run->batch.rows, wide = net->fc.k / net->streams;
     int lo, hi;
-    team_share(team, me, rows, &lo, &hi);
+    pool_share(pool, me, rows, &lo, &hi);
     for (long r = lo; r < hi; r++) {
         float *in = run->in + r * net->fc.k;
         for (int t = 0; t < net->streams; t++) {
@@ -66,21 +66,21 @@ static void context_region(ThreadPool *team, int me, void *job) {
         for (int k = 0; k < s->ropes; k++)
             angles_row(run->batch.positions[r], s->inv_freq[k], s->rope_half[k], run->cos[k] + r * s->rope_half[k], run->sin[k] + r * s->rope_half[k]);
     }
-    team_barrier(team);
+    pool_barrier(pool);
     Epilogue to_y = {TO_STORE, NULL, run->y, s->hidden};
-    product_phase(team, me, &net->fc, &run->in_acts, rows, &to_y);
-    team_barrier(team);
+    product_phase(pool, me, &net->fc, &run->in_acts, rows, &to_y);
+    pool_barrier(pool);
     for (long r = lo; r < hi; r++) context_row(run, r);
-    team_barrier(team);
+    pool_barrier(pool);
     for (int i = 0; i < s->layers; i++) { /* a layer's heads are written while the next one's product begins */
         const Layer *l = &s->layer[i];
         const int n = l->kv.n, half = s->rope_half[l->rope];
         Spec a = l->attn;
         a.heads = 0;
         Epilogue to = {TO_STORE, l->kv_bias, run->kv[i & 1], n};
-        product_phase(team, me, &l->kv, &run->acts, rows, &to);
-        team_barrier(team);
-        team_share(team, me, rows * (n / a.dim), &lo, &hi);
+        product_phase(pool, me, &l->kv, &run->acts, rows, &to);
+        pool_barrier(pool);
+        pool_share(pool, me, rows * (n / a.dim), &lo, &hi);
         for (int t = lo; t < hi; t++) {
             const long r = t % rows;
             rope_write_head(&a, &run->batch, (int)r, t / rows, run->kv[i & 1] + r * n, run->cos[l->rope] + r * half, run->sin[l->rope] + r * half,
@@ -114,24 +114,24 @@ static size_t context_layout(ContextRun *run, char *at) {
 }
 
 /* Writes the K/V of `batch`'s rows. from [rows, streams]: the target's states of each; following [rows]. Returns 1 without scratch. */
-static int block_context(ThreadPool *team, const BlockNet *net, const Batch *batch, const float *const *from, const int64_t *following) {
+static int block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *from, const int64_t *following) {
     ContextRun run = {net, *batch, from, following};
-    pool_begin(team);
-    char *at = team_scratch(team, context_layout(&run, NULL));
+    pool_begin(pool);
+    char *at = pool_scratch(pool, context_layout(&run, NULL));
     if (at) {
         context_layout(&run, at);
-        team_run(team, context_region, &run);
+        pool_run(pool, context_region, &run);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }
 /* The same of whole streams: [streams] [rows, Ht] */
-int or_block_context(ThreadPool *team, const BlockNet *net, const Batch *batch, const float *const *streams, const int64_t *following) {
+int or_block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *streams, const int64_t *following) {
     const long wide = net->fc.k / net->streams;
     const float **from = malloc((size_t)batch->rows * net->streams * sizeof(float *));
     if (!from) return 1;
     for (long i = 0; i < (long)batch->rows * net->streams; i++) from[i] = streams[i % net->streams] + i / net->streams * wide;
-    const int failed = block_context(team, net, batch, from, following);
+    const int failed = block_context(pool, net, batch, from, following);
     free(from);
     return failed;
 }
@@ -145,7 +145,7 @@ typedef struct {                /* committed rows, by slot */
 } Unread;
 
 /* Reads the kept rows of some slots. Returns 1 without memory. */
-int or_read_slots(ThreadPool *team, const BlockNet *net, const Unread *u, const int64_t *slots, int count) {
+int or_read_slots(ThreadPool *pool, const BlockNet *net, const Unread *u, const int64_t *slots, int count) {
     long rows = 0, r = 0;
     for (int i = 0; i < count; i++) rows += u->span[2 * slots[i] + 1];
     if (!rows) return 0;
@@ -164,7 +164,7 @@ int or_read_slots(ThreadPool *team, const BlockNet *net, const Unread *u, const 
     }
     Batch batch = net->call.batch; /* whole tables, by slot */
     batch.rows = (int32_t)rows; batch.positions = positions; batch.row_seq = row_seq;
-    const int failed = block_context(team, net, &batch, from, following);
+    const int failed = block_context(pool, net, &batch, from, following);
     free(room);
     return failed;
 }
@@ -183,12 +183,12 @@ typedef struct {                /* the draft tokens of some sequences */
     const BlockNet *net;
 } Guess;
 
-static void guess_region(ThreadPool *team, int me, void *job) {
+static void guess_region(ThreadPool *pool, int me, void *job) {
     const Guess *g = job;
     const BlockNet *net = g->net;
     const int n = net->head.n;
     int r, hi;
-    while (team_next(team, g->rows, 1, &r, &hi)) {
+    while (pool_next(pool, g->rows, 1, &r, &hi)) {
         const int b = r / g->steps;
         float *z = g->z + (long)r * n, *from = z;
         if (net->scale != 1.0f)

@@ -6,39 +6,39 @@
 #include "block.h"
 #include "tree.h"
 
-int or_forward(ThreadPool *team, const Call *call);
-void or_logits(ThreadPool *team, const Weight *w, const float *x, int rows, float cap, float *out);
+int or_forward(ThreadPool *pool, const Call *call);
+void or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out);
 
 typedef struct {          /* one sequence */
     int64_t last, length;  /* the newest token and its position */
     double stop, drop;     /* as in Draft */
-    double steps;          /* out, of a tree: as in Grown */
+    double steps;          /* out, of a tree: as in BuiltTree */
     int32_t slot;
-    int32_t k;             /* in: most tokens to draft, one behind the other; out: as many as were verified */
-    int32_t given;         /* drafts[b] holds k guesses already */
+    int32_t k;             /* in: most tokens to draft, in a chain; out: tokens verified */
+    int32_t given;         /* drafts[b] already holds k tokens */
     int32_t accepted;      /* out */
-    int32_t nodes;         /* most tokens of a tree; 0: a line */
+    int32_t nodes;         /* most tokens of a tree; 0: a chain */
     int32_t priced;        /* prices[b] says what its rows cost */
     int32_t adapter;       /* which of the call's it uses; -1: none */
     int32_t likely;        /* logprobs: of the chosen tokens and of this many of the cycle's `likely` best; -1: none */
     int32_t block;         /* its draft is the block drafter's */
     int32_t unused;
-} Asked;
+} CycleRequest;
 
 typedef struct {
     Call call;                     /* the target's stack; of its batch: page size, whole page tables by slot, the cache */
     Weight head;
-    const Draft *draft;            /* the drafter's round (its batch: the cache alone), or NULL: guesses are given */
+    const Draft *draft;            /* the drafter's round (its batch: the cache alone), or NULL: drafts are given */
     float *const *taps;            /* [streams] [rows, H] residual streams that the drafter reads as well as the hidden state */
     float *features;               /* [slots, (1 + streams)·H], by slot: in what drafts start from, out what the next will */
     float *z;                      /* [rows, V] */
-    Asked *asked;                  /* [B] */
+    CycleRequest *requests;                  /* [B] */
     int64_t *drafts;               /* [B, most] */
     float *confidence;             /* [B, most] of what was drafted here */
     int32_t *parents;              /* [B, most] out, of a tree: the row that each token follows; 0: the newest token */
     int32_t *path;                 /* [B, most] out, of a tree: the rows that were accepted */
     const double *prices;          /* [B, most + 1] of that many rows, in tokens */
-    const float *temperature;      /* [B]; 1 where cold */
+    const float *temperature;      /* [B]; 1 where greedy */
     const uint8_t *sampled;            /* [B] */
     const int64_t *seed;           /* [B] */
     const int64_t *top_k;          /* [B] as filter_row; NULL: no sequence is filtered */
@@ -56,14 +56,14 @@ typedef struct {
 } Cycle;
 
 typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V + FILTER_ROOM(V)] */
-static void verdict_region(ThreadPool *team, int me, void *job) {
+static void verdict_region(ThreadPool *pool, int me, void *job) {
     const VerdictJob *j = job;
     const Cycle *c = j->c;
     const int n = c->head.n;
     int lo, hi;
-    while (team_next(team, j->rows, 1, &lo, &hi)) {
+    while (pool_next(pool, j->rows, 1, &lo, &hi)) {
         const int64_t b = j->row_seq[lo];
-        const int told = c->asked[b].likely >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f, filter = c->sampled[b] && c->top_k;
+        const int told = c->requests[b].likely >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f, filter = c->sampled[b] && c->top_k;
         float *z = c->z + (long)lo * n, *own = j->warm + me * (n + FILTER_ROOM(n));
         float *warm = told && (heat || filter) ? own : z; /* logprobs are those of the raw logits */
         if (heat) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
@@ -77,25 +77,25 @@ static void verdict_region(ThreadPool *team, int me, void *job) {
 /* Choosing needs no logits in memory without logprobs and filters: every member keeps the best of its outputs, of z or of z with its noise,
  * while it waits for the next weights. */
 typedef struct { const Cycle *c; QActs a; int rows; const Draw *draw; Best *best; } BestJob; /* best: [members, rows] */
-static void best_region(ThreadPool *team, int me, void *job) {
+static void best_region(ThreadPool *pool, int me, void *job) {
     const BestJob *j = job;
     const Weight *w = &j->c->head;
     Best *mine = j->best + (long)me * j->rows;
     int lo, hi;
-    team_share(team, me, j->rows, &lo, &hi);
+    pool_share(pool, me, j->rows, &lo, &hi);
     for (int r = lo; r < hi && w->kind != W_DENSE; r++) acts_row(&j->a, r);
     for (int r = 0; r < j->rows; r++) {
         for (int i = 0; i < LANES; i++) mine[r].value[i] = -INFINITY, mine[r].group[i] = 0.0f;
         mine[r].found = -INFINITY;
     }
-    team_barrier(team);
+    pool_barrier(pool);
     Epilogue to = {TO_STORE, .cap = j->c->cap, .best = mine, .draw = j->draw};
-    product_phase(team, me, w, &j->a, j->rows, &to);
-    team_barrier(team);
+    product_phase(pool, me, w, &j->a, j->rows, &to);
+    pool_barrier(pool);
     for (int r = lo; r < hi; r++) {
         float top = -INFINITY;
         int64_t at = 0;
-        for (int t = 0; t < team->size * LANES; t++) {
+        for (int t = 0; t < pool->size * LANES; t++) {
             const Best *b = j->best + (long)(t / LANES) * j->rows + r;
             const float value = b->value[t % LANES];
             const int64_t token = (int64_t)b->group[t % LANES] * LANES + t % LANES;
@@ -104,11 +104,11 @@ static void best_region(ThreadPool *team, int me, void *job) {
         j->c->chosen[r] = at;
     }
 }
-static int choose_best(ThreadPool *team, const Cycle *c, const float *x, int rows, const int64_t *row_seq, const int64_t *position) {
+static int choose_best(ThreadPool *pool, const Cycle *c, const float *x, int rows, const int64_t *row_seq, const int64_t *position) {
     const Weight *w = &c->head;
-    const size_t acts = acts_bytes(rows, w->k), best = (size_t)team->size * rows * sizeof(Best);
-    pool_begin(team);
-    char *at = team_scratch(team, acts + best + rows * sizeof(Draw));
+    const size_t acts = acts_bytes(rows, w->k), best = (size_t)pool->size * rows * sizeof(Best);
+    pool_begin(pool);
+    char *at = pool_scratch(pool, acts + best + rows * sizeof(Draw));
     if (at) {
         Draw *draw = (Draw *)(at + acts + best);
         int sampled = 0;
@@ -118,9 +118,9 @@ static int choose_best(ThreadPool *team, const Cycle *c, const float *x, int row
             sampled |= c->sampled[b];
         }
         BestJob job = {c, acts_at(at, rows, w->k, x, w->k), rows, sampled ? draw : NULL, (Best *)(at + acts)};
-        team_run(team, best_region, &job);
+        pool_run(pool, best_region, &job);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }
 
@@ -130,30 +130,30 @@ static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, 
         const int32_t *from = c->call.batch.tables[g];
         if (!from) continue;
         for (int i = 0; i < count; i++)
-            memcpy(at + (long)i * width, from + (long)c->asked[who ? who[i] : i].slot * c->call.batch.width[g], (size_t)width * 4);
+            memcpy(at + (long)i * width, from + (long)c->requests[who ? who[i] : i].slot * c->call.batch.width[g], (size_t)width * 4);
         to->tables[g] = at;
         to->width[g] = width;
         at += (long)count * width;
     }
 }
 
-/* A sequence's draft becomes its guesses: at most `length` of the `steps` tokens at `out`. */
+/* A sequence's draft: at most `length` of the `steps` tokens at `out`. */
 static void take_draft(Cycle *c, int b, int64_t length, const int64_t *out, const float *sure, int steps) {
-    int k = length < c->asked[b].k ? (int)length : c->asked[b].k;
+    int k = length < c->requests[b].k ? (int)length : c->requests[b].k;
     for (int j = 0; j < k; j++) {
         if (out[j] < 0 || out[j] >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
         c->drafts[(long)b * c->most + j] = out[j];
     }
     memcpy(c->confidence + (long)b * c->most, sure, (size_t)steps * 4);
-    c->asked[b].k = k;
+    c->requests[b].k = k;
 }
 
-/* A draft of the sequences that have no guesses. */
-static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
+/* Draft for the sequences without given drafts. */
+static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
     int n = 0, steps = 0, who[B];
     for (int b = 0; b < B; b++)
-        if (!c->asked[b].given && !c->asked[b].block && c->asked[b].k > 0 && !c->asked[b].nodes) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
+        if (!c->requests[b].given && !c->requests[b].block && c->requests[b].k > 0 && !c->requests[b].nodes) { who[n++] = b; if (c->requests[b].k > steps) steps = c->requests[b].k; }
     if (!n) return 0;
     Draft d = *c->draft;
     const int T = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
@@ -168,7 +168,7 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
     uint8_t *sampled = (uint8_t *)(tables + 2 * (size_t)n * width);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
-        const Asked *a = &c->asked[b];
+        const CycleRequest *a = &c->requests[b];
         const float *from = c->features + (long)a->slot * wide;
         last[i] = a->last; seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b];
         guess[i] = a->length + 1; position[i] = a->length - 1; row_seq[i] = row_start[i] = i;
@@ -187,18 +187,18 @@ static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
     d.top_k = c->top_k ? top_k : NULL; d.top_p = top_p; d.min_logp = min_logp;
     d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
     memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
-    const int failed = or_draft(team, &d);
+    const int failed = or_draft(pool, &d);
     for (int i = 0; i < n && !failed; i++) take_draft(c, who[i], lengths[i], out + (long)i * steps, sure + (long)i * steps, steps);
     free(room);
     return failed;
 }
 
 /* A block drafter's pass for the sequences `who`: the newest token of each and masks. hidden [n · steps, H]: of the rows that predict. */
-static int block_forward(ThreadPool *team, const Cycle *c, const int *who, int n, int steps, float *hidden) {
+static int block_forward(ThreadPool *pool, const Cycle *c, const int *who, int n, int steps, float *hidden) {
     const BlockNet *net = c->block;
     const int S = net->block ? net->block : steps + net->first, R = n * S, W = n * steps;
     int64_t furthest = 0;
-    for (int i = 0; i < n; i++) if (c->asked[who[i]].length > furthest) furthest = c->asked[who[i]].length;
+    for (int i = 0; i < n; i++) if (c->requests[who[i]].length > furthest) furthest = c->requests[who[i]].length;
     const int width = (int)((furthest + S) / c->call.batch.page_size) + 1;
     char *room = malloc(((size_t)3 * (R + W) + n) * 8 + (size_t)(2 * (n + 1) + 2 * n * width) * 4);
     if (!room) return 1;
@@ -206,9 +206,9 @@ static int block_forward(ThreadPool *team, const Cycle *c, const int *who, int n
             *ends = few_seq + W;
     int32_t *row_start = (int32_t *)(ends + n), *few_start = row_start + n + 1, *tables = few_start + n + 1;
     for (int i = 0; i < n; i++) {
-        const int64_t at = c->asked[who[i]].length;
+        const int64_t at = c->requests[who[i]].length;
         row_start[i] = i * S; few_start[i] = i * steps; ends[i] = at + S - 1;
-        for (int j = 0; j < S; j++) ids[i * S + j] = j ? net->mask : c->asked[who[i]].last, positions[i * S + j] = at + j, row_seq[i * S + j] = i;
+        for (int j = 0; j < S; j++) ids[i * S + j] = j ? net->mask : c->requests[who[i]].last, positions[i * S + j] = at + j, row_seq[i * S + j] = i;
         for (int j = 0; j < steps; j++)
             wanted[i * steps + j] = i * S + net->first + j, few_at[i * steps + j] = at + net->first + j, few_seq[i * steps + j] = i;
     }
@@ -220,19 +220,19 @@ static int block_forward(ThreadPool *team, const Cycle *c, const int *who, int n
     call.batch.rows = R; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
     call.few.rows = W; call.few.positions = few_at; call.few.row_seq = few_seq; call.few.row_start = few_start;
     call.wanted = wanted; call.narrow = 1; call.hidden = hidden;
-    const int failed = or_forward(team, &call);
+    const int failed = or_forward(pool, &call);
     free(room);
     return failed;
 }
 
 /* A block drafter's drafts, after it has read what it has not. */
-static int cycle_block(ThreadPool *team, Cycle *c) {
+static int cycle_block(ThreadPool *pool, Cycle *c) {
     const BlockNet *net = c->block;
     const int B = c->seqs;
     int n = 0, steps = 0, who[B];
     int64_t slots[B];
     for (int b = 0; b < B; b++) {
-        Asked *a = &c->asked[b];
+        CycleRequest *a = &c->requests[b];
         if (a->given || !a->block || a->k <= 0) continue;
         if (net->block && a->k > net->block - net->first) a->k = net->block - net->first; /* a block predicts no more */
         if (c->unread->span[2 * a->slot] + c->unread->span[2 * a->slot + 1] != a->length) c->unread->span[2 * a->slot + 1] = 0;
@@ -240,7 +240,7 @@ static int cycle_block(ThreadPool *team, Cycle *c) {
         steps = a->k > steps ? a->k : steps;
     }
     if (!n) return 0;
-    if (or_read_slots(team, net, c->unread, slots, n)) return 1;
+    if (or_read_slots(pool, net, c->unread, slots, n)) return 1;
     const size_t rows = (size_t)n * steps, V = (size_t)net->head.n;
     char *room = malloc((rows + 3 * (size_t)n) * 8 + (size_t)n * 8 + (rows * (1 + net->call.stack->hidden) + 2 * (size_t)n) * 4 + n);
     if (!room) return 1;
@@ -250,21 +250,21 @@ static int cycle_block(ThreadPool *team, Cycle *c) {
     uint8_t *sampled = (uint8_t *)(hidden + rows * net->call.stack->hidden);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
-        seed[i] = c->seed[b]; position[i] = c->asked[b].length + 1; temperature[i] = c->temperature[b]; sampled[i] = c->sampled[b];
+        seed[i] = c->seed[b]; position[i] = c->requests[b].length + 1; temperature[i] = c->temperature[b]; sampled[i] = c->sampled[b];
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
     }
-    int failed = block_forward(team, c, who, n, steps, hidden);
+    int failed = block_forward(pool, c, who, n, steps, hidden);
     if (!failed) {
-        or_logits(team, &net->head, hidden, (int)rows, net->scale == 1.0f ? net->cap : 0.0f, c->z);
-        pool_begin(team);
+        or_logits(pool, &net->head, hidden, (int)rows, net->scale == 1.0f ? net->cap : 0.0f, c->z);
+        pool_begin(pool);
         Guess job = {steps, (int)rows, temperature, sampled, seed, position, c->top_k ? top_k : NULL, top_p, min_logp, c->z,
-                     (float *)team_scratch(team, team->size * (V + FILTER_ROOM(V)) * 4), out, sure, net};
+                     (float *)pool_scratch(pool, pool->size * (V + FILTER_ROOM(V)) * 4), out, sure, net};
         failed = !job.room;
-        if (!failed) team_run(team, guess_region, &job);
-        pool_end(team);
+        if (!failed) pool_run(pool, guess_region, &job);
+        pool_end(pool);
     }
     for (int i = 0; i < n && !failed; i++) {
-        const Asked *a = &c->asked[who[i]];
+        const CycleRequest *a = &c->requests[who[i]];
         double path = 1.0;
         int64_t length = steps;
         for (int j = 0; c->trust && j < a->k && goes_on(c->trust, a->stop, a->drop, &length, j, sure[(long)i * steps + j], &path);) j++;
@@ -275,17 +275,17 @@ static int cycle_block(ThreadPool *team, Cycle *c) {
 }
 
 /* Keeps what the block drafter will read of a sequence's accepted rows, the first of which is `row`. */
-static int keep_unread(ThreadPool *team, const Cycle *c, const Asked *a, int b, long row) {
+static int keep_unread(ThreadPool *pool, const Cycle *c, const CycleRequest *a, int b, long row) {
     const BlockNet *net = c->block;
     const Unread *u = c->unread;
     const int wide = net->fc.k / net->streams;
     int64_t *span = u->span + 2L * a->slot, slot = a->slot;
     if (span[0] + span[1] != a->length) span[1] = 0; /* of another text */
-    if (span[1] + a->accepted + 1 > u->most && or_read_slots(team, net, u, &slot, 1)) return 1;
+    if (span[1] + a->accepted + 1 > u->most && or_read_slots(pool, net, u, &slot, 1)) return 1;
     if (!span[1]) span[0] = a->length;
     for (int j = 0; j <= a->accepted; j++, span[1]++) {
         const long r = row + (j && a->nodes ? c->path[(long)b * c->most + j - 1] : j), at = slot * u->most + span[1];
-        u->following[at] = c->chosen[row + j]; /* of a tree: walk_tree has put the path's first */
+        u->following[at] = c->chosen[row + j]; /* of a tree: accept_path has put the path's first */
         for (int t = 0; t < net->streams; t++)
             memcpy(u->states + at * net->fc.k + (long)t * wide, c->taps[c->block_taps[t]] + r * wide, (size_t)wide * 4);
     }
@@ -293,8 +293,8 @@ static int keep_unread(ThreadPool *team, const Cycle *c, const Asked *a, int b, 
 }
 
 /* A tree of drafts of one sequence. */
-static int cycle_grow(ThreadPool *team, Cycle *c, int b, int width) {
-    Asked *a = &c->asked[b];
+static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
+    CycleRequest *a = &c->requests[b];
     const int H = c->call.stack->hidden;
     const float *from = c->features + (long)a->slot * (1 + c->streams) * H;
     Draft d = *c->draft;
@@ -302,7 +302,7 @@ static int cycle_grow(ThreadPool *team, Cycle *c, int b, int width) {
     int64_t last[TREE_WIDE] = {a->last}, guess[TREE_WIDE] = {a->length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
     float temperature[TREE_WIDE];
     uint8_t sampled[TREE_WIDE];
-    Grown grown;
+    BuiltTree grown;
     char *room = malloc((size_t)TREE_WIDE * (2 + S) * H * 4 + (size_t)2 * width * 4);
     if (!room) return 1;
     float *start = (float *)room, *taps = start + (size_t)2 * TREE_WIDE * H;
@@ -315,20 +315,20 @@ static int cycle_grow(ThreadPool *team, Cycle *c, int b, int width) {
     d.call.batch.positions = position; d.call.batch.row_seq = row_seq;
     gather_tables(&d.call.batch, c, &b, 1, width, (int32_t *)(taps + (size_t)TREE_WIDE * S * H));
     d.taps = S ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
-    const int failed = tree_grow(team, &d, H, c->head.n, a->k < TREE_DEEP ? a->k : TREE_DEEP, a->stop, a->drop, c->trust, start, last, guess, &grown);
+    const int failed = build_tree(pool, &d, H, c->head.n, a->k < TREE_DEEP ? a->k : TREE_DEEP, a->stop, a->drop, c->trust, start, last, guess, &grown);
     if (!failed) {
         const long at = (long)b * c->most;
-        a->k = tree_pick(&grown, a->nodes, a->priced ? c->prices + b * (c->most + 1L) : NULL, c->drafts + at, c->confidence + at, c->parents + at);
+        a->k = pick_nodes(&grown, a->nodes, a->priced ? c->prices + b * (c->most + 1L) : NULL, c->drafts + at, c->confidence + at, c->parents + at);
         a->steps = grown.steps;
     }
     free(room);
     return failed;
 }
 
-/* From the root to the child that holds the target's choice, while there is one; the accepted rows' choices become the first of the
- * sequence's, and their keys and values go to the positions of their tokens. Returns the last row. */
-static int walk_tree(const Cycle *c, const Batch *v, int b) {
-    Asked *a = &c->asked[b];
+/* Accept from the root on the child that holds the target's choice, while there is one. The accepted rows' choices are moved to the front
+ * of the sequence's, their keys and values to the positions of their tokens. Returns the last accepted row. */
+static int accept_path(const Cycle *c, const Batch *v, int b) {
+    CycleRequest *a = &c->requests[b];
     int64_t *chosen = c->chosen + v->row_start[b];
     const int64_t *drafts = c->drafts + (long)b * c->most;
     const int32_t *parents = c->parents + (long)b * c->most;
@@ -347,20 +347,20 @@ static int walk_tree(const Cycle *c, const Batch *v, int b) {
     return at;
 }
 
-int or_decode_step(ThreadPool *team, Cycle *c) {
+int or_decode_step(ThreadPool *pool, Cycle *c) {
     const int B = c->seqs, H = c->call.stack->hidden, deep = c->most + 1;
     int64_t furthest = 0, rows = 0, trees = 0;
     for (int b = 0; b < B; b++) {
-        const Asked *a = &c->asked[b];
+        const CycleRequest *a = &c->requests[b];
         const int64_t end = a->length + (a->k > a->nodes ? a->k : a->nodes);
         furthest = end > furthest ? end : furthest;
         trees |= a->nodes;
     }
     const int width = (int)(furthest / c->call.batch.page_size) + 1;
-    if (c->draft && cycle_draft(team, c, width)) return 1;
-    if (c->block && cycle_block(team, c)) return 1;
-    for (int b = 0; b < B; b++) if (c->asked[b].nodes && cycle_grow(team, c, b, width)) return 1;
-    for (int b = 0; b < B; b++) rows += c->asked[b].k + 1;
+    if (c->draft && cycle_draft(pool, c, width)) return 1;
+    if (c->block && cycle_block(pool, c)) return 1;
+    for (int b = 0; b < B; b++) if (c->requests[b].nodes && cycle_tree(pool, c, b, width)) return 1;
+    for (int b = 0; b < B; b++) rows += c->requests[b].k + 1;
     char *room = malloc((size_t)rows * 4 * 8 + (size_t)(rows + B + 1 + 2 * B * width) * 4 + (trees ? (size_t)rows * deep * 4 : 0));
     if (!room) return 1;
     int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows, *places = row_seq + rows;
@@ -368,17 +368,17 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
     int r = 0;
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
-        for (int j = 0; j <= c->asked[b].k; j++, r++) {
-            ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->asked[b].last;
-            places[r] = positions[r] = c->asked[b].length + j;
+        for (int j = 0; j <= c->requests[b].k; j++, r++) {
+            ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->requests[b].last;
+            places[r] = positions[r] = c->requests[b].length + j;
             row_seq[r] = b;
-            of[r] = c->asked[b].adapter;
+            of[r] = c->requests[b].adapter;
             if (!trees) continue;
-            const int up = j ? row_start[b] + (c->asked[b].nodes ? c->parents[(long)b * c->most + j - 1] : j - 1) : r;
-            const int depth = j ? (int)(positions[up] - c->asked[b].length) + 1 : 0;
+            const int up = j ? row_start[b] + (c->requests[b].nodes ? c->parents[(long)b * c->most + j - 1] : j - 1) : r;
+            const int depth = j ? (int)(positions[up] - c->requests[b].length) + 1 : 0;
             memcpy(paths + (long)r * deep, paths + (long)up * deep, (size_t)depth * 4);
             for (int i = depth; i < deep; i++) paths[(long)r * deep + i] = j;
-            positions[r] = c->asked[b].length + depth;
+            positions[r] = c->requests[b].length + depth;
         }
     }
     row_start[B] = r;
@@ -387,26 +387,26 @@ int or_decode_step(ThreadPool *team, Cycle *c) {
     call.batch.rows = r; call.batch.seqs = B; call.adapters.of = of;
     call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
     gather_tables(&call.batch, c, NULL, B, width, tables);
-    int failed = or_forward(team, &call);
-    if (!failed && c->likely < 0 && !c->top_k) failed = choose_best(team, c, call.hidden, r, row_seq, positions);
+    int failed = or_forward(pool, &call);
+    if (!failed && c->likely < 0 && !c->top_k) failed = choose_best(pool, c, call.hidden, r, row_seq, positions);
     else if (!failed) {
-        or_logits(team, &c->head, call.hidden, r, c->cap, c->z);
-        pool_begin(team);
-        VerdictJob job = {c, row_seq, positions, r, team_scratch(team, team->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4)};
+        or_logits(pool, &c->head, call.hidden, r, c->cap, c->z);
+        pool_begin(pool);
+        VerdictJob job = {c, row_seq, positions, r, pool_scratch(pool, pool->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4)};
         failed = !job.warm;
-        if (!failed) team_run(team, verdict_region, &job);
-        pool_end(team);
+        if (!failed) pool_run(pool, verdict_region, &job);
+        pool_end(pool);
     }
     if (!failed) {
         for (int b = 0; b < B; b++) {
-            Asked *a = &c->asked[b];
+            CycleRequest *a = &c->requests[b];
             int right = 0;
-            if (a->nodes) right = walk_tree(c, &call.batch, b);
+            if (a->nodes) right = accept_path(c, &call.batch, b);
             else {
                 while (right < a->k && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
                 a->accepted = right;
             }
-            if (c->block && keep_unread(team, c, a, b, row_start[b])) failed = 1;
+            if (c->block && keep_unread(pool, c, a, b, row_start[b])) failed = 1;
             const long row = row_start[b] + right;
             float *to = c->features + (long)a->slot * (1 + c->streams) * H;
             memcpy(to, call.hidden + row * H, (size_t)H * 4);

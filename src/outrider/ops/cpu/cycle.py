@@ -25,7 +25,7 @@ from .lib import GROUPS, CCall, CCycle, CDraft
 from .lowrank import PassAdapters
 from .ops import ptrs
 
-ASKED = Struct("=qqdddiiiiiiiiii")  # Asked in cycle.h
+ASKED = Struct("=qqdddiiiiiiiiii")  # CycleRequest in cycle.h
 STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: steps; k and accepted
 
 
@@ -76,7 +76,7 @@ class CpuCycle:
         self.prices = (c_double * (most * (MAX_DRAFT + 1)))()
         self.priced: list[Sequence[float] | None] = [None] * most  # what `prices` holds; tuples, which do not change
         self.trust = (c_double * 16)()
-        c.asked = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
+        c.requests = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
         c.drafts, c.confidence = ctypes.addressof(self.guesses), ctypes.addressof(self.confidence)
         c.parents, c.path, c.prices = (ctypes.addressof(t) for t in (self.parents, self.path, self.prices))
         self.at_trust = ctypes.addressof(self.trust)

@@ -7,13 +7,13 @@
 
 typedef struct { const Weight *head; int clusters, top, size; } Clusters; /* head: rows in cluster order, `size` each */
 
-/* One member's share of: lean [rows, clusters] where sampled, temperature · the largest noise of the cluster's tokens (that of
+/* One member's share of: cluster_bonus [rows, clusters] where sampled, temperature · the largest noise of the cluster's tokens (that of
  * the smallest bits). hashes [clusters / 16, size, 16]: a lane is a cluster. position + step: of the token being chosen. */
-static void lean_phase(ThreadPool *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
-                       const int64_t *seed, const int64_t *position, int step, float *lean) {
+static void cluster_bonus_phase(ThreadPool *pool, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
+                       const int64_t *seed, const int64_t *position, int step, float *cluster_bonus) {
     const int groups = (clusters + LANES - 1) / LANES;
     int lo, hi;
-    while (team_next(team, rows * groups, 8, &lo, &hi))
+    while (pool_next(pool, rows * groups, 8, &lo, &hi))
         for (int t = lo; t < hi; t++) {
             const int r = t / groups, g = t % groups;
             if (!sampled[r]) continue;
@@ -21,14 +21,14 @@ static void lean_phase(ThreadPool *team, const int32_t *hashes, int clusters, in
             const int32_t *hash = hashes + (long)g * size * LANES;
             vi least = vi_set(-1);
             for (int s = 0; s < size; s++) least = vi_min_unsigned(least, vi_noise_bits(key, vi_load(hash + (long)s * LANES)));
-            vf_store_n(lean + (long)r * clusters + g * LANES, vf_mul(vf_set(temperature[r]), vf_noise(least)), clusters - g * LANES);
+            vf_store_n(cluster_bonus + (long)r * clusters + g * LANES, vf_mul(vf_set(temperature[r]), vf_noise(least)), clusters - g * LANES);
         }
 }
 /* One member's share of scoring the chosen clusters' tokens: out [rows, top, size]. */
-static void cluster_phase(ThreadPool *team, const Clusters *c, const QActs *a, int rows, const int64_t *best, float *out) {
+static void cluster_phase(ThreadPool *pool, const Clusters *c, const QActs *a, int rows, const int64_t *best, float *out) {
     float tile[LANES];
     int lo, hi;
-    while (team_next(team, rows * c->top, 4, &lo, &hi))
+    while (pool_next(pool, rows * c->top, 4, &lo, &hi))
         for (int t = lo; t < hi; t++) {
             const long first = best[t] * c->size, last = first + c->size;
             for (long g = first / LANES; g * LANES < last; g++) { /* groups may straddle clusters */
@@ -45,26 +45,26 @@ typedef struct {
     float table_scale;
     int32_t steps, unit, tied, clusters, top, size; /* unit: inputs are normed; tied: the head reads what is fed back */
     const int64_t *cluster_ids; /* [clusters, size] token ids */
-    const int32_t *hashes;      /* as lean_phase */
+    const int32_t *hashes;      /* as cluster_bonus_phase */
     const int64_t *last;        /* [B] */
     const float *start;         /* [B, Hb] the target's hidden state */
     const float *taps;          /* [B, pre.k - 2·Hb], at unit scale, or NULL */
-    const float *temperature;   /* [B]; 1 where cold */
+    const float *temperature;   /* [B]; 1 where greedy */
     const uint8_t *sampled;
-    const int64_t *seed, *position; /* [B]; position of the first guess */
+    const int64_t *seed, *position; /* [B]; position of the first draft token */
     int64_t *out;               /* [B, steps] */
     float *confidence;          /* [B, steps] each token's probability among the candidates */
     int64_t *lengths;           /* [B] tokens that count: `steps`, or fewer where a draft has ended itself */
     const double *stop, *drop, *trust; /* [B], [B], [TRUST]; trust NULL: every draft goes on to the end */
-    int64_t *rivals;            /* [B, steps, RIVALS] the next best tokens, or NULL; with them confidences are those of the scores with their noise */
-    float *rival_confidence;    /* likewise */
+    int64_t *runner_ups;            /* [B, steps, RUNNER_UPS] the next best tokens, or NULL; with them confidences are those of the scores with their noise */
+    float *runner_up_confidence;    /* likewise */
     float *state;               /* [B, wide] what would be fed back after the last step, or NULL */
-    const int64_t *top_k;       /* [B] as filter_row, of drafts without rivals; NULL: no filter */
+    const int64_t *top_k;       /* [B] as filter_row, of drafts without runner_ups; NULL: no filter */
     const double *top_p;        /* [B] */
     const float *min_logp;      /* [B] */
 } Draft;
 
-enum { TRUST = 16, RIVALS = 2 }; /* bins of confidence; runner-ups that a tree may branch into */
+enum { TRUST = 16, RUNNER_UPS = 2 }; /* bins of confidence; runner-ups that a tree may branch into */
 
 /* With path = product of trust[confidence] so far: a token that brings it below `drop` is left out, one that brings it
  * below `stop` is the last. Returns whether the draft goes on. */
@@ -82,30 +82,30 @@ typedef struct {
     Run run;
     double *path; /* [B] */
     uint8_t *live; /* [B] whose drafts go on */
-    float *features, *hidden, *fed_back, *lean, *scores, *z, *filtered; /* filtered: [members, n + FILTER_ROOM(n)] */
+    float *features, *hidden, *fed_back, *cluster_bonus, *scores, *z, *filtered; /* filtered: [members, n + FILTER_ROOM(n)] */
     int64_t *best, *ids;
     QActs g;
 } DraftRun;
 
-/* The lean of step k, while the members meet anyway: it hangs on nothing that is being computed. */
-static void draft_lean(ThreadPool *team, const DraftRun *d, int k) {
+/* The cluster bonus of step k, computed while members wait for each other: it does not depend on the step before. */
+static void draft_cluster_bonus(ThreadPool *pool, const DraftRun *d, int k) {
     const Draft *r = &d->draft;
     if (r->clusters && k < r->steps)
-        lean_phase(team, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->sampled, r->seed, r->position, k, d->lean);
+        cluster_bonus_phase(pool, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->sampled, r->seed, r->position, k, d->cluster_bonus);
 }
 
 /* The tokens behind the best one, which is at column `at` and has the probability `sure`. z is overwritten. best: as in draft_region */
 static void next_best(float *z, int n, int64_t at, float sure, const Draft *r, const int64_t *best, long to) {
     const float top = z[at];
-    for (int t = 0; t < RIVALS; t++) {
+    for (int t = 0; t < RUNNER_UPS; t++) {
         z[at] = -INFINITY;
         at = choose_row(z, n, 0, 0, 0, NULL);
-        r->rivals[to + t] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
-        r->rival_confidence[to + t] = z[at] > -INFINITY ? sure * expf(z[at] - top) : 0.0f;
+        r->runner_ups[to + t] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
+        r->runner_up_confidence[to + t] = z[at] > -INFINITY ? sure * expf(z[at] - top) : 0.0f;
     }
 }
 
-static void draft_region(ThreadPool *team, int me, void *job) {
+static void draft_region(ThreadPool *pool, int me, void *job) {
     DraftRun *d = job;
     const Draft *r = &d->draft;
     const Stack *s = r->call.stack;
@@ -115,9 +115,9 @@ static void draft_region(ThreadPool *team, int me, void *job) {
     const long n = r->clusters ? (long)r->top * r->size : r->head.n;
     const Clusters clusters = {&r->head, r->clusters, r->top, r->size};
     int lo, hi;
-    team_share(team, me, B, &lo, &hi);
+    pool_share(pool, me, B, &lo, &hi);
     for (int b = lo; b < hi; b++) d->path[b] = 1.0, d->live[b] = 1, r->lengths[b] = r->steps;
-    draft_lean(team, d, 0);
+    draft_cluster_bonus(pool, d, 0);
     for (int k = 0; k < r->steps; k++) {
         for (int b = lo; b < hi; b++) {
             float *x = d->features + (long)b * in;
@@ -127,27 +127,27 @@ static void draft_region(ThreadPool *team, int me, void *job) {
             if (r->unit) { norm_row(x, wide, NULL, s->eps, x); norm_row(x + wide, wide, NULL, s->eps, x + wide); }
             if (!k && r->taps) memcpy(x + 2 * wide, r->taps + (long)b * (in - 2 * wide), (size_t)(in - 2 * wide) * 4);
         }
-        team_barrier(team);
-        stack_phase(team, me, &d->run);
-        team_barrier(team);
+        pool_barrier(pool);
+        stack_phase(pool, me, &d->run);
+        pool_barrier(pool);
         if (!dense || !dense_head) for (int b = lo; b < hi; b++) acts_row(&d->g, b);
-        team_barrier(team);
+        pool_barrier(pool);
         if (r->clusters) {
             Epilogue to = {TO_STORE, NULL, d->scores, r->clusters};
-            product_phase(team, me, &r->centroids, &d->g, B, &to);
-            team_barrier(team);
+            product_phase(pool, me, &r->centroids, &d->g, B, &to);
+            pool_barrier(pool);
             for (int b = lo; b < hi; b++) {
-                float *score = d->scores + (long)b * r->clusters, *lean = d->lean + (long)b * r->clusters;
-                if (r->sampled[b]) for (int c = 0; c < r->clusters; c++) score[c] += lean[c];
+                float *score = d->scores + (long)b * r->clusters, *cluster_bonus = d->cluster_bonus + (long)b * r->clusters;
+                if (r->sampled[b]) for (int c = 0; c < r->clusters; c++) score[c] += cluster_bonus[c];
                 best_columns(score, r->clusters, r->top, d->best + (long)b * r->top);
             }
-            team_barrier(team);
-            cluster_phase(team, &clusters, &d->g, B, d->best, d->z);
+            pool_barrier(pool);
+            cluster_phase(pool, &clusters, &d->g, B, d->best, d->z);
         } else {
             Epilogue to = {TO_STORE, NULL, d->z, r->head.n};
-            product_phase(team, me, &r->head, &d->g, B, &to);
+            product_phase(pool, me, &r->head, &d->g, B, &to);
         }
-        team_barrier(team);
+        pool_barrier(pool);
         for (int b = lo; b < hi; b++) {
             float *z = d->z + b * n;
             int64_t *ids = NULL;
@@ -157,24 +157,24 @@ static void draft_region(ThreadPool *team, int me, void *job) {
                 for (int t = 0; t < r->top; t++) memcpy(ids + (long)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
             }
             if (r->sampled[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
-            const int noisy = r->sampled[b] && r->rivals;
+            const int noisy = r->sampled[b] && r->runner_ups;
             if (noisy) noise_row(z, (int)n, r->seed[b], r->position[b] + k, ids);
             float *from = z;
-            if (r->sampled[b] && r->top_k && !r->rivals) { /* confidence is that of all tokens */
+            if (r->sampled[b] && r->top_k && !r->runner_ups) { /* confidence is that of all tokens */
                 from = memcpy(d->filtered + me * (n + FILTER_ROOM(n)), z, (size_t)n * 4);
                 filter_row(from, (int)n, r->top_k[b], r->top_p[b], r->min_logp[b], from + n);
             }
             const int64_t at = choose_row(from, (int)n, r->sampled[b] && !noisy, r->seed[b], r->position[b] + k, ids);
             r->out[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
-            if (r->rivals) next_best(z, (int)n, at, sure, r, best, ((long)b * r->steps + k) * RIVALS);
+            if (r->runner_ups) next_best(z, (int)n, at, sure, r, best, ((long)b * r->steps + k) * RUNNER_UPS);
             if (r->state && k == r->steps - 1) memcpy(r->state + (long)b * wide, next + (long)b * wide, (size_t)wide * 4);
             if (r->trust && d->live[b]) d->live[b] = goes_on(r->trust, r->stop[b], r->drop[b], r->lengths + b, k, sure, d->path + b);
         }
-        draft_lean(team, d, k + 1);
+        draft_cluster_bonus(pool, d, k + 1);
         /* a member begins the next step with the rows it has chosen for itself */
         if (!r->trust) continue;
-        team_barrier(team);
+        pool_barrier(pool);
         int live = 0;
         for (int b = 0; b < B; b++) live |= d->live[b];
         if (!live) break;
@@ -182,7 +182,7 @@ static void draft_region(ThreadPool *team, int me, void *job) {
 }
 
 /* As run_layout. */
-static size_t draft_layout(DraftRun *d, const ThreadPool *team, char *at) {
+static size_t draft_layout(DraftRun *d, const ThreadPool *pool, char *at) {
     const Draft *r = &d->draft;
     const Stack *s = r->call.stack;
     const size_t B = (size_t)r->call.batch.rows, n = r->clusters ? (size_t)r->top * r->size : (size_t)r->head.n;
@@ -192,16 +192,16 @@ static size_t draft_layout(DraftRun *d, const ThreadPool *team, char *at) {
     d->features = (float *)TAKE(B * s->pre.k * 4);
     d->hidden = (float *)TAKE(B * s->hidden * 4);
     d->fed_back = s->post.kind != W_NONE ? (float *)TAKE(B * s->post.n * 4) : NULL;
-    d->lean = (float *)TAKE(B * r->clusters * 4);
+    d->cluster_bonus = (float *)TAKE(B * r->clusters * 4);
     d->scores = (float *)TAKE(B * r->clusters * 4);
     d->best = (int64_t *)TAKE(B * r->top * 8);
     d->ids = (int64_t *)TAKE(r->clusters ? B * n * 8 : 0);
     d->z = (float *)TAKE(B * n * 4);
-    d->filtered = (float *)TAKE(r->top_k ? team->size * (n + FILTER_ROOM(n)) * 4 : 0);
+    d->filtered = (float *)TAKE(r->top_k ? pool->size * (n + FILTER_ROOM(n)) * 4 : 0);
     const int k = r->head.k;
     d->g = acts_at(TAKE(acts_bytes((int)B, k)), (int)B, k, r->tied && d->fed_back ? d->fed_back : d->hidden, k);
     d->run.call.features = d->features;
     d->run.call.hidden = d->hidden;
     d->run.call.fed_back = d->fed_back;
-    return used + run_layout(&d->run, team, at ? at + used : NULL);
+    return used + run_layout(&d->run, pool, at ? at + used : NULL);
 }

@@ -4,7 +4,7 @@
 #pragma once
 #include "draft.h"
 
-int or_forward(ThreadPool *team, const Call *call);
+int or_forward(ThreadPool *pool, const Call *call);
 
 typedef struct {
     Call call;                  /* the model's stack; its batch: the rows to be read first, at least one of each sequence */
@@ -34,20 +34,20 @@ typedef struct {
     uint8_t *live;              /* [B] */
 } Scoring;
 
-static void scoring_region(ThreadPool *team, int me, void *job) {
+static void scoring_region(ThreadPool *pool, int me, void *job) {
     const Scoring *s = job;
     const Chain *c = s->c;
     const int B = c->call.batch.seqs, n = c->head.n;
     int lo, hi;
-    team_share(team, me, B, &lo, &hi);
+    pool_share(pool, me, B, &lo, &hi);
     for (int b = lo; b < hi; b++) acts_row(&s->g, b);
-    team_barrier(team);
+    pool_barrier(pool);
     Epilogue to = {TO_STORE, NULL, s->z, s->wide, .cap = c->cap};
-    product_phase(team, me, &c->head, &s->g, B, &to);
+    product_phase(pool, me, &c->head, &s->g, B, &to);
     for (int b = 0; b < B; b++) { /* a tile for one of its rows: texts hold few tokens that are not listed */
         const int first = c->seen_start[b];
         int from, past;
-        team_share(team, me, c->seen_start[b + 1] - first, &from, &past);
+        pool_share(pool, me, c->seen_start[b + 1] - first, &from, &past);
         for (int i = from; i < past; i++) {
             float tile[LANES];
             const int64_t token = c->seen[first + i];
@@ -56,7 +56,7 @@ static void scoring_region(ThreadPool *team, int me, void *job) {
             s->z[(long)b * s->wide + n + i] = tile[token % LANES];
         }
     }
-    team_barrier(team);
+    pool_barrier(pool);
     for (int b = lo; b < hi; b++) {
         float *z = s->z + (long)b * s->wide;
         const int count = n + c->seen_start[b + 1] - c->seen_start[b];
@@ -71,19 +71,19 @@ static void scoring_region(ThreadPool *team, int me, void *job) {
 }
 
 /* Guess `s->step` from the states x [B, H]. Returns 1 without scratch. */
-static int score_step(ThreadPool *team, Scoring *s, const float *x) {
+static int score_step(ThreadPool *pool, Scoring *s, const float *x) {
     const int B = s->c->call.batch.seqs, k = s->c->head.k;
-    pool_begin(team);
-    char *at = team_scratch(team, acts_bytes(B, k));
+    pool_begin(pool);
+    char *at = pool_scratch(pool, acts_bytes(B, k));
     if (at) {
         s->g = acts_at(at, B, k, x, k);
-        team_run(team, scoring_region, s);
+        pool_run(pool, scoring_region, s);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }
 
-int or_draft_model_steps(ThreadPool *team, const Chain *c) {
+int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
     const Batch *first = &c->call.batch;
     const int B = first->seqs, R = first->rows, H = c->call.stack->hidden;
     int most = 0, warm = 0, failed = 1;
@@ -110,19 +110,19 @@ int or_draft_model_steps(ThreadPool *team, const Chain *c) {
         row_start[B] = B;
         Call call = c->call;
         call.hidden = hidden;
-        failed = or_forward(team, &call);
+        failed = or_forward(pool, &call);
         for (int b = 0; b < B; b++) memcpy(g + (long)b * H, hidden + (first->row_start[b + 1] - 1L) * H, (size_t)H * 4);
         call.batch.rows = B; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
         call.hidden = g;
         Scoring s = {c, 0, wide, .z = z, .tokens = tokens, .path = path, .live = live};
         for (int any = 1; !failed && any; s.step++) {
-            failed = score_step(team, &s, g);
+            failed = score_step(pool, &s, g);
             any = 0;
             for (int b = 0; b < B; b++) any |= live[b];
             any = any && s.step + 1 < c->steps;
             if (failed || !any) continue;
             for (int b = 0; b < B; b++) { ids[b] = c->out[(long)b * c->steps + s.step]; positions[b] = c->position[b]++; }
-            failed = or_forward(team, &call);
+            failed = or_forward(pool, &call);
         }
     }
     free(hidden); free(g); free(z); free(rows); free(tokens); free(row_start); free(path); free(live);

@@ -42,7 +42,7 @@ typedef struct {
 /* ---- the region ---- */
 typedef struct {
     Call call;
-    Cut cut[2], few_cut[2];  /* full, sliding; of all rows, and of the wanted ones */
+    AttnSplit cut[2], few_cut[2];  /* full, sliding; of all rows, and of the wanted ones */
     float **cos, **sin;      /* per rope variant [rows, half] */
     float *x, *h, *y, *qkv, *mixed, *mlp, *ple, *side; /* x, h: one copy each member when private */
     float *few_in, *few_ple; /* [few, H] embeddings of the wanted rows; [few, layers·ple] what all layers take of them */
@@ -66,7 +66,7 @@ INLINE void row_finish(const View *v, int row, const Weight *next) {
 }
 
 /* x += y (normed, scaled), then h = norm(x) and its quantised form for `next` */
-static void residual_phase(ThreadPool *team, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm,
+static void residual_phase(ThreadPool *pool, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm,
                            const Weight *next) {
     const Stack *s = run->call.stack;
     const int n = s->hidden;
@@ -75,11 +75,11 @@ static void residual_phase(ThreadPool *team, int me, const Run *run, View *v, co
         residual_row(v->x + (long)r * n, run->y + (long)r * n, n, post, scalar, norm, s->eps, v->h + (long)r * n, run->tmp + (long)me * n);
         if (next) row_finish(v, r, next);
     }
-    if (!run->own) team_barrier(team);
+    if (!run->own) pool_barrier(pool);
 }
 
 /* A x of the rows that use adapters, before a product of `x` with the weight `which`. NULL: no adapter changes it. */
-static const LowRankRows *shrink(ThreadPool *team, int me, const Run *run, int which, const int32_t *of, const QActs *x, int rows,
+static const LowRankRows *shrink(ThreadPool *pool, int me, const Run *run, int which, const int32_t *of, const QActs *x, int rows,
                                  LowRankRows *out) {
     const Adapters *a = &run->call.adapters;
     int changed = 0;
@@ -88,8 +88,8 @@ static const LowRankRows *shrink(ThreadPool *team, int me, const Run *run, int w
         for (int at = 0; at < 3; at++) __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
     }
     if (!changed) return NULL;
-    *out = (LowRankRows){team, a->table, of, run->low, which, run->low_ld};
-    out->own = run->own && shrink_tasks(out, rows) < 2 * team->size; /* shared out, so few would make members wait for each other */
+    *out = (LowRankRows){pool, a->table, of, run->low, which, run->low_ld};
+    out->own = run->own && shrink_tasks(out, rows) < 2 * pool->size; /* shared out, so few would make members wait for each other */
     if (out->own) out->low += (long)me * run->call.batch.rows * run->low_ld;
     shrink_phase(out, me, x, rows);
     return out;
@@ -111,7 +111,7 @@ static void copy_wanted(const Run *run, const View *v, int me, float *to, const 
 }
 
 /* From here on there are the wanted rows alone: what is kept of them moves to the front. Between two barriers. */
-static void keep_wanted(ThreadPool *team, int me, const Run *run, View *v, int qkv_n) {
+static void keep_wanted(ThreadPool *pool, int me, const Run *run, View *v, int qkv_n) {
     const Stack *s = run->call.stack;
     const long n = s->hidden;
     v->rows = run->call.few.rows;
@@ -128,12 +128,12 @@ static void keep_wanted(ThreadPool *team, int me, const Run *run, View *v, int q
         }
     }
     if (run->own) v->hi = v->rows;
-    else team_share(team, me, v->rows, &v->lo, &v->hi);
+    else pool_share(pool, me, v->rows, &v->lo, &v->hi);
 }
 
 /* What the first `layers` layers read of `rows` tokens in addition to the stream: a projection of the embedding, which `a` holds, and the token's
  * own part. which: the batch's rows they are; NULL: all. Ends without a barrier. */
-static void ple_phase(ThreadPool *team, int me, const Run *run, const QActs *a, int rows, const int64_t *which, int layers, float *out) {
+static void ple_phase(ThreadPool *pool, int me, const Run *run, const QActs *a, int rows, const int64_t *which, int layers, float *out) {
     const Stack *s = run->call.stack;
     const int L = s->layers * s->ple, n = layers * s->ple;
     Weight proj = s->ple_proj;
@@ -141,10 +141,10 @@ static void ple_phase(ThreadPool *team, int me, const Run *run, const QActs *a, 
     Epilogue to = {TO_STORE, NULL, out, L};
     LowRankRows low;
     int lo, hi;
-    to.low = shrink(team, me, run, s->layers * LR_COUNT, which ? run->few_of : run->call.adapters.of, a, rows, &low);
-    product_phase(team, me, &proj, a, rows, &to);
-    team_barrier(team);
-    team_share(team, me, rows, &lo, &hi);
+    to.low = shrink(pool, me, run, s->layers * LR_COUNT, which ? run->few_of : run->call.adapters.of, a, rows, &low);
+    product_phase(pool, me, &proj, a, rows, &to);
+    pool_barrier(pool);
+    pool_share(pool, me, rows, &lo, &hi);
     for (int r = lo; r < hi; r++) {
         float *p = out + (long)r * L, *token = run->side + (long)me * L;
         weight_row(&s->ple_embed, run->call.batch.ids[which ? which[r] : r], token);
@@ -155,32 +155,32 @@ static void ple_phase(ThreadPool *team, int me, const Run *run, const QActs *a, 
 }
 
 /* run->y, the dense MLP's answer, becomes norm(y) + norm(the routed experts' answer): what they read is the stream itself */
-static void moe_with_shared_mlp(ThreadPool *team, int me, Run *run, const View *v, const Moe *m) {
+static void moe_with_shared_mlp(ThreadPool *pool, int me, Run *run, const View *v, const Moe *m) {
     const Stack *s = run->call.stack;
     const long n = s->hidden;
     MoeRun here, *r = &here; /* every member finds the same places */
     int lo, hi;
     moe_layout(r, m, v->rows, run->moe_at);
-    team_share(team, me, r->rows, &lo, &hi);
+    pool_share(pool, me, r->rows, &lo, &hi);
     for (int i = lo; i < hi; i++) {
         norm_row(v->x + i * n, (int)n, m->router_norm, s->eps, r->router_in + i * n);
         norm_row(v->x + i * n, (int)n, m->norm, s->eps, r->in + i * n);
         moe_quantise(m, r, i);
     }
-    team_barrier(team);
-    moe_phase(team, me, m, r, s->act);
+    pool_barrier(pool);
+    moe_phase(pool, me, m, r, s->act);
     for (int i = lo; i < hi; i++) {
         norm_row(run->y + i * n, (int)n, m->post_dense_norm, s->eps, run->y + i * n);
         residual_row(run->y + i * n, r->out + i * n, (int)n, m->post_norm, NULL, NULL, s->eps, NULL, run->tmp + me * n);
     }
-    team_barrier(team);
+    pool_barrier(pool);
 }
 
 /* One member's share of the whole stack. Ends without a barrier. */
-static void stack_phase(ThreadPool *team, int me, Run *run) {
+static void stack_phase(ThreadPool *pool, int me, Run *run) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
-    const Cut *cut = run->cut;
+    const AttnSplit *cut = run->cut;
     const int64_t *wanted = run->call.wanted;
     const int few = run->call.narrow ? run->call.few.rows : 0, H = s->hidden;
     const int32_t *of = run->call.adapters.of;
@@ -188,9 +188,9 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
     int rows = b->rows;
     View v = {run->x + run->xh_step * (run->own ? me : 0), run->h + run->xh_step * (run->own ? me : 0), run->norm, rows, 0, rows};
     if (run->own) v.acts = acts_at(run->norm_at + run->norm_step * me, rows, H, v.h, H);
-    else team_share(team, me, rows, &v.lo, &v.hi);
+    else pool_share(pool, me, rows, &v.lo, &v.hi);
     int mine_lo, mine_hi;
-    team_share(team, me, rows, &mine_lo, &mine_hi);
+    pool_share(pool, me, rows, &mine_lo, &mine_hi);
 
     /* angles, and the stream's beginning */
     for (int k = 0; k < s->ropes; k++)
@@ -201,10 +201,10 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
         QActs in = acts_at((char *)run->side_acts.q, rows, s->pre.k, run->call.features, s->pre.k);
         if (s->pre.kind != W_DENSE)
             for (int r = mine_lo; r < mine_hi; r++) acts_row(&in, r);
-        team_barrier(team);
+        pool_barrier(pool);
         Epilogue to = {TO_STORE, NULL, run->y, H};
-        product_phase(team, me, &s->pre, &in, rows, &to);
-        team_barrier(team);
+        product_phase(pool, me, &s->pre, &in, rows, &to);
+        pool_barrier(pool);
         for (int r = v.lo; r < v.hi; r++) memcpy(v.x + (long)r * H, run->y + (long)r * H, (size_t)H * 4);
     } else {
         for (int r = v.lo; r < v.hi; r++) {
@@ -216,22 +216,22 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
     if (s->ple) {
         v.acts.x = v.x;
         for (int r = v.lo; r < v.hi; r++) row_finish(&v, r, &s->ple_proj);
-        team_barrier(team);
+        pool_barrier(pool);
         int lo, hi;
-        team_share(team, me, few, &lo, &hi);
+        pool_share(pool, me, few, &lo, &hi);
         for (int i = lo; i < hi; i++) {
             memcpy(run->few_in + (long)i * H, v.x + wanted[i] * H, (size_t)H * 4);
             if (s->ple_proj.kind != W_DENSE) acts_row(&run->few_acts, i);
         }
-        ple_phase(team, me, run, &v.acts, rows, NULL, run->call.narrow ? run->last_write : s->layers, run->ple);
-        if (few) ple_phase(team, me, run, &run->few_acts, few, wanted, s->layers, run->few_ple);
+        ple_phase(pool, me, run, &v.acts, rows, NULL, run->call.narrow ? run->last_write : s->layers, run->ple);
+        if (few) ple_phase(pool, me, run, &run->few_acts, few, wanted, s->layers, run->few_ple);
     }
     v.acts.x = v.h;
     for (int r = v.lo; r < v.hi; r++) {
         norm_row(v.x + (long)r * H, H, s->layer[0].attn_norm, s->eps, v.h + (long)r * H);
         row_finish(&v, r, &s->layer[0].qkv);
     }
-    team_barrier(team);
+    pool_barrier(pool);
 
     for (int i = 0; i < s->layers; i++) {
         const Layer *l = &s->layer[i];
@@ -244,72 +244,72 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
 
         /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
         Epilogue to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n, .cut = wide % LANES ? 0 : wide};
-        to_qkv.low = shrink(team, me, run, i * LR_COUNT + LR_QKV, of, &v.acts, rows, &low);
-        product_phase(team, me, &l->qkv, &v.acts, rows, &to_qkv);
-        team_barrier(team);
+        to_qkv.low = shrink(pool, me, run, i * LR_COUNT + LR_QKV, of, &v.acts, rows, &low);
+        product_phase(pool, me, &l->qkv, &v.acts, rows, &to_qkv);
+        pool_barrier(pool);
         if (l->kv.kind != W_NONE) {
             Epilogue to_kv = {TO_STORE, l->kv_bias, run->qkv + l->qkv.n, qkv_n};
-            product_phase(team, me, &l->kv, &v.acts, rows, &to_kv);
-            team_barrier(team);
+            product_phase(pool, me, &l->kv, &v.acts, rows, &to_kv);
+            pool_barrier(pool);
         }
         for (int part = 0; part < 2; part++) {
             const int before = part ? a->heads : 0, count = part ? heads - a->heads : a->heads;
             const int only = narrow && !part, these = only ? few : rows;
-            team_share(team, me, these * count, &lo, &hi);
+            pool_share(pool, me, these * count, &lo, &hi);
             for (int t = lo; t < hi; t++) {
                 const long r = only ? wanted[t % these] : t % these;
                 rope_write_head(a, b, (int)r, before + t / these, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
             }
         }
-        team_barrier(team);
+        pool_barrier(pool);
         if (narrow) {
             if (!few) return;
-            keep_wanted(team, me, run, &v, qkv_n);
+            keep_wanted(pool, me, run, &v, qkv_n);
             rows = few; b = &run->call.few; cut = run->few_cut; ple = run->few_ple; of = run->few_of;
-            team_barrier(team);
+            pool_barrier(pool);
         }
         QActs mixed = run->attn;
         mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
-        attend_phase(team, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
-        team_barrier(team);
+        attend_phase(pool, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
+        pool_barrier(pool);
         Epilogue to_y = {TO_STORE, l->out_bias, run->y, H};
-        to_y.low = shrink(team, me, run, i * LR_COUNT + LR_OUT, of, &mixed, rows, &low);
-        product_phase(team, me, &l->out, &mixed, rows, &to_y);
-        team_barrier(team);
-        residual_phase(team, me, run, &v, l->post_attn_norm, NULL, l->mlp_norm, &l->gate_up);
+        to_y.low = shrink(pool, me, run, i * LR_COUNT + LR_OUT, of, &mixed, rows, &low);
+        product_phase(pool, me, &l->out, &mixed, rows, &to_y);
+        pool_barrier(pool);
+        residual_phase(pool, me, run, &v, l->post_attn_norm, NULL, l->mlp_norm, &l->gate_up);
 
         QActs mlp = run->mlp_acts;
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
         const int dense = l->down.kind == W_DENSE;
         Epilogue to_mlp = {TO_GATED, l->gate_up_bias, run->mlp, l->inter, s->act, NULL, 0, 0.0f, dense ? NULL : &mlp};
-        to_mlp.low = shrink(team, me, run, i * LR_COUNT + LR_GATE_UP, of, &v.acts, rows, &low);
-        product_phase(team, me, &l->gate_up, &v.acts, rows, &to_mlp);
-        team_barrier(team);
+        to_mlp.low = shrink(pool, me, run, i * LR_COUNT + LR_GATE_UP, of, &v.acts, rows, &low);
+        product_phase(pool, me, &l->gate_up, &v.acts, rows, &to_mlp);
+        pool_barrier(pool);
         Epilogue to_down = {TO_STORE, l->down_bias, run->y, H};
-        to_down.low = shrink(team, me, run, i * LR_COUNT + LR_DOWN, of, &mlp, rows, &low);
-        product_phase(team, me, &l->down, &mlp, rows, &to_down);
-        team_barrier(team);
+        to_down.low = shrink(pool, me, run, i * LR_COUNT + LR_DOWN, of, &mlp, rows, &low);
+        product_phase(pool, me, &l->down, &mlp, rows, &to_down);
+        pool_barrier(pool);
 
-        if (l->moe.experts) moe_with_shared_mlp(team, me, run, &v, &l->moe);
+        if (l->moe.experts) moe_with_shared_mlp(pool, me, run, &v, &l->moe);
 
         const Weight *next = i + 1 < s->layers ? &s->layer[i + 1].qkv : (s->post.kind != W_NONE ? &s->post : NULL);
         if (s->ple) {
-            residual_phase(team, me, run, &v, l->post_mlp_norm, NULL, NULL, &l->ple_gate);
+            residual_phase(pool, me, run, &v, l->post_mlp_norm, NULL, NULL, &l->ple_gate);
             QActs side = run->side_acts;
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
             const int plain = l->ple_out.kind == W_DENSE;
             Epilogue to_side = {TO_TIMES, NULL, run->mlp, s->ple, s->act, ple + (long)i * s->ple, (long)s->layers * s->ple,
                           0.0f, plain ? NULL : &side};
-            to_side.low = shrink(team, me, run, i * LR_COUNT + LR_PLE_GATE, of, &v.acts, rows, &low);
-            product_phase(team, me, &l->ple_gate, &v.acts, rows, &to_side);
-            team_barrier(team);
+            to_side.low = shrink(pool, me, run, i * LR_COUNT + LR_PLE_GATE, of, &v.acts, rows, &low);
+            product_phase(pool, me, &l->ple_gate, &v.acts, rows, &to_side);
+            pool_barrier(pool);
             Epilogue to_out = {TO_STORE, NULL, run->y, H};
-            to_out.low = shrink(team, me, run, i * LR_COUNT + LR_PLE_OUT, of, &side, rows, &low);
-            product_phase(team, me, &l->ple_out, &side, rows, &to_out);
-            team_barrier(team);
-            residual_phase(team, me, run, &v, l->ple_post_norm, l->scalar, l->next_norm, next);
+            to_out.low = shrink(pool, me, run, i * LR_COUNT + LR_PLE_OUT, of, &side, rows, &low);
+            product_phase(pool, me, &l->ple_out, &side, rows, &to_out);
+            pool_barrier(pool);
+            residual_phase(pool, me, run, &v, l->ple_post_norm, l->scalar, l->next_norm, next);
         } else {
-            residual_phase(team, me, run, &v, l->post_mlp_norm, l->scalar, l->next_norm, next);
+            residual_phase(pool, me, run, &v, l->post_mlp_norm, l->scalar, l->next_norm, next);
         }
         float *tap = run->call.taps ? run->call.taps[i] : NULL;
         if (tap && run->call.narrow && i < run->last_write) copy_wanted(run, &v, me, tap, v.x);
@@ -319,11 +319,11 @@ static void stack_phase(ThreadPool *team, int me, Run *run) {
     if (s->post.kind != W_NONE) {
         v.acts.x = v.h;
         Epilogue to = {TO_STORE, NULL, run->call.fed_back, s->post.n};
-        product_phase(team, me, &s->post, &v.acts, rows, &to);
+        product_phase(pool, me, &s->post, &v.acts, rows, &to);
     }
 }
 
-static void stack_region(ThreadPool *team, int me, void *job) { stack_phase(team, me, job); }
+static void stack_region(ThreadPool *pool, int me, void *job) { stack_phase(pool, me, job); }
 
 static Spec widest(const Spec *a, const Spec *b) {
     Spec s = *b;
@@ -333,11 +333,11 @@ static Spec widest(const Spec *a, const Spec *b) {
 }
 
 /* Where everything lies in `at`; with NULL only the bytes are counted. */
-static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
+static size_t run_layout(Run *run, const ThreadPool *pool, char *at) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
     const Batch *few = &run->call.few;
-    const size_t R = (size_t)b->rows, W = run->call.narrow ? (size_t)few->rows : 0, H = (size_t)s->hidden, T = (size_t)team->size;
+    const size_t R = (size_t)b->rows, W = run->call.narrow ? (size_t)few->rows : 0, H = (size_t)s->hidden, T = (size_t)pool->size;
     size_t qkv = 0, wide = 0, inter = s->ple > 32 ? s->ple : 32, used = 0;
     const Adapters *adapters = &run->call.adapters;
     int keeps_mlp = 0, rank = 0;
@@ -401,11 +401,11 @@ static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
     for (int g = 0; g < 4; g++) {
         const Batch *rows = g < 2 ? b : few;
         const Spec *a = &of[g & 1];
-        Cut *cut = g < 2 ? &run->cut[g] : &run->few_cut[g & 1];
+        AttnSplit *cut = g < 2 ? &run->cut[g] : &run->few_cut[g & 1];
         if (!a->heads || (g >= 2 && !W)) continue;
-        cut_plan(cut, team, a, rows);
-        char *place = TAKE(cut_bytes(cut, team, a, rows));
-        if (place) cut_place(cut, team, a, rows, place);
+        split_plan(cut, pool, a, rows);
+        char *place = TAKE(split_bytes(cut, pool, a, rows));
+        if (place) split_place(cut, pool, a, rows, place);
     }
     return used;
 }

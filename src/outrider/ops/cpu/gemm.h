@@ -109,19 +109,19 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
 
 /* One product, handed out in pieces: all outputs of some rows, or some outputs of all rows. Which member computes an output changes no bit of it.
  * No barrier at the end. */
-static void product_phase(ThreadPool *team, int me, const Weight *w, const QActs *a, int rows, const Epilogue *to) {
+static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs *a, int rows, const Epilogue *to) {
     const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
     const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
-    const int by_rows = rows >= SPLIT_ROWS * team->size;
-    for (int i = 0; i < team->size; i++) { /* the member's own share first, then the others' */
-        const int of = (me + i) % team->size;
+    const int by_rows = rows >= SPLIT_ROWS * pool->size;
+    for (int i = 0; i < pool->size; i++) { /* the member's own share first, then the others' */
+        const int of = (me + i) % pool->size;
         int lo, hi, lo2 = 0, hi2 = 0;
-        team_share(team, of, by_rows ? rows : cut, &lo, &hi);
-        if (!by_rows) team_share(team, of, units - cut, &lo2, &hi2);
+        pool_share(pool, of, by_rows ? rows : cut, &lo, &hi);
+        if (!by_rows) pool_share(pool, of, units - cut, &lo2, &hi2);
         const int front = hi - lo, all = front + hi2 - lo2;
-        const int grain = team->size == 1 ? all : by_rows ? BLOCK_ROWS : (all + PIECES - 1) / PIECES;
+        const int grain = pool->size == 1 ? all : by_rows ? BLOCK_ROWS : (all + PIECES - 1) / PIECES;
         if (!all) continue;
-        for (int at = 0, piece; (piece = team->size == 1 ? (at ? -1 : 0) : team_claim(team, of, (all + grain - 1) / grain)) >= 0; at++) {
+        for (int at = 0, piece; (piece = pool->size == 1 ? (at ? -1 : 0) : pool_claim(pool, of, (all + grain - 1) / grain)) >= 0; at++) {
             const int from = piece * grain, past = from + grain < all ? from + grain : all;
             if (by_rows) { product_units(w, a, to, n, wide, 0, units, lo + from, lo + past); continue; }
             if (from < front) product_units(w, a, to, n, wide, lo + from, lo + (past < front ? past : front), 0, rows);

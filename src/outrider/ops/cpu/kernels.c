@@ -20,19 +20,19 @@ int or_sizes(int which) {
 }
 
 /* ---- teams ---- */
-ThreadPool *or_team_new(int size) {
+ThreadPool *or_pool_new(int size) {
     ThreadPool *t = aligned_alloc(64, (sizeof(ThreadPool) + 63) & ~(size_t)63);
     memset(t, 0, sizeof *t);
     t->size = size < 1 ? 1 : size;
     t->threads = calloc((size_t)t->size, sizeof(pthread_t));
     t->claims = aligned_alloc(64, (size_t)t->size * sizeof(Claim));
-    team_start(t);
+    pool_start(t);
     return t;
 }
 
-int or_team_size(const ThreadPool *t) { return t->size; }
+int or_pool_size(const ThreadPool *t) { return t->size; }
 
-void or_team_free(ThreadPool *t) {
+void or_pool_free(ThreadPool *t) {
     if (t->owner == getpid()) {
         pthread_mutex_lock(&t->lock);
         t->stop = 1;
@@ -54,11 +54,11 @@ int64_t or_packed_bytes(int kind, int n, int k, int which) {
     return which ? groups * (blocks / k_blocks(kind)) * (int64_t)k_scale_step(kind) : groups * blocks * 64 * k_lines(kind);
 }
 /* `rows` rows of a file, in the format of w->kind, become rows first.. of w */
-void or_pack(ThreadPool *team, const Weight *w, int first, const uint8_t *from, int64_t row_bytes, int rows) {
+void or_pack(ThreadPool *pool, const Weight *w, int first, const uint8_t *from, int64_t row_bytes, int rows) {
     PackJob job = {w, first, rows, from, (size_t)row_bytes};
-    pool_begin(team);
-    team_run(team, pack_region, &job);
-    pool_end(team);
+    pool_begin(pool);
+    pool_run(pool, pack_region, &job);
+    pool_end(pool);
 }
 /* Row i of `to` is row order[i] of `from` */
 void or_take(const Weight *from, const int64_t *order, const Weight *to) {
@@ -66,58 +66,58 @@ void or_take(const Weight *from, const int64_t *order, const Weight *to) {
 }
 
 /* `to`, of kind W_Q4, becomes `from` in four bits */
-int or_coarse(ThreadPool *team, const Weight *from, const Weight *to) {
+int or_coarse(ThreadPool *pool, const Weight *from, const Weight *to) {
     CoarseJob job = {from, to, NULL};
-    pool_begin(team);
-    job.rows = (float *)team_scratch(team, (size_t)team->size * LANES * to->k * 4);
-    if (job.rows) team_run(team, coarse_region, &job);
-    pool_end(team);
+    pool_begin(pool);
+    job.rows = (float *)pool_scratch(pool, (size_t)pool->size * LANES * to->k * 4);
+    if (job.rows) pool_run(pool, coarse_region, &job);
+    pool_end(pool);
     return job.rows ? 0 : 1;
 }
 
 /* ---- products ---- */
 typedef struct { const Weight *w; QActs a; int rows; Epilogue to; } ProductJob;
 
-static void product_region(ThreadPool *team, int me, void *job) {
+static void product_region(ThreadPool *pool, int me, void *job) {
     ProductJob *p = job;
     if (p->w->kind != W_DENSE) {
         int lo, hi;
-        team_share(team, me, p->rows, &lo, &hi);
+        pool_share(pool, me, p->rows, &lo, &hi);
         for (int r = lo; r < hi; r++) acts_row(&p->a, r);
-        if (p->rows > 1) team_barrier(team); /* a single row was quantised by its caller */
+        if (p->rows > 1) pool_barrier(pool); /* a single row was quantised by its caller */
     }
-    product_phase(team, me, p->w, &p->a, p->rows, &p->to);
+    product_phase(pool, me, p->w, &p->a, p->rows, &p->to);
 }
 
-static void run_product(ThreadPool *team, const Weight *w, const float *x, int rows, Epilogue to) {
-    pool_begin(team);
+static void run_product(ThreadPool *pool, const Weight *w, const float *x, int rows, Epilogue to) {
+    pool_begin(pool);
     ProductJob job = {w, {0}, rows, to};
-    job.a = acts_at(w->kind == W_DENSE ? NULL : team_scratch(team, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
+    job.a = acts_at(w->kind == W_DENSE ? NULL : pool_scratch(pool, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
     if (w->kind != W_DENSE && rows == 1) acts_row(&job.a, 0);
-    team_run(team, product_region, &job);
-    pool_end(team);
+    pool_run(pool, product_region, &job);
+    pool_end(pool);
 }
 
-void or_linear(ThreadPool *team, const Weight *w, const float *x, int rows, const float *bias, float *out) {
+void or_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, const float *bias, float *out) {
     Epilogue to = {TO_STORE, bias, out, w->n};
-    run_product(team, w, x, rows, to);
+    run_product(pool, w, x, rows, to);
 }
-void or_gated_linear(ThreadPool *team, const Weight *w, const float *x, int rows, int act, float *out) {
+void or_gated_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, int act, float *out) {
     Epilogue to = {TO_GATED, NULL, out, w->n / 2, act};
-    run_product(team, w, x, rows, to);
+    run_product(pool, w, x, rows, to);
 }
-void or_logits(ThreadPool *team, const Weight *w, const float *x, int rows, float cap, float *out) {
+void or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out) {
     Epilogue to = {TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
-    run_product(team, w, x, rows, to);
+    run_product(pool, w, x, rows, to);
 }
 /* y [rows, 16·groups] += scale · B (A x), x [rows, k]: as a product of a pass adds it */
 typedef struct { LowRankRows low; QActs x; int rows, groups; float *y; } LowRankJob;
-static void lowrank_region(ThreadPool *team, int me, void *job) {
+static void lowrank_region(ThreadPool *pool, int me, void *job) {
     const LowRankJob *j = job;
     float change[BLOCK_ROWS * LANES];
     int lo, hi;
     shrink_phase(&j->low, me, &j->x, j->rows);
-    team_share(team, me, j->groups, &lo, &hi);
+    pool_share(pool, me, j->groups, &lo, &hi);
     for (int g = lo; g < hi; g++)
         for (int m0 = 0; m0 < j->rows; m0 += BLOCK_ROWS) {
             const int rows = j->rows - m0 < BLOCK_ROWS ? j->rows - m0 : BLOCK_ROWS;
@@ -128,18 +128,18 @@ static void lowrank_region(ThreadPool *team, int me, void *job) {
             }
         }
 }
-int or_lowrank(ThreadPool *team, const LowRank *p, const float *x, int rows, int groups, float *y) {
+int or_lowrank(ThreadPool *pool, const LowRank *p, const float *x, int rows, int groups, float *y) {
     const long ld = w_groups(&p->a);
     const size_t low = UP((size_t)rows * ld * sizeof(Low));
-    pool_begin(team);
-    char *at = team_scratch(team, low + acts_bytes(rows, p->a.k));
-    LowRankJob job = {{team, &p, NULL, (Low *)at, 0, ld}, {0}, rows, groups, y};
+    pool_begin(pool);
+    char *at = pool_scratch(pool, low + acts_bytes(rows, p->a.k));
+    LowRankJob job = {{pool, &p, NULL, (Low *)at, 0, ld}, {0}, rows, groups, y};
     if (at) {
         job.x = acts_at(at + low, rows, p->a.k, x, p->a.k);
         for (int r = 0; p->a.kind != W_DENSE && r < rows; r++) acts_row(&job.x, r);
-        team_run(team, lowrank_region, &job);
+        pool_run(pool, lowrank_region, &job);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }
 void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float *out) {
@@ -150,36 +150,36 @@ void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float 
     }
 }
 
-typedef struct { const int32_t *hashes; int clusters, size, rows; const float *temperature; const uint8_t *sampled; const int64_t *seed, *position; float *out; } LeanJob;
-static void lean_region(ThreadPool *team, int me, void *job) {
+typedef struct { const int32_t *hashes; int clusters, size, rows; const float *temperature; const uint8_t *sampled; const int64_t *seed, *position; float *out; } ClusterBonusJob;
+static void cluster_bonus_region(ThreadPool *pool, int me, void *job) {
     (void)me;
-    LeanJob *j = job;
-    lean_phase(team, j->hashes, j->clusters, j->size, j->rows, j->temperature, j->sampled, j->seed, j->position, 0, j->out);
+    ClusterBonusJob *j = job;
+    cluster_bonus_phase(pool, j->hashes, j->clusters, j->size, j->rows, j->temperature, j->sampled, j->seed, j->position, 0, j->out);
 }
-void or_cluster_lean(ThreadPool *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
+void or_cluster_bonus(ThreadPool *pool, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
                      const int64_t *seed, const int64_t *position, float *out) {
-    LeanJob job = {hashes, clusters, size, rows, temperature, sampled, seed, position, out};
-    pool_begin(team);
-    team_run(team, lean_region, &job);
-    pool_end(team);
+    ClusterBonusJob job = {hashes, clusters, size, rows, temperature, sampled, seed, position, out};
+    pool_begin(pool);
+    pool_run(pool, cluster_bonus_region, &job);
+    pool_end(pool);
 }
 
 /* Logits of the tokens of the best clusters: best [rows, top], out [rows, top, size]. scores: [rows, clusters] */
 typedef struct { Clusters c; QActs a; int rows; int64_t *best; float *out; } ClusterJob;
-static void cluster_region(ThreadPool *team, int me, void *job) {
+static void cluster_region(ThreadPool *pool, int me, void *job) {
     (void)me;
     ClusterJob *j = job;
-    cluster_phase(team, &j->c, &j->a, j->rows, j->best, j->out);
+    cluster_phase(pool, &j->c, &j->a, j->rows, j->best, j->out);
 }
-void or_clustered(ThreadPool *team, const Weight *w, const float *x, int rows, const float *scores, int clusters, int top, int size, int64_t *best,
+void or_clustered(ThreadPool *pool, const Weight *w, const float *x, int rows, const float *scores, int clusters, int top, int size, int64_t *best,
                   float *out) {
     for (int r = 0; r < rows; r++) best_columns(scores + (long)r * clusters, clusters, top, best + (long)r * top);
-    pool_begin(team);
+    pool_begin(pool);
     ClusterJob job = {{w, clusters, top, size}, {0}, rows, best, out};
-    job.a = acts_at(w->kind == W_DENSE ? NULL : team_scratch(team, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
+    job.a = acts_at(w->kind == W_DENSE ? NULL : pool_scratch(pool, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
     if (w->kind != W_DENSE) for (int r = 0; r < rows; r++) acts_row(&job.a, r);
-    team_run(team, cluster_region, &job);
-    pool_end(team);
+    pool_run(pool, cluster_region, &job);
+    pool_end(pool);
 }
 
 /* ---- rows ---- */
@@ -201,114 +201,114 @@ void or_angles(const int64_t *positions, int rows, const float *inv_freq, int ha
 }
 
 typedef struct { const float *z; int n; const int64_t *seed, *position, *tokens; const uint8_t *sampled; int rows; int64_t *out; } ChooseJob;
-static void choose_region(ThreadPool *team, int me, void *job) {
+static void choose_region(ThreadPool *pool, int me, void *job) {
     (void)me;
     ChooseJob *c = job;
     int lo, hi;
-    while (team_next(team, c->rows, 1, &lo, &hi))
+    while (pool_next(pool, c->rows, 1, &lo, &hi))
         c->out[lo] = choose_row(c->z + (long)lo * c->n, c->n, c->sampled[lo], c->seed[lo], c->position[lo],
                                 c->tokens ? c->tokens + (long)lo * c->n : NULL);
 }
-void or_choose(ThreadPool *team, const float *z, int rows, int n, const int64_t *seed, const int64_t *position, const int64_t *tokens,
+void or_choose(ThreadPool *pool, const float *z, int rows, int n, const int64_t *seed, const int64_t *position, const int64_t *tokens,
                const uint8_t *sampled, int64_t *out) {
     ChooseJob job = {z, n, seed, position, tokens, sampled, rows, out};
-    pool_begin(team);
-    team_run(team, choose_region, &job);
-    pool_end(team);
+    pool_begin(pool);
+    pool_run(pool, choose_region, &job);
+    pool_end(pool);
 }
 
 /* z [rows, n], in place: as filter_row */
 typedef struct { float *z; int rows, n; const int64_t *top_k; const double *top_p; const float *min_logp; float *room; } FilterJob;
-static void filter_region(ThreadPool *team, int me, void *job) {
+static void filter_region(ThreadPool *pool, int me, void *job) {
     const FilterJob *j = job;
     int lo, hi;
-    while (team_next(team, j->rows, 1, &lo, &hi))
+    while (pool_next(pool, j->rows, 1, &lo, &hi))
         filter_row(j->z + (long)lo * j->n, j->n, j->top_k[lo], j->top_p[lo], j->min_logp[lo], j->room + me * FILTER_ROOM(j->n));
 }
-int or_filter(ThreadPool *team, float *z, int rows, int n, const int64_t *top_k, const double *top_p, const float *min_logp) {
-    pool_begin(team);
-    FilterJob job = {z, rows, n, top_k, top_p, min_logp, team_scratch(team, team->size * FILTER_ROOM(n) * 4)};
-    if (job.room) team_run(team, filter_region, &job);
-    pool_end(team);
+int or_filter(ThreadPool *pool, float *z, int rows, int n, const int64_t *top_k, const double *top_p, const float *min_logp) {
+    pool_begin(pool);
+    FilterJob job = {z, rows, n, top_k, top_p, min_logp, pool_scratch(pool, pool->size * FILTER_ROOM(n) * 4)};
+    if (job.room) pool_run(pool, filter_region, &job);
+    pool_end(pool);
     return job.room ? 0 : 1;
 }
 
 /* tokens [rows], out [rows, 1 + 2·top]: as logprob_row */
 typedef struct { const float *z; int rows, n, top; const int64_t *tokens; float *out; } LogprobJob;
-static void logprob_region(ThreadPool *team, int me, void *job) {
+static void logprob_region(ThreadPool *pool, int me, void *job) {
     (void)me;
     const LogprobJob *j = job;
     int lo, hi;
-    while (team_next(team, j->rows, 1, &lo, &hi)) logprob_row(j->z + (long)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (1L + 2 * j->top));
+    while (pool_next(pool, j->rows, 1, &lo, &hi)) logprob_row(j->z + (long)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (1L + 2 * j->top));
 }
-void or_logprobs(ThreadPool *team, const float *z, int rows, int n, const int64_t *tokens, int top, float *out) {
+void or_logprobs(ThreadPool *pool, const float *z, int rows, int n, const int64_t *tokens, int top, float *out) {
     LogprobJob job = {z, rows, n, top, tokens, out};
-    pool_begin(team);
-    team_run(team, logprob_region, &job);
-    pool_end(team);
+    pool_begin(pool);
+    pool_run(pool, logprob_region, &job);
+    pool_end(pool);
 }
 
 /* ---- experts ---- */
 typedef struct { const Moe *m; MoeRun run; int act; } MoeJob;
-static void moe_region(ThreadPool *team, int me, void *job) {
+static void moe_region(ThreadPool *pool, int me, void *job) {
     MoeJob *j = job;
     int lo, hi;
-    team_share(team, me, j->run.rows, &lo, &hi);
+    pool_share(pool, me, j->run.rows, &lo, &hi);
     for (int i = lo; i < hi; i++) moe_quantise(j->m, &j->run, i);
-    team_barrier(team);
-    moe_phase(team, me, j->m, &j->run, j->act);
+    pool_barrier(pool);
+    moe_phase(pool, me, j->m, &j->run, j->act);
 }
-int or_moe(ThreadPool *team, const Moe *m, const float *router_in, const float *x, int rows, int act, float *out) {
+int or_moe(ThreadPool *pool, const Moe *m, const float *router_in, const float *x, int rows, int act, float *out) {
     MoeJob job = {m, {0}, act};
-    pool_begin(team);
-    char *at = team_scratch(team, moe_layout(&job.run, m, rows, NULL));
+    pool_begin(pool);
+    char *at = pool_scratch(pool, moe_layout(&job.run, m, rows, NULL));
     if (at) {
         moe_layout(&job.run, m, rows, at);
         job.run.router_acts.x = router_in;
         job.run.acts.x = job.run.in = (float *)x; /* only read */
         job.run.out = out;
-        team_run(team, moe_region, &job);
+        pool_run(pool, moe_region, &job);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }
 
 /* ---- attention ---- */
 typedef struct { const Spec *s; const Batch *b; float *qkv; const float *cos, *sin, *q_norm, *k_norm; long ld; } RopeJob;
-static void rope_region(ThreadPool *team, int me, void *job) {
+static void rope_region(ThreadPool *pool, int me, void *job) {
     RopeJob *j = job;
     const int heads = spec_qkv_rows(j->s) / j->s->dim, half = j->s->dim / 2;
     int lo, hi;
-    team_share(team, me, j->b->rows * heads, &lo, &hi);
+    pool_share(pool, me, j->b->rows * heads, &lo, &hi);
     for (int t = lo; t < hi; t++) {
         const long r = t / heads;
         rope_write_head(j->s, j->b, (int)r, t % heads, j->qkv + r * j->ld, j->cos + r * half, j->sin + r * half, j->q_norm, j->k_norm);
     }
 }
 /* qkv [rows, qkv_rows] is changed in place: its q part is the answer */
-void or_rope_write(ThreadPool *team, const Spec *s, const Batch *b, float *qkv, const float *cos, const float *sin, const float *q_norm,
+void or_rope_write(ThreadPool *pool, const Spec *s, const Batch *b, float *qkv, const float *cos, const float *sin, const float *q_norm,
                    const float *k_norm) {
     RopeJob job = {s, b, qkv, cos, sin, q_norm, k_norm, spec_qkv_rows(s)};
-    pool_begin(team);
-    team_run(team, rope_region, &job);
-    pool_end(team);
+    pool_begin(pool);
+    pool_run(pool, rope_region, &job);
+    pool_end(pool);
 }
 
-typedef struct { const Spec *s; const Batch *b; Cut cut; const float *q; long ldq; float *out; } AttendJob;
-static void attend_region(ThreadPool *team, int me, void *job) {
+typedef struct { const Spec *s; const Batch *b; AttnSplit cut; const float *q; long ldq; float *out; } AttendJob;
+static void attend_region(ThreadPool *pool, int me, void *job) {
     AttendJob *j = job;
-    attend_phase(team, me, j->s, j->b, &j->cut, j->q, j->ldq, j->out, (long)j->s->heads * j->s->dim, NULL);
+    attend_phase(pool, me, j->s, j->b, &j->cut, j->q, j->ldq, j->out, (long)j->s->heads * j->s->dim, NULL);
 }
-int or_attend(ThreadPool *team, const Spec *s, const Batch *b, const float *q, long ldq, float *out) {
+int or_attend(ThreadPool *pool, const Spec *s, const Batch *b, const float *q, long ldq, float *out) {
     AttendJob job = {s, b, {0}, q, ldq, out};
-    pool_begin(team);
-    cut_plan(&job.cut, team, s, b);
-    char *at = team_scratch(team, cut_bytes(&job.cut, team, s, b));
+    pool_begin(pool);
+    split_plan(&job.cut, pool, s, b);
+    char *at = pool_scratch(pool, split_bytes(&job.cut, pool, s, b));
     if (at) {
-        cut_place(&job.cut, team, s, b, at);
-        team_run(team, attend_region, &job);
+        split_place(&job.cut, pool, s, b, at);
+        pool_run(pool, attend_region, &job);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }
 
@@ -318,27 +318,27 @@ void or_move_kv(const Spec *s, const Batch *b, const int64_t *seq, const int64_t
 }
 
 /* ---- whole stacks ---- */
-int or_forward(ThreadPool *team, const Call *call) {
+int or_forward(ThreadPool *pool, const Call *call) {
     Run run = {*call};
-    pool_begin(team);
-    char *at = team_scratch(team, run_layout(&run, team, NULL));
+    pool_begin(pool);
+    char *at = pool_scratch(pool, run_layout(&run, pool, NULL));
     if (at) {
-        run_layout(&run, team, at);
-        team_run(team, stack_region, &run);
+        run_layout(&run, pool, at);
+        pool_run(pool, stack_region, &run);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }
 
-int or_draft(ThreadPool *team, const Draft *draft) {
+int or_draft(ThreadPool *pool, const Draft *draft) {
     DraftRun run = {*draft};
     run.run.call = draft->call;
-    pool_begin(team);
-    char *at = team_scratch(team, draft_layout(&run, team, NULL));
+    pool_begin(pool);
+    char *at = pool_scratch(pool, draft_layout(&run, pool, NULL));
     if (at) {
-        draft_layout(&run, team, at);
-        team_run(team, draft_region, &run);
+        draft_layout(&run, pool, at);
+        pool_run(pool, draft_region, &run);
     }
-    pool_end(team);
+    pool_end(pool);
     return at ? 0 : 1;
 }

@@ -37,7 +37,7 @@ typedef union { /* sixteen values of A x */
 } Low;
 
 typedef struct { /* what a product's answers get added */
-    ThreadPool *team;
+    ThreadPool *pool;
     const LowRank *const *table;
     const int32_t *of; /* see Adapters.of; NULL: all rows are of adapter 0 */
     Low *low;          /* [rows, ld] A x */
@@ -78,12 +78,12 @@ static void shrink_phase(const LowRankRows *l, int me, const QActs *x, int rows)
     for (int m = 0, task = 0, run; m < rows; m += run) {
         const LowRank *p = lowrank_run(l, m, rows - m < TILE_ROWS ? rows - m : TILE_ROWS, &run);
         for (int g = 0; p && g < w_groups(&p->a); g++) {
-            if (task++ % l->team->size != me && !l->own) continue;
+            if (task++ % l->pool->size != me && !l->own) continue;
             product_tile(&p->a, g, x, m, run, tile);
             for (int i = 0; i < run; i++) low_store(l->low + (m + i) * l->ld + g, tile + LANES * i, p->a.kind == W_Q8);
         }
     }
-    if (!l->own) team_ready(l->team);
+    if (!l->own) pool_ready(l->pool);
 }
 
 #define EXPAND_ROWS 5 /* at once: their sums stay in registers */
@@ -151,7 +151,7 @@ INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8
 /* change[groups][rows][16]: what groups g.. of rows m0.. get added; minus zero, which changes no bit, where there is no adapter. Several groups
  * at once: B is one stream, and which rows and matrices are changed is looked up once. */
 static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int rows, float *change) {
-    if (!l->own) team_await(l->team);
+    if (!l->own) pool_await(l->pool);
     for (int m = 0, run; m < rows; m += run) {
         const LowRank *p = lowrank_run(l, m0 + m, rows - m < EXPAND_ROWS ? rows - m : EXPAND_ROWS, &run);
         const LowRankPiece *c = p ? p->piece : NULL;
@@ -176,11 +176,11 @@ static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int r
     }
 }
 
-/* A member's share of the A that the pass reads next, asked for when its products are done: the row work that comes first leaves memory idle. */
+/* A member's share of the A that the pass reads next, prefetched when its products are done: the row work that comes first leaves memory idle. */
 static void lowrank_ahead(const LowRankRows *l, int me, int rows) {
     for (int m = 0, run, lo, hi; m < rows; m += run) {
         const LowRank *p = lowrank_run(l, m, rows - m, &run);
-        if (p) team_share(l->team, me, p->lines, &lo, &hi);
+        if (p) pool_share(l->pool, me, p->lines, &lo, &hi);
         for (; p && lo < hi; lo++) __builtin_prefetch(p->next + 64L * lo, 0, 2);
     }
 }

@@ -34,11 +34,11 @@ INLINE Weight expert_of(const Weight *w, int experts, long e) {
 
 /* One member's share of a product of every pair with its expert. A share is counted in units: reading one costs about as much as
  * computing it for eight rows. */
-static void experts_phase(ThreadPool *team, int me, const Weight *w, int experts, const QActs *a, const Epilogue *to, int n, const int32_t *first) {
+static void experts_phase(ThreadPool *pool, int me, const Weight *w, int experts, const QActs *a, const Epilogue *to, int n, const int32_t *first) {
     const int wide = to->quantised ? 2 : 1, units = n / (LANES * wide);
     int active = 0;
     for (int e = 0; e < experts; e++) active += first[e + 1] > first[e];
-    const long all = (long)units * (first[experts] + 8L * active), lo = all * me / team->size, hi = all * (me + 1) / team->size;
+    const long all = (long)units * (first[experts] + 8L * active), lo = all * me / pool->size, hi = all * (me + 1) / pool->size;
     long at = 0;
     for (int e = 0; e < experts; e++) {
         const int rows = first[e + 1] - first[e];
@@ -67,15 +67,15 @@ static void route_row(const float *z, const Moe *m, int64_t *chosen, float *weig
 }
 
 /* router_in, in and their quantised forms are ready in all members; writes the member's share of rows to `out`. */
-static void moe_phase(ThreadPool *team, int me, const Moe *m, MoeRun *r, int act) {
+static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act) {
     const int top = m->top, H = r->hidden, pairs = r->rows * top, packed = m->gate_up.kind != W_DENSE, packed_mid = m->down.kind != W_DENSE;
     int lo, hi;
-    team_share(team, me, r->rows, &lo, &hi);
+    pool_share(pool, me, r->rows, &lo, &hi);
     Epilogue to_logits = {TO_STORE, NULL, r->logits, m->experts};
-    product_phase(team, me, &m->router, &r->router_acts, r->rows, &to_logits);
-    team_barrier(team);
+    product_phase(pool, me, &m->router, &r->router_acts, r->rows, &to_logits);
+    pool_barrier(pool);
     for (int i = lo; i < hi; i++) route_row(r->logits + (long)i * m->experts, m, r->chosen + (long)i * top, r->weight + (long)i * top);
-    team_barrier(team);
+    pool_barrier(pool);
     if (!me) { /* pairs in the order of their experts, then of their rows */
         for (int e = 0; e <= m->experts; e++) r->first[e] = 0;
         for (int p = 0; p < pairs; p++) r->first[r->chosen[p] + 1]++;
@@ -87,21 +87,21 @@ static void moe_phase(ThreadPool *team, int me, const Moe *m, MoeRun *r, int act
         for (int e = m->experts; e > 0; e--) r->first[e] = r->first[e - 1];
         r->first[0] = 0;
     }
-    team_barrier(team);
-    team_share(team, me, pairs, &lo, &hi);
+    pool_barrier(pool);
+    pool_share(pool, me, pairs, &lo, &hi);
     for (long p = lo; p < hi; p++) {
         const long row = r->row_of[p];
         if (packed) acts_copy(&r->pair_acts, p, &r->acts, row);
         else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
     }
-    team_barrier(team);
+    pool_barrier(pool);
     Epilogue to_mid = {TO_GATED, NULL, packed_mid ? NULL : r->mid, r->inter, act, NULL, 0, 0.0f, packed_mid ? &r->mid_acts : NULL};
-    experts_phase(team, me, &m->gate_up, m->experts, &r->pair_acts, &to_mid, r->inter, r->first);
-    team_barrier(team);
+    experts_phase(pool, me, &m->gate_up, m->experts, &r->pair_acts, &to_mid, r->inter, r->first);
+    pool_barrier(pool);
     Epilogue to_y = {TO_STORE, NULL, r->y, H};
-    experts_phase(team, me, &m->down, m->experts, &r->mid_acts, &to_y, H, r->first);
-    team_barrier(team);
-    team_share(team, me, r->rows, &lo, &hi);
+    experts_phase(pool, me, &m->down, m->experts, &r->mid_acts, &to_y, H, r->first);
+    pool_barrier(pool);
+    pool_share(pool, me, r->rows, &lo, &hi);
     for (long i = lo; i < hi; i++)
         for (int n = 0; n < H; n += LANES) {
             vf sum = vf_set(0.0f);

@@ -87,8 +87,8 @@ class CpuOps(ReferenceOps):
         self.lib = load(isa)
         self.version = Path(self.lib._name).stem
         self.threads = threads or default_threads()
-        self.team: int = self.lib.or_team_new(self.threads)
-        self._close = weakref.finalize(self, self.lib.or_team_free, self.team)
+        self.team: int = self.lib.or_pool_new(self.threads)
+        self._close = weakref.finalize(self, self.lib.or_pool_free, self.team)
         self.packer = packing.Packer(self.lib, self.team, Arena())
         self._specs: dict[AttnSpec, CSpec] = {}
         self._batch: tuple[weakref.ref[KVView], CBatchBuffers] | None = None
@@ -421,7 +421,7 @@ class CpuOps(ReferenceOps):
         clusters, size = tokens.shape
         rows, out = seed.shape[0], torch.zeros((seed.shape[0], clusters))
         how = [floats(temperature), *[t.contiguous() for t in (sampled, seed, position)]]
-        self.lib.or_cluster_lean(self.team, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
+        self.lib.or_cluster_bonus(self.team, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
         return out
 
     def argmax(self, z: Tensor) -> Tensor:

@@ -53,12 +53,12 @@ INLINE void pack_group(int kind, const PackJob *job, int g) {
             }
         }
 }
-static void pack_region(ThreadPool *team, int me, void *arg) {
+static void pack_region(ThreadPool *pool, int me, void *arg) {
     (void)me;
     const PackJob *job = arg;
     const int first = job->first / LANES, count = (job->first + job->rows + LANES - 1) / LANES - first;
     int lo, hi;
-    while (team_next(team, count, 4, &lo, &hi)) /* claimed, not shared out: one member may wait for the disk */
+    while (pool_next(pool, count, 4, &lo, &hi)) /* claimed, not shared out: one member may wait for the disk */
         for (int g = first + lo; g < first + hi; g++) {
 #define PACK_GROUP(K) pack_group(K, job, g)
             switch (job->w->kind) { EACH_KIND(PACK_GROUP) }

@@ -208,7 +208,7 @@ def _part(kind: str, halves: tuple[np.ndarray, ...], q: np.ndarray) -> Weight:
 
 
 def cluster_hashes(tokens: Tensor) -> Tensor:
-    """Token ids [C, S] -> int32 [C / 16, S, 16], what the noise needs of each: a lane is a cluster (lean_phase of
+    """Token ids [C, S] -> int32 [C / 16, S, 16], what the noise needs of each: a lane is a cluster (cluster_bonus_phase of
     draft.h)."""
     clusters, size = tokens.shape
     padded = torch.zeros((-(-clusters // LANES) * LANES, size), dtype=torch.int64)

@@ -41,13 +41,13 @@ static void coarse_blocks(const float *x, uint16_t *scale, uint8_t *codes) {
 }
 
 typedef struct { const Weight *from, *to; float *rows; } CoarseJob; /* rows: [members][16][k] */
-static void coarse_region(ThreadPool *team, int me, void *arg) {
+static void coarse_region(ThreadPool *pool, int me, void *arg) {
     const CoarseJob *job = arg;
     const int n = job->to->n, k = job->to->k;
     float *rows = job->rows + (long)me * LANES * k, x[32 * LANES];
     uint8_t codes[LANES * 32];
     int lo, hi;
-    while (team_next(team, w_groups(job->to), 4, &lo, &hi))
+    while (pool_next(pool, w_groups(job->to), 4, &lo, &hi))
         for (int g = lo; g < hi; g++) {
             for (int l = 0; l < LANES; l++)
                 if (g * LANES + l < n) weight_row(job->from, (long)g * LANES + l, rows + (long)l * k);

@@ -1,13 +1,13 @@
 /* A thread pool that enters a parallel region together: the caller is member 0.
  *
  * Members wait for a region by spinning briefly, then asleep, so an idle engine uses no CPU. Inside a region they
- * meet at `team_barrier`, which also resets the shared task counter of `team_next`. After a fork the child starts a
- * team of its own.
+ * meet at `pool_barrier`, which also resets the shared task counter of `pool_next`. After a fork the child starts a
+ * pool of its own.
  *
  * With fewer free cores than members, two of them may share one while other processes keep the rest busy. A member that spins there delays
  * the one it waits for, so members record their core: one that waits for a member on its own core yields at once.
  *
- * `team_claim` distributes even work: every member has its own share, takes pieces of it in order and, when it is done, pieces
+ * `pool_claim` distributes even work: every member has its own share, takes pieces of it in order and, when it is done, pieces
  * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core gets help and does not set the pace.
  */
 #pragma once
@@ -26,7 +26,7 @@
 #include "vec.h"
 
 typedef struct ThreadPool ThreadPool;
-typedef void (*Region)(ThreadPool *team, int me, void *job);
+typedef void (*Region)(ThreadPool *pool, int me, void *job);
 
 #define SPIN 50000 /* about a millisecond: between two regions of a cycle the host is back sooner */
 
@@ -42,7 +42,7 @@ struct ThreadPool {
     int size;
     Claim *claims;                  /* [members] */
     _Alignas(64) atomic_int task;   /* the next unclaimed task of the phase */
-    _Alignas(64) atomic_int ready;  /* members that have done the phase's first part (team_ready) */
+    _Alignas(64) atomic_int ready;  /* members that have done the phase's first part (pool_ready) */
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_int phase;
     atomic_int asleep;              /* members that sleep at a barrier, or are about to */
@@ -66,8 +66,8 @@ INLINE void cpu_relax(void) {
 #endif
 }
 
-static _Thread_local int team_me; /* a caller is member 0, of whichever team */
-static _Thread_local int team_wary; /* so often this member does not yield to another on its core */
+static _Thread_local int pool_me; /* a caller is member 0, of whichever pool */
+static _Thread_local int pool_wary; /* so often this member does not yield to another on its core */
 
 INLINE int core_now(void) {
 #ifdef __linux__
@@ -78,9 +78,9 @@ INLINE int core_now(void) {
 }
 
 /* Does another member run on this core? */
-static int team_crowded(const ThreadPool *t, int core) {
+static int pool_crowded(const ThreadPool *t, int core) {
     for (int i = 0; i < t->size; i++)
-        if (i != team_me && core >= 0 && atomic_load_explicit(&t->claims[i].core, memory_order_relaxed) == core) return 1;
+        if (i != pool_me && core >= 0 && atomic_load_explicit(&t->claims[i].core, memory_order_relaxed) == core) return 1;
     return 0;
 }
 
@@ -114,18 +114,18 @@ INLINE double clock_now(void) {
 /* Let a member on our own core run. By yielding: so the system sees that both want to run, and moves one to a core that has come free. But
  * a third one on this core is let run, too, and for milliseconds: where that happened we go to sleep instead, for a while. */
 static void barrier_give_way(ThreadPool *t, int phase) {
-    if (team_wary) { team_wary--; barrier_sleep(t, phase); return; }
+    if (pool_wary) { pool_wary--; barrier_sleep(t, phase); return; }
     const double began = clock_now();
     sched_yield();
-    if (clock_now() - began > 5e-4) team_wary = WARY;
+    if (clock_now() - began > 5e-4) pool_wary = WARY;
 }
 
 /* All members meet. The last to arrive resets the counters. */
-static void team_barrier(ThreadPool *t) {
+static void pool_barrier(ThreadPool *t) {
     if (t->size == 1) { atomic_store_explicit(&t->task, 0, memory_order_relaxed); return; }
     int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = core_now(), spins = 0, crowded = 0;
-    if (atomic_load_explicit(&t->claims[team_me].core, memory_order_relaxed) != core)
-        atomic_store_explicit(&t->claims[team_me].core, core, memory_order_relaxed);
+    if (atomic_load_explicit(&t->claims[pool_me].core, memory_order_relaxed) != core)
+        atomic_store_explicit(&t->claims[pool_me].core, core, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&t->task, 0, memory_order_relaxed);
@@ -135,7 +135,7 @@ static void team_barrier(ThreadPool *t) {
         return;
     }
     while (atomic_load_explicit(&t->phase, memory_order_acquire) == phase) {
-        if (++spins == GLANCE) crowded = team_crowded(t, core);
+        if (++spins == GLANCE) crowded = pool_crowded(t, core);
         if (crowded) barrier_give_way(t, phase);
         else if (spins < PATIENT) cpu_relax();
         else barrier_sleep(t, phase);
@@ -144,17 +144,17 @@ static void team_barrier(ThreadPool *t) {
 
 /* A phase whose later part reads what all members write in its first part: every member says once when it has done the first, and waits
  * before it begins to read. In between it does what needs neither. */
-INLINE void team_ready(ThreadPool *t) { atomic_fetch_add_explicit(&t->ready, 1, memory_order_release); }
-INLINE void team_await(ThreadPool *t) {
+INLINE void pool_ready(ThreadPool *t) { atomic_fetch_add_explicit(&t->ready, 1, memory_order_release); }
+INLINE void pool_await(ThreadPool *t) {
     if (t->size == 1) return;
     for (int spins = 0; atomic_load_explicit(&t->ready, memory_order_acquire) < t->size; spins++) {
-        if (spins < GLANCE || (spins < PATIENT && !team_crowded(t, core_now()))) cpu_relax();
+        if (spins < GLANCE || (spins < PATIENT && !pool_crowded(t, core_now()))) cpu_relax();
         else sched_yield();
     }
 }
 
 /* Claim `grain` tasks of `count`; false when there are none left. */
-INLINE int team_next(ThreadPool *t, int count, int grain, int *lo, int *hi) {
+INLINE int pool_next(ThreadPool *t, int count, int grain, int *lo, int *hi) {
     int at = atomic_fetch_add_explicit(&t->task, grain, memory_order_relaxed);
     if (at >= count) return 0;
     *lo = at;
@@ -163,7 +163,7 @@ INLINE int team_next(ThreadPool *t, int count, int grain, int *lo, int *hi) {
 }
 
 /* A piece of member `of`'s share, which has `count`: its number, or -1 when all are taken. One kind of work between two barriers. */
-INLINE int team_claim(ThreadPool *t, int of, int count) {
+INLINE int pool_claim(ThreadPool *t, int of, int count) {
     const unsigned long long phase = (unsigned long long)(unsigned)atomic_load_explicit(&t->phase, memory_order_relaxed) << 32;
     unsigned long long seen = atomic_load_explicit(&t->claims[of].taken, memory_order_relaxed);
     for (;;) {
@@ -175,22 +175,22 @@ INLINE int team_claim(ThreadPool *t, int of, int count) {
 }
 
 /* A fixed share of `count` items for member `me`. */
-INLINE void team_share(const ThreadPool *t, int me, int count, int *lo, int *hi) {
+INLINE void pool_share(const ThreadPool *t, int me, int count, int *lo, int *hi) {
     *lo = (int)((long)count * me / t->size);
     *hi = (int)((long)count * (me + 1) / t->size);
 }
 
-typedef struct { ThreadPool *team; int me; } Member;
+typedef struct { ThreadPool *pool; int me; } Member;
 
-static void *team_member(void *arg) {
+static void *pool_member(void *arg) {
     Member m = *(Member *)arg;
     free(arg);
-    ThreadPool *t = m.team;
+    ThreadPool *t = m.pool;
     int seen = 0;
-    team_me = m.me;
+    pool_me = m.me;
     for (;;) {
         for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) {
-            if (spins == GLANCE && seen && team_crowded(t, core_now())) break; /* before the first round the team is being made */
+            if (spins == GLANCE && seen && pool_crowded(t, core_now())) break; /* before the first round the pool is being made */
             cpu_relax();
         }
         if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
@@ -203,11 +203,11 @@ static void *team_member(void *arg) {
         seen++;
         if (t->stop) return NULL;
         t->region(t, m.me, t->job);
-        team_barrier(t); /* the caller may not leave before everyone has */
+        pool_barrier(t); /* the caller may not leave before everyone has */
     }
 }
 
-static void team_start(ThreadPool *t) {
+static void pool_start(ThreadPool *t) {
     t->owner = getpid();
     atomic_store(&t->task, 0); atomic_store(&t->ready, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
     atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0); atomic_store(&t->asleep, 0);
@@ -218,21 +218,21 @@ static void team_start(ThreadPool *t) {
     t->size = 1;
     for (int i = 1; i < wanted; i++) {
         Member *m = malloc(sizeof *m);
-        m->team = t; m->me = i;
-        if (pthread_create(&t->threads[i], NULL, team_member, m)) { free(m); break; }
+        m->pool = t; m->me = i;
+        if (pthread_create(&t->threads[i], NULL, pool_member, m)) { free(m); break; }
         t->size++;
     }
 }
 
 static void pool_begin(ThreadPool *t) {
-    if (t->owner != getpid()) team_start(t); /* forked: the old members did not come along */
+    if (t->owner != getpid()) pool_start(t); /* forked: the old members did not come along */
     pthread_mutex_lock(&t->use);
 }
 
 static void pool_end(ThreadPool *t) { pthread_mutex_unlock(&t->use); }
 
 /* Between pool_begin and pool_end. */
-static void team_run(ThreadPool *t, Region region, void *job) {
+static void pool_run(ThreadPool *t, Region region, void *job) {
     atomic_store_explicit(&t->task, 0, memory_order_relaxed);
     if (t->size == 1) { region(t, 0, job); return; }
     t->region = region;
@@ -244,11 +244,11 @@ static void team_run(ThreadPool *t, Region region, void *job) {
         pthread_mutex_unlock(&t->lock);
     }
     region(t, 0, job);
-    team_barrier(t);
+    pool_barrier(t);
 }
 
 /* At least `size` bytes, 64-byte aligned, contents lost; valid until the next call. */
-static void *team_scratch(ThreadPool *t, size_t size) {
+static void *pool_scratch(ThreadPool *t, size_t size) {
     if (size > t->scratch.size) {
         free(t->scratch.at);
         size = (size + (size >> 2) + HUGE_PAGE - 1) & ~(size_t)(HUGE_PAGE - 1);
