@@ -26,16 +26,12 @@ class BatchOptions:
     model: Annotated[str | None, "What to load. Default: the model named by the first request."] = None
     name: Annotated[str | None, "The model name the requests use. Default: --model (a folder's last part)."] = None
     seed: Annotated[int, "For requests without a seed of their own: theirs is made from this and custom_id."] = 0
-    max_concurrent: Annotated[
-        int, typer.Option("--max-concurrent", "--max-num-seqs", help="Sequences that decode at once.")
-    ] = 16
-    ray: Annotated[
-        bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")
-    ] = False
+    max_concurrent: Annotated[int, "Sequences that decode at once."] = 16
+    ray: Annotated[bool, "On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine."] = False
     replicas: Annotated[int | None, "With --ray: engines. Default: one a GPU; without GPUs one a machine."] = None
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
+@common.loading(*common.RUNNING, *common.IMAGES)
 @common.taking(BatchOptions)
 def batch(asked: BatchOptions, load: LoadSettings) -> None:
     """Answer a file of requests for /v1/chat/completions and /v1/completions.
@@ -67,15 +63,10 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
 
         batch = BatchFile(asked.requests, asked.out, settings.model_name, asked.seed, tell)
         if asked.ray:
-            given = {
-                "model": chosen,
-                "name": settings.model_name,
-                "max_concurrent": asked.max_concurrent,
-                **load.options(),
-            }
+            given = {"model": chosen, "name": settings.model_name, "max_concurrent": asked.max_concurrent}
             with common.needs("--ray needs", "ray"):
                 from ..cluster.batch import whole
-            progress = whole(given, asked.replicas, batch, common.note)
+            progress = whole(given | load.options(), asked.replicas, batch, common.note)
         else:
             progress = answer_file(Server.offline(ServedModel.of(llm), settings), batch)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed

@@ -9,19 +9,22 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import typer.main
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.models import ArgumentInfo, OptionInfo
 
-from ..config import ALIASES, OPTIONS, LoadSettings, Option, options, user_file
+from ..config import ALIASES, OPTIONS, KvDtype, LoadSettings, Option, options, user_file
 from ..prompts import read_prompts
 from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams, bad_input, require
 from .quick import quick_start
@@ -82,6 +85,17 @@ def note(line: str) -> None:
     err.print(line, style="dim")
 
 
+def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Collection[str], **style: Any) -> Table:
+    """Columns are figures, right-aligned, but for those of `texts`, which may be wrapped."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left", **style)
+    for head in heads:
+        text = head in texts
+        made.add_column(head, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 def teller(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else note
 
@@ -94,43 +108,37 @@ def needs(who: str, extra: str) -> AbstractContextManager[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "quantize_drafter", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
+RUNNING = (*DRAFTING, *MACHINE, *ROOM)
+KEEPING = ("prefix_store", "prefix_store_size")
 IMAGES = ("vision", "image_tokens", "max_images", "max_image_pixels")
-ImageFiles = Annotated[
-    list[str] | None, typer.Option("--image", help="An image that the prompt is about (may be repeated).")
-]
+ImageFiles = Annotated[list[str] | None, "An image that the prompt is about (may be repeated)."]
+SPELLINGS = (*ALIASES.items(), ("max_num_seqs", "max_concurrent"))  # names in other engines, and ours
+VARIABLES = {"api_key": "OUTRIDER_API_KEY", "otel_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] of the user's file may set them
-# types that the parser reads; others are texts, which the settings check
-PLAIN = bool, int, float, int | None, float | None, Path | None
 
 
 def loading(*names: str) -> Callable[[Command], Command]:
     """Gives a command these load options; it gets their values as its parameter `load`, a `LoadSettings`."""
-    return offering("load", {name: typed(name, OPTIONS[name]) for name in names}, LoadSettings.of)
+    return offering("load", {name: OPTIONS[name] for name in names}, LoadSettings.of)
 
 
 def serving(settings: type) -> Callable[[Command], Command]:
     """Gives a command the options of server settings, as a function that makes them."""
-    typed_options = {name: typed(name, option) for name, option in options(settings).items()}
-    return offering("server", typed_options, lambda given: functools.partial(settings, **given))
+    return offering("server", options(settings), lambda given: functools.partial(settings, **given))
 
 
 def taking(settings: type) -> Callable[[Command], Command]:
-    """Gives a command the fields of a dataclass as arguments and options; it gets them as its parameter `asked`. An
-    annotation ends with the help of its option, or a typer option; fields without such a one are no options."""
-    parameters = {}
-    for name, option in options(settings).items():
-        if isinstance(option.help, str | OptionInfo | ArgumentInfo):
-            default = Parameter.empty if option.default is MISSING else option.default
-            about = typer.Option(help=option.help) if isinstance(option.help, str) else option.help
-            kind = Annotated[option.kind, about]  # type: ignore[name-defined]
-            parameters[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-    return offering("asked", parameters, lambda given: settings(**given))
+    """Gives a command the fields of a dataclass as arguments and options; it gets them as its parameter `asked`."""
+    return offering("asked", options(settings), lambda given: settings(**given))
 
 
 def offering(
-    parameter: str, offered: Mapping[str, Parameter], make: Callable[[dict[str, object]], object]
+    parameter: str, named: Mapping[str, Option], make: Callable[[dict[str, object]], object]
 ) -> Callable[[Command], Command]:
-    """Gives a command more options; it gets the object made from them as that parameter."""
+    """Gives a command more options; it gets the object made from them as that parameter. An annotation ends with the
+    help of its option, or a typer option; fields without such a one are no options."""
+    told = (str, OptionInfo, ArgumentInfo)
+    offered = {name: typed(name, option) for name, option in named.items() if isinstance(option.help, told)}
 
     def around(command: Command) -> Command:
         @functools.wraps(command)
@@ -155,39 +163,39 @@ def as_options(message: str, names: Iterable[str]) -> str:
 
 
 def typed(name: str, option: Option) -> Parameter:
-    kind: object = option.kind if option.kind in PLAIN else str | None if option.default is None else str
-    default = option.default
-    if option.kind == str | Sequence[str]:  # it may be repeated
+    kind, default, about = option.kind, option.default, option.help
+    if kind == str | Sequence[str]:  # it may be repeated
         kind, default = list[str], [default]
-    names = spellings(name) if option.default is not True else [f"--{name}/--no-{name}"]
-    about = Annotated[kind, typer.Option(*names, help=option.help)]  # type: ignore[valid-type]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=about)
-
-
-def spellings(name: str) -> list[str]:
-    """An option's name here, then its names in other engines."""
-    return ["--" + n.replace("_", "-") for n in (name, *(alias for alias, ours in ALIASES.items() if ours == name))]
+    elif kind in (int | str | None, KvDtype):  # texts, which the settings check
+        kind = str
+    if isinstance(about, str):
+        spelled = (name.strip("_"), *(alias for alias, ours in SPELLINGS if ours == name))
+        # a switch has a --no- form, too: the user's file may have set it
+        names = ["--" + one.replace("_", "-") for one in spelled] if kind is not bool else []
+        about = typer.Option(*names, help=about, envvar=VARIABLES.get(name))
+    default = Parameter.empty if default is MISSING else default
+    annotated = Annotated[kind, about]  # type: ignore[valid-type]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotated)
 
 
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
     """The user's file's values of a command's options, in the parser's form: [defaults] if the command has such an
     option, then the command's own table."""
-    tables = user_file()
-    if unknown := [table for table in tables if table not in ("aliases", "defaults", *commands)]:
-        known = ", ".join(["aliases", "defaults", *commands])
-        raise OutriderError(f"config.toml: unknown table [{unknown[0]}]; known: {known}")
+    tables, known = user_file(), ("aliases", "defaults", *commands)
+    for table in tables:
+        require(table in known, f"config.toml: unknown table [{table}]; known: {', '.join(known)}")
     shared = {key.replace("-", "_"): value for key, value in tables.get("defaults", {}).items()}
-    if wrong := [key for key in shared if key not in (*OPTIONS, *SHARED)]:
-        known = ", ".join((*OPTIONS, *SHARED))
-        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [defaults]; known: {known}")
+    common = (*OPTIONS, *SHARED)
+    for key in shared:
+        require(key in common, f"config.toml: unknown option {key!r} in [defaults]; known: {', '.join(common)}")
     if named is None or named not in commands or not (shared or named in tables):
         return {}
     command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
     typed = ((word, p) for p in command.params if p.param_type_name == "option" for word in p.opts)
     options = {word[2:].replace("-", "_"): p for word, p in typed if word.startswith("--")}
     own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
-    if wrong := [key for key in own if key not in options]:
-        raise OutriderError(f"config.toml: unknown option {wrong[0]!r} in [{named}]: see `outrider {named} --help`")
+    for key in own:
+        require(key in options, f"config.toml: unknown option {key!r} in [{named}]: see `outrider {named} --help`")
     given = {key: value for key, value in (shared | own).items() if key in options}
     read = ((options[key], value) for key, value in given.items())
     return {named: {p.name: [v] if p.multiple and isinstance(v, str) else v for p, v in read}}
@@ -276,9 +284,8 @@ def stats_line(stats: RequestStats, finish: str) -> str:
         f"{stats.decode_tps:.1f} tok/s",
     ]
     if stats.drafted:
-        by_position = " ".join(
-            f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d
-        )
+        counts = zip(stats.accepted_by_position, stats.drafted_by_position)
+        by_position = " ".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in counts if drafted)
         parts.append(f"{stats.tokens_per_cycle:.2f} tokens per cycle")
         parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
     if stats.trees:
@@ -299,10 +306,9 @@ def check_folder(option: str, path: Path) -> None:
         trial.write(bytes(4096))
 
 
-def check_file(option: str, path: Path, *suffixes: str) -> None:
-    """Checks, before long work, that a file of one of these kinds can be written."""
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise OutriderError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
+def check_file(option: str, path: Path, suffix: str = "") -> None:
+    """Checks, before long work, that a file of this kind can be written."""
+    require(path.suffix.lower() == suffix or not suffix, f"{option} {path}: name a file that ends in {suffix}")
     new = not path.exists()
     with writable(option, path):
         path.open("ab").close()
@@ -318,10 +324,11 @@ def times(speedup: float) -> str:
     return f"{speedup:.2f}x faster" if speedup >= 0.995 else f"slower: {speedup:.2f}x the speed of plain decoding"
 
 
-def stats_json(stats: RequestStats) -> dict[str, int | float | list[int]]:
+def completion_json(completion: Completion) -> dict[str, object]:
+    stats = completion.stats
     last = max((i + 1 for i, d in enumerate(stats.drafted_by_position) if d), default=0)
     counts = ("prompt_tokens", "cached_tokens", "new_tokens", "cycles", "drafted", "accepted", "trees", "branched")
-    return {
+    figures = {
         **{name: getattr(stats, name) for name in counts},
         "ttft_ms": round(stats.ttft_s * 1e3, 3),
         "prefill_s": round(stats.prefill_s, 6),
@@ -331,14 +338,11 @@ def stats_json(stats: RequestStats) -> dict[str, int | float | list[int]]:
         "accepted_by_position": stats.accepted_by_position[:last],
         "drafted_by_position": stats.drafted_by_position[:last],
     }
-
-
-def completion_json(completion: Completion) -> dict[str, object]:
     row: dict[str, object] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
-        "stats": stats_json(completion.stats),
+        "stats": figures,
     }
     if completion.logprobs:
         row["logprobs"] = [{str(t): v for t, v in entry.items()} for entry in completion.logprobs]

@@ -21,14 +21,11 @@ class DeployOptions:
     name: Annotated[str | None, "The model name clients use. Default: MODEL (a folder's last part)."] = None
     host: Annotated[str | None, "Address to listen on (127.0.0.1)."] = None
     port: Annotated[int | None, "Port to listen on (8000)."] = None
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any other field of the file: --set max_concurrent=16 (repeatable)."),
-    ] = None
+    set_: Annotated[list[str] | None, "Any other field of the file: --set max_concurrent=16 (repeatable)."] = None
     address: Annotated[
         str, "Ray: auto (RAY_ADDRESS, else one that runs here, else a new one) | local | HOST:PORT | ray://…."
     ] = "auto"
-    check: Annotated[bool, typer.Option("--check", help="Only check the configuration and print it.")] = False
+    check: Annotated[bool, "Only check the configuration and print it."] = False
 
 
 @common.taking(DeployOptions)
@@ -49,7 +46,7 @@ def deploy(asked: DeployOptions) -> None:
         field, equals, value = word.partition("=")
         require(bool(equals), f"--set needs FIELD=VALUE, got {word!r}")
         args[field] = value
-    given = {"replicas": asked.replicas, "name": asked.name, "host": asked.host, "port": asked.port}
+    given = {field: getattr(asked, field) for field in ("replicas", "name", "host", "port")}
     config = ClusterConfig.from_args(args | {field: value for field, value in given.items() if value is not None})
     if asked.check:
         print(yaml.safe_dump({"model": config.model, **config.fields()}, sort_keys=False), end="")

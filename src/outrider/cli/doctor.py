@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
@@ -68,12 +67,8 @@ def _kernels(as_json: bool) -> None:
     if as_json:
         print(json.dumps([row._asdict() for row in TABLE], indent=2))
         return
-    table = Table(
-        "operation", "when", "kernel", "card", title="GPU kernels: the first that fits, all with the same bits"
-    )
-    for row in TABLE:
-        table.add_row(*row)
-    out.print(table)
+    heads, title = ("operation", "when", "kernel", "card"), "GPU kernels: the first that fits, all with the same bits"
+    out.print(common.table(heads, TABLE, heads, title=title))
 
 
 def _python() -> Iterator[Diagnosis]:
@@ -87,9 +82,8 @@ def _extras() -> Iterator[Diagnosis]:
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         if missing:
-            yield Diagnosis(
-                "note", f"extra {extra}", f"without {', '.join(missing)}", f"pip install 'outrider[{extra}]'"
-            )
+            without = f"without {', '.join(missing)}"
+            yield Diagnosis("note", f"extra {extra}", without, f"pip install 'outrider[{extra}]'")
         else:
             yield Diagnosis("ok", f"extra {extra}", ", ".join(f"{m} {_version(m) or ''}".strip() for m in modules))
 
@@ -109,16 +103,15 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     if load > cores / 2:
         advice = "other processes will slow decoding and spoil measured costs"
         yield Diagnosis("note", "load", f"{load:.1f} on {cores} cores", advice)
-    state: State = "ok"
     try:
         kernels = str(found(isa) or "")
         if not kernels:
             name = compiler()
             kernels = f"{shared_object()} (by {name})" if build else f"compiled by {name} when first needed"
+        yield Diagnosis("ok", "CPU kernels", kernels)
     except BuildError as error:
-        state, kernels = "bad", str(error)
-    advice = "apt-get install gcc, or set CC to a compiler that works; without one: --ops reference, slowly"
-    yield Diagnosis(state, "CPU kernels", kernels, advice if state == "bad" else "")
+        advice = "apt-get install gcc, or set CC to a compiler that works; without one: --ops reference, slowly"
+        yield Diagnosis("bad", "CPU kernels", str(error), advice)
 
 
 def _gpu() -> Iterator[Diagnosis]:
@@ -127,11 +120,11 @@ def _gpu() -> Iterator[Diagnosis]:
     import torch
 
     if not torch.cuda.is_available():
-        built, seen = torch.version.cuda, shutil.which("nvidia-smi") is not None
-        mend = (
-            "check the driver with nvidia-smi" if built else "an NVIDIA driver is here: install a CUDA build of torch"
-        )
-        about = "none" if built else "none (torch is built without CUDA)"
+        about, mend = "none", "check the driver with nvidia-smi"
+        if not torch.version.cuda:
+            about = "none (torch is built without CUDA)"
+            mend = "an NVIDIA driver is here: install a CUDA build of torch"
+        seen = shutil.which("nvidia-smi") is not None
         yield Diagnosis("note" if seen else "ok", "GPU", about, mend if seen else "")
         return
     for i in range(torch.cuda.device_count()):

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from ..config import LoadSettings
 from ..train.config import EvalConfig, TrainConfig
@@ -17,10 +15,7 @@ from . import common
 from .common import out
 from .progress import StageProgress
 
-RecipeName = Annotated[
-    str | None,
-    typer.Option(help="All other settings, as a TOML file; or 'shipped', 'further', 'dflash' (for smollm2)."),
-]
+RECIPE = "All other settings, as a TOML file; or 'shipped', 'further', 'dflash' (for smollm2)."
 
 
 @common.loading("device")
@@ -29,7 +24,7 @@ def train(
     ctx: typer.Context,
     asked: TrainConfig,
     load: LoadSettings,
-    recipe: RecipeName = None,
+    recipe: Annotated[str | None, typer.Option(help=RECIPE)] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Train a drafter: the target answers your prompts, and the drafter learns to predict it. Ctrl-C saves all."""
@@ -83,18 +78,13 @@ def eval_drafter(
     if as_json:
         out.print_json(data=result)
         return
-    table = Table("K", "tokens per cycle", "accepted up to position K", box=SIMPLE_HEAD)
-    for k, value in result["tokens_per_cycle"].items():
-        table.add_row(str(k), f"{value:.3f}", f"{result['acceptance_by_position'][k - 1]:.3f}")
-    out.print(table)
-    table = Table("category", "tokens per cycle at K = 4", box=SIMPLE_HEAD)
-    for name, value in sorted(result["by_category"].items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{value:.3f}")
-    out.print(table)
-    out.print(
-        f"a draft step reads {result['draft_step_share']:.1%} of what a target step reads; predicted best K: "
-        f"{result['best_k']}"
-    )
+    accepted, by_category = result["acceptance_by_position"], result["by_category"].items()
+    rows = [(str(k), f"{v:.3f}", f"{accepted[k - 1]:.3f}") for k, v in result["tokens_per_cycle"].items()]
+    out.print(common.table(("K", "tokens per cycle", "accepted up to position K"), rows, ()))
+    named = [(name, f"{value:.3f}") for name, value in sorted(by_category, key=lambda item: -item[1])]
+    out.print(common.table(("category", "tokens per cycle at K = 4"), named, ("category",)))
+    share, best = result["draft_step_share"], result["best_k"]
+    out.print(f"a draft step reads {share:.1%} of what a target step reads; predicted best K: {best}")
 
 
 def export(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ..config import LoadSettings
@@ -45,7 +44,7 @@ class GenerateOptions:
     adapter: common.Adapters = None
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
+@common.loading(*common.RUNNING, *common.IMAGES)
 @common.taking(GenerateOptions)
 def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     """Generate text. Speculation is on by default and never changes the answer.
@@ -146,10 +145,7 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
     params = common.sampling(max_tokens=asked.max_tokens)
     llm = common.load_llm(asked.model, load)
     llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
-    table = Table(title=f"{asked.model}, tokens per second, greedy, at most {asked.max_tokens} tokens")
-    columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
-    for name in columns:
-        table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
+    rows: list[tuple[str | Text, ...]] = []
     tokens, plain_s, fast_s = 0, 0.0, 0.0
     for prompt in common.PROMPTS[:4]:
         ids = llm.encode_chat(prompt)
@@ -160,18 +156,15 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
         out.print(f"{fast.text}\n")
         p, f = plain.stats, fast.stats
         if p.decode_tps and f.decode_tps:
-            tokens = tokens + p.new_tokens
-            plain_s = plain_s + p.new_tokens / p.decode_tps
-            fast_s = fast_s + p.new_tokens / f.decode_tps
-        table.add_row(
-            prompt if len(prompt) < 16 else prompt[:15] + "…",
-            f"{p.decode_tps:.1f}",
-            f"{f.decode_tps:.1f}",
-            f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-",
-            f"{f.tokens_per_cycle:.2f}",
-            "yes" if plain.token_ids == fast.token_ids else Text("NO", "bold red"),
-        )
+            tokens += p.new_tokens
+            plain_s += p.new_tokens / p.decode_tps
+            fast_s += p.new_tokens / f.decode_tps
+        short = prompt if len(prompt) < 16 else prompt[:15] + "…"
+        gain = f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-"
+        same = "yes" if plain.token_ids == fast.token_ids else Text("NO", "bold red")
+        rows.append((short, f"{p.decode_tps:.1f}", f"{f.decode_tps:.1f}", gain, f"{f.tokens_per_cycle:.2f}", same))
     if fast_s:
-        table.add_section()
-        table.add_row("all", f"{tokens / plain_s:.1f}", f"{tokens / fast_s:.1f}", f"{plain_s / fast_s:.2f}x")
-    out.print(table)
+        rows.append(("all", f"{tokens / plain_s:.1f}", f"{tokens / fast_s:.1f}", f"{plain_s / fast_s:.2f}x"))
+    heads = ("prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical")
+    title = f"{asked.model}, tokens per second, greedy, at most {asked.max_tokens} tokens"
+    out.print(common.table(heads, rows, ("prompt",), title=title))

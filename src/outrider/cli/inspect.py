@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -35,15 +33,11 @@ class InspectOptions:
     model: common.Model
     drafter: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL; or two) fit, and what does a step cost?"
-        ),
+        "Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL; or two) fit, and what does a step cost?",
     ] = None
     context: Annotated[int, "Tokens of context for which FLOP a byte is reckoned."] = 1024
     gpu: Annotated[str | None, "Does it fit this card, and with how much context? rtx4090, h200, …"] = None
-    quality: Annotated[
-        bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")
-    ] = False
+    quality: Annotated[bool, "Load it on the CPU and measure what rounding costs there."] = False
     quantize: Annotated[
         str | None,
         "Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8.",
@@ -68,9 +62,8 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     kv_dtype = load.engine.kv_dtype
     require(asked.context >= 1, f"--context must be at least 1, got {asked.context}")
     known = ("int8", "int4") if asked.gpu is None else ("int8", "int4", "fp8")
-    if asked.quantize is not None and asked.quantize not in known:
-        where = " without --gpu" if asked.gpu is None else ""
-        raise OutriderError(f"--quantize takes {', '.join(known[:-1])} or {known[-1]}{where}, got {asked.quantize!r}")
+    takes = f"{', '.join(known[:-1])} or {known[-1]}{' without --gpu' if asked.gpu is None else ''}"
+    require(asked.quantize in (None, *known), f"--quantize takes {takes}, got {asked.quantize!r}")
     files, config, kept = read(asked.model, asked.quantize if asked.gpu is not None else None)
     named = asked.drafter or []
     if len(named) > 1:
@@ -87,8 +80,8 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
     beside = data["vision_bytes"]  # bytes that are loaded with the model
     helpers = [drafter_of(name, files, config, data["bytes_per_token"], kv_item) for name in named]
-    if len(helpers) == 2 and sum("taps" in about for about, _ in helpers) != 1:
-        raise OutriderError("two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
+    pair = len(helpers) != 2 or sum("taps" in about for about, _ in helpers) == 1
+    require(pair, "two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
     for field, name, (about, nbytes) in zip(("drafter", "second_drafter"), named, helpers):
         data[field] = {"name": name, **about}
         beside += nbytes
@@ -110,13 +103,8 @@ def on_card(gpu: str, config: ModelConfig, weights: float, other_bytes: float, k
     """Whether the weights, and those loaded with them, fit on a GPU, and how much context then fits."""
     on = machine(gpu)
     tokens = context_that_fits(config, on.memory * 1e9, weights + other_bytes, kv_item)
-    return {
-        "name": on.label,
-        "memory": round(on.memory * 1e9),
-        "weights": round(weights),
-        "fits": tokens > 0,
-        "context": tokens,
-    }
+    about = {"name": on.label, "memory": round(on.memory * 1e9), "weights": round(weights)}
+    return {**about, "fits": tokens > 0, "context": tokens}
 
 
 def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, StoredSize]:
@@ -134,7 +122,8 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
 def drafter_of(
     name: str, target_files: Files, target: ModelConfig, token: float, kv_item: float
 ) -> tuple[ForeignDict, float]:
-    """`show`'s report on a drafter, and the bytes of its weights. token: bytes that a token of the target reads."""
+    """`show`'s report on a drafter, and the bytes of its weights. token: bytes that a token of the target reads. A step
+    of a block drafter drafts all tokens (EAGLE-3's one); without a head it reads the target's as well."""
     from ..weights import hub
     from ..weights.files import check_draft_model, translate
     from ..weights.sizes import stored_size
@@ -149,7 +138,19 @@ def drafter_of(
         return drafter_report(model.model_type, reason, model_size(model).total, kept.token, token), kept.total
     files = hub.resolve(name, "drafter", weights=False)
     if is_block(files.config):
-        return block_drafter(files, target, token, kv_item)
+        block = translate(BlockConfig.from_hf, files)
+        reason = block.misfit(target)
+        block = replace(block, taps=block.tapped(target))
+        kept, kv = stored_size(files, block), sum(2 * own.attn.kv_heads * own.attn.head_dim for own in block.layers)
+        about: ForeignDict = {
+            "layout": block.layout,
+            "taps": list(block.taps or ()),
+            "block": block.block,
+            "layers": len(block.layers),
+            "kv_bytes_per_token": round(kv * kv_item),
+            "draft_tokens": block.max_tokens,
+        }
+        return drafter_report(block.kind, reason, kept.parameters, kept.token, token, **about), kept.total
     config = translate(DrafterConfig.from_hf, files)
     reason, size, kept = fits(config, target), drafter_size(config), stored_size(files, config)
     about = {
@@ -159,28 +160,6 @@ def drafter_of(
         "draft_tokens": config.draft_tokens,
     }
     return drafter_report(config.model_type, reason, size.total, size.step * kept.mean, token, **about), kept.total
-
-
-def block_drafter(files: Files, target: ModelConfig, target_token: float, kv_item: float) -> tuple[ForeignDict, float]:
-    """`show`'s report on a DFlash, DSpark or EAGLE-3 drafter, and the bytes of its weights. A step drafts all tokens;
-    EAGLE-3's drafts one. A drafter without a head reads the target's head as well."""
-    from ..weights.files import translate
-    from ..weights.sizes import stored_size
-
-    config = translate(BlockConfig.from_hf, files)
-    reason = config.misfit(target)
-    config = replace(config, taps=config.tapped(target))
-    kept = stored_size(files, config)
-    kv_bytes = sum(2 * layer.attn.kv_heads * layer.attn.head_dim * kv_item for layer in config.layers)
-    about = {
-        "layout": config.layout,
-        "taps": list(config.taps or ()),
-        "block": config.block,
-        "layers": len(config.layers),
-        "kv_bytes_per_token": round(kv_bytes),
-        "draft_tokens": config.max_tokens,
-    }
-    return drafter_report(config.kind, reason, kept.parameters, kept.token, target_token, **about), kept.total
 
 
 def per_weight(config: ModelConfig, size: StoredSize) -> float:
@@ -203,31 +182,24 @@ def show(data: ForeignDict) -> None:
         facts.add_row(*row)
     out.print(facts)
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")  # narrow enough for 80 columns
     routed = any(row["experts"] for row in data["layers"])
-    for title in ("layers", "type", "q/kv", "size", "window", "K/V", "MLP", *(["experts"] if routed else []), "each"):
-        table.add_column(title, no_wrap=True, justify="left" if title in ("layers", "type", "K/V") else "right")
-    for _, group in groupby(
-        data["layers"], key=lambda row: {k: v for k, v in row.items() if k not in ("index", "kv_from")} | owner(row)
-    ):
+    heads = ("layers", "type", "q/kv", "size", "window", "K/V", "MLP", *(["experts"] if routed else []), "each")
+    cells = []
+    for _, group in groupby(data["layers"], key=lambda row: {**row, "index": None, "kv_from": owner(row)}):
         rows = list(group)
         row, last = rows[0], rows[-1]
         span = str(row["index"]) if row is last else f"{row['index']}–{last['index']}"
-        owned = "own, v = k" if row["k_eq_v"] else "own"
-        kv = owned if row["kv_from"] == row["index"] else f"of layer {row['kv_from']}"
+        attention = (f"{row['heads']}/{row['kv_heads']}", str(row["head_dim"]), str(row["window"] or "–"), owner(row))
         experts = [f"{row['experts_per_token']} of {row['experts']}"] if routed else []
-        table.add_row(
-            span,
-            row["type"],
-            f"{row['heads']}/{row['kv_heads']}",
-            str(row["head_dim"]),
-            str(row["window"] or "–"),
-            kv,
-            str(row["intermediate"]),
-            *experts,
-            amount(row["parameters"]),
-        )
-    out.print(table)
+        cells.append((span, row["type"], *attention, str(row["intermediate"]), *experts, amount(row["parameters"])))
+    out.print(common.table(heads, cells, ("layers", "type", "K/V")))
+
+
+def owner(row: ForeignDict) -> str:
+    """Whose K/V a layer reads, in words."""
+    if row["kv_from"] != row["index"]:
+        return f"of layer {row['kv_from']}"
+    return "own, v = k" if row["k_eq_v"] else "own"
 
 
 def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
@@ -269,8 +241,3 @@ def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
         yield card["name"], Text.assemble(held, VERDICT[card["fits"]], more)
     if "rounding" in data:
         yield "rounding", f"{data['rounding']['held']}: {data['rounding']['line']}"
-
-
-def owner(row: ForeignDict) -> dict[str, int]:
-    """The key that distinguishes rows of the table, with the layer whose K/V is read, -1 for its own."""
-    return {"kv": -1 if row["kv_from"] == row["index"] else row["kv_from"]}

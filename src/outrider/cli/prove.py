@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ..config import LoadSettings
@@ -58,10 +57,9 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
         about = {"model": asked.model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed}
         print(json.dumps({**about, "findings": [vars(f) for f in findings]}))
     else:
-        table = Table("check", "what is compared", "passed", title=f"{asked.model} · {llm.drafter_note}")
-        for check in dict.fromkeys(f.check for f in findings):
-            mine = [f for f in findings if f.check == check]
-            table.add_row(check, COMPARED[check], f"{sum(f.passed for f in mine)} of {len(mine)}")
-        out.print(table)
+        heads, title = ("check", "what is compared", "passed"), f"{asked.model} · {llm.drafter_note}"
+        checks = {f.check: [one.passed for one in findings if one.check == f.check] for f in findings}
+        rows = [(check, COMPARED[check], f"{sum(held)} of {len(held)}") for check, held in checks.items()]
+        out.print(common.table(heads, rows, heads, title=title))
         out.print("lossless" if passed else "not lossless: see above", style="bold green" if passed else "bold red")
     raise typer.Exit(0 if passed else 1)

@@ -17,14 +17,8 @@ from ..types import OutriderError, require
 from . import common
 from .common import err
 
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL...",
-        help=f"{common.NAMES} Or name=MODEL. Several are loaded when asked for.",
-        autocompletion=common.model_names,
-    ),
-]
+SEVERAL = f"{common.NAMES} Or name=MODEL. Several are loaded when asked for."
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=SEVERAL, autocompletion=common.model_names)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,28 +26,16 @@ class ServeOptions:
     models: Models
     name: Annotated[str | None, "The model name clients use. Default: MODEL (a folder's last part)."] = None
     memory: Annotated[float | None, "GiB for weights and K/V of several models. Default: 80 % of what is free."] = None
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")
-    ] = None
-    otel_endpoint: Annotated[
-        str | None,
-        typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Spans of requests go to this OTLP/HTTP collector."),
-    ] = None
-    max_concurrent: Annotated[
-        int | None,
-        typer.Option(
-            "--max-concurrent", "--max-num-seqs", help="Sequences that decode at once. Default: 254 on a GPU, else 8."
-        ),
-    ] = None
+    api_key: Annotated[str | None, "Clients must send it as a bearer token."] = None
+    otel_endpoint: Annotated[str | None, "Spans of requests go to this OTLP/HTTP collector."] = None
+    max_concurrent: Annotated[int | None, "Sequences that decode at once. Default: 254 on a GPU, else 8."] = None
     allowed_origin: Annotated[list[str] | None, "A page of this origin may call, too (repeatable; * is any)."] = None
     trusted_host: Annotated[list[str] | None, "A host name we may be called by on loopback (behind a proxy)."] = None
     adapter: common.Adapters = None
 
 
 @common.serving(ServerSettings)
-@common.loading(
-    *common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES, "prefix_store", "prefix_store_size", "max_adapters"
-)
+@common.loading(*common.RUNNING, *common.IMAGES, *common.KEEPING, "max_adapters")
 @common.taking(ServeOptions)
 def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: LoadSettings) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
@@ -79,10 +61,8 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     first, *others = listed
     if len(listed) > 1:
         several(listed, asked.name, load, asked.memory)
-    elif asked.memory is not None:
-        raise OutriderError(
-            "--memory is shared by several models: for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
-        )
+    alone = "for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
+    require(len(listed) > 1 or asked.memory is None, f"--memory is shared by several models: {alone}")
     settings = server(
         model_name=asked.name or first,
         api_key=asked.api_key,
@@ -104,10 +84,8 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         served = ServedModel.of(llm, err.print)
     else:
         limit = None if asked.memory is None else int(asked.memory * 2**30)
-        cuda = place(load.device).type == "cuda"
-        served = ModelPool.listed(
-            listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda
-        )
+        cuda, loaded = place(load.device).type == "cuda", lambda model: common.load_llm(model, load)
+        served = ModelPool.listed(listed, loaded, load.engine, limit, settings, cuda)
         served.first.take(LoadedModel(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal as size
 from rich.table import Table
 
 from ..config import model_of, user_file
+from ..ops.cpu.build import cache_path
 from ..types import OutriderError, require
 from . import common
 from .common import out
@@ -42,12 +42,9 @@ def listing(as_json: common.AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(item) for item in items]))
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for title in ("name", "kind", "size", "last used", "with"):
-        table.add_column(title, overflow="fold", justify="right" if title == "size" else "left")
-    for item in items:
-        table.add_row(item.name, item.kind, size(item.bytes), item.used, item.drafter)
-    out.print(table)
+    heads = ("name", "kind", "size", "last used", "with")
+    rows = [(item.name, item.kind, size(item.bytes), item.used, item.drafter) for item in items]
+    out.print(common.table(heads, rows, {*heads} - {"size"}))
     for alias, model in user_file().get("aliases", {}).items():
         out.print(f"{alias} = {model}", style="dim")
 
@@ -113,11 +110,11 @@ def show(name: common.Model, as_json: common.AsJson = False) -> None:
     config = model_config(files)
     where, why = hub.auto_drafter(files)
     mmproj = repos.companion(files.path, "mmproj") if files.gguf is not None else None
-    last = used().get(files.name, {})
+    last, nbytes = used().get(files.name, {}), stored(files.path)
     data = {
         "name": name,
         "path": str(files.path) if files.path.exists() else None,
-        "bytes": stored(files.path),
+        "bytes": nbytes,
         "model_type": config.model_type,
         "quantisation": repos.quantisation(files.path) if files.gguf is not None else None,
         "max_context": config.max_context,
@@ -131,11 +128,9 @@ def show(name: common.Model, as_json: common.AsJson = False) -> None:
         print(json.dumps(data))
         return
     grid = Table.grid(padding=(0, 2))
-    for key, value in data.items():
-        if value not in (None, "", 0):
-            grid.add_row(
-                key.replace("_", " "), size(value) if key == "bytes" and isinstance(value, int) else str(value)
-            )
+    for key, value in (data | {"bytes": size(nbytes) if nbytes else None}).items():
+        if value:
+            grid.add_row(key.replace("_", " "), str(value))
     out.print(grid)
 
 
@@ -175,7 +170,7 @@ def at_hand() -> Iterator[Item]:
     if (kept := hub.cache_path("smollm2", hub.SMOLLM2_FILE)).is_file():
         yield item("smollm2", kept, stored(kept))
     for shipped in sorted(hub.ASSETS.glob("*/config.json")):
-        yield Item(str(shipped.parent), "drafter", stored(shipped.parent), str(shipped.parent), drafter="")
+        yield Item(str(shipped.parent), "drafter", stored(shipped.parent), str(shipped.parent))
     with suppress(CacheNotFound):
         for repo in sorted(scan_cache_dir().repos, key=lambda found: found.repo_id):
             if repo.repo_type != "model":
@@ -200,7 +195,7 @@ def stored(path: Path) -> int:
 def used() -> dict[str, dict[str, str]]:
     """The record that `note_use` writes; empty if the file is missing or damaged."""
     try:
-        kept = json.loads(_uses().read_text(encoding="utf-8"))
+        kept = json.loads(cache_path("used.json").read_text(encoding="utf-8"))
         return {name: row for name, row in kept.items() if isinstance(row, dict)}
     except (OSError, ValueError, AttributeError):
         return {}
@@ -213,14 +208,9 @@ def note_use(name: str, drafter: str) -> None:
     uses = used()
     if uses.get(name) == row:
         return
+    path = cache_path("used.json")
     with suppress(OSError):
-        _uses().parent.mkdir(parents=True, exist_ok=True)
-        fresh = _uses().with_suffix(f".{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(uses | {name: row}), encoding="utf-8")
-        os.replace(fresh, _uses())
-
-
-def _uses() -> Path:
-    from ..ops.cpu.build import cache_path
-
-    return cache_path("used.json")
+        fresh.replace(path)
