@@ -8,29 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 import httpx
 
 from ..types import bad_input
 
-Percentiles = dict[str, float]  # p50, p95, p99, max
-
-
-class Summary(TypedDict):
-    concurrency: int
-    draft_tokens: int | str
-    requests: int
-    errors: int
-    first_error: str | None
-    wall_s: float
-    tokens: int
-    tokens_per_s: float
-    stream_tokens_per_s: float  # of one stream
-    ttft_s: Percentiles
-    token_s: Percentiles
-    wait_s: Percentiles  # from chunk to chunk
-    tokens_per_cycle: float
+Summary = dict[str, Any]  # as `summary` makes it and --json writes it
 
 
 @dataclass
@@ -134,16 +118,16 @@ def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: in
         "wall_s": wall,
         "tokens": sum(t.tokens for t in good),
         "tokens_per_s": sum(t.tokens for t in good) / wall,
-        "stream_tokens_per_s": sum(decode) / len(decode) if decode else 0.0,
+        "stream_tokens_per_s": sum(decode) / len(decode) if decode else 0.0,  # of one stream
         "ttft_s": percentiles([t.chunks[0][0] - t.began for t in good]),
         "token_s": percentiles([s for t in good for s in t.per_token]),
-        "wait_s": percentiles([s for t in good for s in t.waits]),
+        "wait_s": percentiles([s for t in good for s in t.waits]),  # from chunk to chunk
         "tokens_per_cycle": (cycles + accepted) / cycles if cycles else 0.0,
     }
 
 
-def percentiles(values: Sequence[float]) -> Percentiles:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Nearest rank; zeros when there is nothing to rank."""
-    ordered = sorted(values)
-    at = lambda q: ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0  # noqa: E731
-    return {"p50": at(0.50), "p95": at(0.95), "p99": at(0.99), "max": ordered[-1] if ordered else 0.0}
+    ordered = sorted(values) or [0.0]
+    ranked = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 95, 99)}
+    return {**ranked, "max": ordered[-1]}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
 from .. import svg
@@ -39,7 +38,7 @@ class LoadTestOptions:
     ] = None
     temperature: Annotated[float, "0: greedy."] = 0.0
     compare: Annotated[bool, "Each concurrency also with plain decoding (draft tokens 0)."] = False
-    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For a server that needs one.")] = None
+    api_key: Annotated[str | None, "For a server that needs one."] = None
     drafter: Annotated[str, "For a MODEL: as in `outrider serve`."] = "auto"
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None
     plot: Annotated[Path | None, "Write a picture here (.svg)."] = None
@@ -102,22 +101,17 @@ def server(target: str, drafter: str, most: int, key: str | None) -> Iterator[st
 
 
 def table(rows: list[Summary]) -> Table:
-    shown = Table(
-        caption="Milliseconds are median/95th percentile; more in --json",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-        pad_edge=False,
-    )
-    for name in ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors"):
-        shown.add_column(name, justify="right", no_wrap=True)
     short = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.1f}"  # noqa: E731
     two = lambda d: f"{short(1e3 * d['p50'])}/{short(1e3 * d['p95'])}"  # noqa: E731
+    cells = []
     for r in rows:
         cycle = f"{r['tokens_per_cycle']:.2f}" if r["tokens_per_cycle"] else "–"
-        speed = (short(r["tokens_per_s"]), short(r["stream_tokens_per_s"]))
-        times = (two(r["ttft_s"]), two(r["token_s"]), two(r["wait_s"]))
-        shown.add_row(str(r["concurrency"]), str(r["draft_tokens"]), *speed, *times, cycle, str(r["errors"]))
-    return shown
+        speed = [short(r[key]) for key in ("tokens_per_s", "stream_tokens_per_s")]
+        times = [two(r[key]) for key in ("ttft_s", "token_s", "wait_s")]
+        cells.append((str(r["concurrency"]), str(r["draft_tokens"]), *speed, *times, cycle, str(r["errors"])))
+    heads = ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors")
+    caption = "Milliseconds are median/95th percentile; more in --json"
+    return common.table(heads, cells, (), caption=caption, padding=(0, 0, 0, 1))
 
 
 def draw(rows: list[Summary], file: Path) -> None:
@@ -127,9 +121,8 @@ def draw(rows: list[Summary], file: Path) -> None:
         throughput.append((name, [(r["concurrency"], r["tokens_per_s"]) for r in mine]))
         for series, key in ((first, "ttft_s"), (per_token, "token_s")):
             for part, label in (("p50", "median"), ("p95", "95th")):
-                points = [(r["concurrency"], 1e3 * r[key][part]) for r in mine]  # type: ignore[literal-required]
-                series.append((f"{name}, {label}", points))
-    titles = ("Throughput, tokens/s", "First token, ms", "Per token, ms")
-    charts = [svg.lines(t, "streams at once", "", s) for t, s in zip(titles, (throughput, first, per_token))]
+                series.append((f"{name}, {label}", [(r["concurrency"], 1e3 * r[key][part]) for r in mine]))
+    titled = {"Throughput, tokens/s": throughput, "First token, ms": first, "Per token, ms": per_token}
+    charts = [svg.lines(title, "streams at once", "", series) for title, series in titled.items()]
     with bad_input(OSError, lambda error: f"can't write {file}: {error}"):
         file.write_text(svg.stacked(charts), encoding="utf-8")
