@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from .predict import Hardware
+from .predict import CPU, Hardware
 
 SIDE, MATRICES, ROWS = (2048, 4096), 12, 9  # 100 million weights
 REPEATS = 7
@@ -35,14 +35,11 @@ def here(weight_bytes: float) -> Hardware:
         weight_bytes = dense.element_size()
     x = torch.randn((ROWS, SIDE[1]), generator=torch.Generator().manual_seed(1))
 
-    def products(rows: int) -> Callable[[], None]:
-        def run() -> None:
-            for weight in weights:
-                ops.linear(x[:rows], weight)
+    def products(rows: int) -> None:
+        for weight in weights:
+            ops.linear(x[:rows], weight)
 
-        return run
-
-    one, many = _best(products(1)), _best(products(ROWS))
+    one, many = _best(lambda: products(1)), _best(lambda: products(ROWS))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return fitted(one, many, ROWS, MATRICES * SIDE[0] * SIDE[1], weight_bytes, memory)
 
@@ -52,17 +49,8 @@ def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float
     `rows`."""
     row = max((many - one) / (rows - 1), 0.01 * one)
     moving = max(one - row, 0.1 * one)
-    return Hardware(
-        "this CPU (measured)",
-        weights * weight_bytes / moving / 1e9,
-        2.0 * weights / row / 1e12,
-        memory,
-        kernel_us=2.0,
-        reach=1.0,
-        rate_reach=1.0,
-        row_us=0.0,
-        overlaps=False,
-    )
+    bandwidth, rate = weights * weight_bytes / moving / 1e9, 2.0 * weights / row / 1e12
+    return CPU("this CPU (measured)", bandwidth, rate, memory, reach=1.0, rate_reach=1.0)
 
 
 def _gpu() -> Hardware:

@@ -14,6 +14,7 @@ H200. Torch-free.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -79,12 +80,10 @@ MACHINES: Mapping[str, Hardware] = {
 
 
 def machine(name: str) -> Hardware:
-    plain = name.lower().replace(" ", "-").replace("_", "-")
-    found = MACHINES.get(plain) or next(
-        (on for known, on in MACHINES.items() if known.replace("-", "") == plain.replace("-", "")), None
-    )
+    by_name = {known.replace("-", ""): on for known, on in MACHINES.items()}
+    found = by_name.get(re.sub("[ _-]", "", name.lower()))
     if found is None:
-        near = get_close_matches(plain, MACHINES, 1)
+        near = get_close_matches(name.lower(), MACHINES, 1)
         raise OutriderError(
             f"unknown machine {name!r}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(MACHINES)}"
         )
@@ -115,8 +114,7 @@ class Acceptance:
                     raise ValueError
                 return Acceptance.by_position(values, f"by position {text}")
             share, _, at = text.partition("@")
-            k = int(at) if at else 4
-            return Acceptance.of_share(float(share), k)
+            return Acceptance.of_share(float(share), int(at or 4))
 
     @staticmethod
     def by_position(values: Sequence[float], said: str) -> Acceptance:
@@ -130,9 +128,8 @@ class Acceptance:
     @staticmethod
     def of_share(share: float, k: int) -> Acceptance:
         each = chance(share, k)
-        return Acceptance(
-            tuple(each**j for j in range(1, MAX_DRAFT + 1)), f"{share:.0%} of drafts at K={k} ({each:.3f} a token)"
-        )
+        said = f"{share:.0%} of drafts at K={k} ({each:.3f} a token)"
+        return Acceptance(tuple(each**j for j in range(1, MAX_DRAFT + 1)), said)
 
 
 def chance(share: float, k: int) -> float:
@@ -156,7 +153,6 @@ class Setup:
     batch: int = 1
     context: int = 1024
     weight_bytes: float = 2.0  # of a weight that a token reads, on average
-    kv_item: float = 2.0
     stored: float | None = None  # bytes of all weights, where they are not of one size
 
 
@@ -164,13 +160,12 @@ def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
     """Seconds of moving bytes, of arithmetic, and of fixed kernel time, including that of further rows."""
     rows, config, on = setup.batch * (k + 1), setup.target, setup.on
     size = model_size(config)
-    moved = size.streamed(rows) * setup.weight_bytes + rows * kv_bytes(config, 1, setup.kv_item)
-    moved += setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True)
+    moved = size.streamed(rows) * setup.weight_bytes + rows * kv_bytes(config, 1)
+    moved += setup.batch * kv_bytes(config, setup.context, read=True)
     work = setup.batch * flops(size, k + 1, setup.context, k + 1)
     layers = len(config.layers)
-    launched = (
-        layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS
-    )
+    each = KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)
+    launched = layers * each + HEAD_KERNELS
     own = 1e-6 * (launched * on.kernel_us + layers * (rows - 1) * on.row_us)
     return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), own
 
@@ -190,7 +185,7 @@ def draft_seconds(setup: Setup, k: int) -> float:
         return 0.0
     on, config = setup.on, setup.drafter
     size = drafter_size(config)
-    read = setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True)
+    read = setup.batch * kv_bytes(config, setup.context, read=True)
     narrow = not config.clusters and on.overlaps  # on GPUs a drafter's large head and layers are held in 8 bits
     moved = size.step * (min(1.0, setup.weight_bytes) if narrow else setup.weight_bytes) + read
     work = 2.0 * setup.batch * size.step
@@ -220,7 +215,7 @@ def sweep(setup: Setup, accept: Acceptance) -> list[Point]:
 def memory_bytes(setup: Setup) -> dict[str, float]:
     weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
     drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
-    cache = setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item)
+    cache = setup.batch * kv_bytes(setup.target, setup.context)
     return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
 
 
@@ -285,10 +280,8 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     plain = verify_seconds(setup, 0)
     ratio = (verify_seconds(setup, 4) + draft_seconds(setup, 4)) / plain
     if working > moving:
-        out.append(
-            f"checking {5 * setup.batch} rows is bound by arithmetic: a drafted token costs nearly as much as a "
-            f"decoded one"
-        )
+        bound = "is bound by arithmetic: a drafted token costs nearly as much as a decoded one"
+        out.append(f"checking {5 * setup.batch} rows {bound}")
     if setup.target.moe is not None and verify_parts(setup, 4)[0] > 1.5 * verify_parts(setup, 0)[0]:
         size = model_size(setup.target)
         more = size.streamed(5 * setup.batch) / size.streamed(setup.batch)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ..bench import predict as model_of
@@ -53,10 +52,12 @@ def predict(asked: PredictOptions) -> None:
     Example: outrider predict google/gemma-4-31B-it --gpu h200 --accept 0.72
     """
     if asked.gpu == "list":
-        _list_machines()
+        machines = model_of.MACHINES.items()
+        rows = [(name, on.label, *(f"{v:g}" for v in (on.bandwidth, on.rate, on.memory))) for name, on in machines]
+        out.print(common.table(("name", "machine", "GB/s", "TFLOP/s", "GB"), rows, ("name", "machine")))
         return
-    if asked.batch < 1 or asked.context < 1 or (asked.bits is not None and asked.bits <= 0):
-        raise OutriderError("--batch and --context must be at least 1, --bits positive")
+    sensible = asked.batch >= 1 and asked.context >= 1 and (asked.bits is None or asked.bits > 0)
+    require(sensible, "--batch and --context must be at least 1, --bits positive")
     require(asked.model != "", "predict what? name a model: outrider predict google/gemma-4-31B-it")
     files, config, kept = read(asked.model)
     size = per_weight(config, kept) if asked.bits is None else asked.bits / 8
@@ -68,7 +69,7 @@ def predict(asked: PredictOptions) -> None:
         on = model_of.machine(asked.gpu)
     helper, known = _drafter(asked)
     stored = kept.total if asked.bits is None else None
-    setup = model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored=stored)
+    setup = model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored)
     data = model_of.predict(setup, _accepted(asked.accept, setup, known))
     vision = translate(VisionConfig.from_hf, files) if files.gguf is None else None
     images = model_of.image_costs(vision, setup) if vision is not None else []
@@ -108,54 +109,37 @@ def _accepted(
     if known is None:
         said = "no drafter is known for this model: n-gram matches alone, whose gain depends on the text"
         return model_of.Acceptance.by_position([0.0], said)
-    return model_of.Acceptance.by_position(
-        list(accumulate(known.accepted, mul)), f"the drafter's card ({known.judged} tokens judged)"
-    )
+    said = f"the drafter's card ({known.judged} tokens judged)"
+    return model_of.Acceptance.by_position(list(accumulate(known.accepted, mul)), said)
 
 
 def _show(model: str, data: ForeignDict) -> None:
-    need, parts = data["memory_gb"], data["plain_parts_ms"]
-    out.print(
-        Text.assemble((model, "bold"), f" on {data['machine']}, batch {data['batch']}, context {data['context']}")
-    )
+    need, best = data["memory_gb"], data["best_k"]
+    where = f" on {data['machine']}, batch {data['batch']}, context {data['context']}"
+    out.print(Text.assemble((model, "bold"), where))
     fits = ("" if data["fits"] else " (does not fit)", "bold red")
     held = f": weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}"
     out.print(Text.assemble(f"memory  {need['total']:.1f} GB", fits, held))
-    split = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+    split = ", ".join(f"{name} {ms:.2f}" for name, ms in data["plain_parts_ms"].items())
     out.print(f"plain   {data['plain_ms']:.2f} ms per token ({split})")
     out.print(f"assumed {data['acceptance']}")
-    if data["drafter"] is None and data["best_k"] > 0:
-        out.print(
-            Text.assemble(
-                ("no drafter is known", "bold"), ": this is what one that takes no time would bring at that acceptance"
-            )
-        )
-    table = Table("K", "cycle ms", "tokens per cycle", "ms per token", "speed-up")
-    shown = (0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,)
+    if data["drafter"] is None and best > 0:
+        brings = ": this is what one that takes no time would bring at that acceptance"
+        out.print(Text.assemble(("no drafter is known", "bold"), brings))
+    rows = []
     for point in data["points"]:
-        if point["k"] in (*shown, data["best_k"]):
-            columns = ("cycle_ms", "tokens", "ms_per_token", "speedup")
-            cells = [f"{point[key]:.2f}" for key in columns]
-            table.add_row(
-                str(point["k"]), *cells[:3], f"{cells[3]}x", style="bold" if point["k"] == data["best_k"] else ""
-            )
-    out.print(table)
-    if data["drafter"] is None and data["best_k"] == 0:
-        out.print(
-            "no speed-up is promised without a drafter: --accept 0.72 shows what one as good as that brings, "
-            "`outrider train` makes one"
-        )
+        if point["k"] in ((0, 1, 2, 4, 6, 8, 12, 16, best) if best or data["drafter"] else (0,)):
+            times = [f"{point[key]:.2f}" for key in ("cycle_ms", "tokens", "ms_per_token")]
+            style = "bold" if point["k"] == best else ""
+            rows.append([Text(cell, style) for cell in (str(point["k"]), *times, f"{point['speedup']:.2f}x")])
+    out.print(common.table(("K", "cycle ms", "tokens per cycle", "ms per token", "speed-up"), rows, ()))
+    if data["drafter"] is None and best == 0:
+        shows = "--accept 0.72 shows what one as good as that brings, `outrider train` makes one"
+        out.print(f"no speed-up is promised without a drafter: {shows}")
         return
-    if data["best_k"] == 0:
+    if best == 0:
         out.print("speculation will not pay here:")
     elif data["why"]:
-        out.print(f"K={data['best_k']} brings only {data['speedup']:.2f}x:")
+        out.print(f"K={best} brings only {data['speedup']:.2f}x:")
     for reason in data["why"]:
         out.print(f"- {reason}")
-
-
-def _list_machines() -> None:
-    table = Table("name", "machine", "GB/s", "TFLOP/s", "GB")
-    for name, on in model_of.MACHINES.items():
-        table.add_row(name, on.label, f"{on.bandwidth:g}", f"{on.rate:g}", f"{on.memory:g}")
-    out.print(table)
