@@ -14,12 +14,13 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from .types import OutriderError
+from .types import OutriderError, is_a, require
 
 UTF8 = "utf-8-sig"  # some editors write a byte order mark
 
@@ -45,11 +46,12 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     try:
         with open(path, "rb", opener=opened) as raw:
             file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            prompts = list(islice(parse(io.TextIOWrapper(file, UTF8), str(path)), limit))
+            lines = enumerate(io.TextIOWrapper(file, UTF8), 1)
+            filled = ((number, line) for number, line in lines if line.strip())
+            prompts = [_prompt(line, number, f"{path}:{number}") for number, line in islice(filled, limit)]
     except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise OutriderError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not prompts:
-        raise OutriderError(f"{path}: holds no prompts")
+    require(bool(prompts), f"{path}: holds no prompts")
     return prompts
 
 
@@ -63,12 +65,6 @@ def opened(path: str, flags: int) -> int:
     return number
 
 
-def parse(lines: Iterable[str], where: str) -> Iterator[Prompt]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _prompt(line, number, f"{where}:{number}")
-
-
 def _prompt(line: str, number: int, where: str) -> Prompt:
     try:
         row = json.loads(line)
@@ -76,20 +72,17 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
         raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
         raise OutriderError(f"{where}: cannot be read ({error})") from None
-    if not isinstance(row, dict):
-        raise OutriderError(
-            f"{where}: a JSON object with 'prompt', 'text' or 'turns' is needed, got {type(row).__name__}"
-        )
+    needed = "a JSON object with 'prompt', 'text' or 'turns' is needed"
+    require(isinstance(row, dict), f"{where}: {needed}, got {type(row).__name__}")
     turns = row.get("turns")
     written = [row.get("prompt"), row.get("text"), *(turns[:1] if isinstance(turns, list) else [])]
-    text = next((t for t in written if t is not None), None)
-    if not isinstance(text, str) or not text.strip():
-        raise OutriderError(f"{where}: no text under 'prompt', 'text' or 'turns'")
+    text: Any = next((t for t in written if t is not None), None)
+    require(isinstance(text, str) and text.strip() != "", f"{where}: no text under 'prompt', 'text' or 'turns'")
     most = row.get("max_tokens")
     if most is None:
         most = 256 if "question_id" in row else 128
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise OutriderError(f"{where}: max_tokens must be a whole number, 1 or more, got {json.dumps(most)}")
+    whole = f"{where}: max_tokens must be a whole number, 1 or more, got {json.dumps(most)}"
+    require(is_a(most, int) and most >= 1, whole)
     name = row.get("id", f"spec_bench/{row['question_id']}" if "question_id" in row else number)
     return Prompt(str(name), str(row.get("category", "all")), text, most, row)
 
