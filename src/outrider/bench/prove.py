@@ -59,9 +59,8 @@ def prove(
 # ---- 1
 def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResult]:
     for i, prompt in enumerate(prompts):
-        answer = llm.generate(prompt, SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[
-            0
-        ].token_ids
+        params = SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True)
+        answer = llm.generate(prompt, params, drafter=False)[0].token_ids
         tokens = prompt + answer
         alone = block_logits(llm, [tokens], [len(prompt)], 1)[0]  # [17, V]
         others = [prompts[j % len(prompts)] for j in range(i + 1, i + BATCH)]
@@ -69,18 +68,14 @@ def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResu
         if llm.engine.max_batch >= BATCH:
             batch, starts = [tokens, *(o + answer for o in others)], [len(prompt), *map(len, others)]
             found.append(block_logits(llm, batch, starts, MAX_DRAFT + 1)[0])
-        worst = max(_gap(alone, logits) for logits in found)
+        worst = max(0.0 if torch.equal(alone, z) else max(float((alone - z).abs().max()), 1e-45) for z in found)
         detail = "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}"
         yield ProofResult("row invariance", f"prompt {i + 1}, {len(found)} layouts", worst == 0.0, detail)
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
-    return 0.0 if torch.equal(a, b) else max(float((a - b).abs().max()), 1e-45)
-
-
 @torch.inference_mode()
-def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int], width: int) -> list[Tensor]:
-    """Logits [17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh
+def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int], width: int) -> Tensor:
+    """Logits [B, 17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh
     cache."""
     engine, store = llm.engine, llm.engine.store
     begins, caches = [start - 1 for start in starts], []
@@ -91,15 +86,14 @@ def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int]
             raise RuntimeError("no room in the cache for the row-invariance check")
         for at in range(0, begin, engine.chunk):
             _rows(engine, [cache], [tokens], [at], min(engine.chunk, begin - at))
-    out: list[list[Tensor]] = [[] for _ in sequences]
+    out = []
     for at in range(0, MAX_DRAFT + 1, width):
         count = min(width, MAX_DRAFT + 1 - at)
         logits = engine.model.logits(_rows(engine, caches, sequences, [b + at for b in begins], count))
-        for b in range(len(sequences)):
-            out[b].append(logits[b * count : (b + 1) * count].clone())
+        out.append(logits.reshape(len(sequences), count, -1).clone())
     for cache in caches:
         store.close(cache)
-    return [torch.cat(parts) for parts in out]
+    return torch.cat(out, 1)
 
 
 def _rows(
@@ -132,13 +126,8 @@ def identity(
         if want != got:
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
             gap = _logprob_gap(llm, prompts[i], want, got, at, params)
-            texts = f"{want[at : at + 1]} against {got[at : at + 1]}"
-            return ProofResult(
-                "identity",
-                case,
-                False,
-                f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}",
-            )
+            texts = f"{want[at : at + 1]} against {got[at : at + 1]}, logprob gap {gap:.3g}"
+            return ProofResult("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {texts}")
     return ProofResult("identity", case, True, f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical")
 
 

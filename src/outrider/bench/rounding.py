@@ -34,13 +34,10 @@ class Rounding:
     logit_error: float  # root mean square over that of the float32 logits' spread around each row's mean
     same_best: float  # share of positions with the same most likely token
 
-    @property
-    def change(self) -> float:
-        return self.perplexity / self.float32 - 1
-
     def line(self) -> str:
+        change = 100 * (self.perplexity / self.float32 - 1)
         return (
-            f"perplexity {self.perplexity:.3f}, in float32 {self.float32:.3f} ({100 * self.change:+.2f} %); "
+            f"perplexity {self.perplexity:.3f}, in float32 {self.float32:.3f} ({change:+.2f} %); "
             f"logit error {100 * self.logit_error:.2f} %; same best token at {100 * self.same_best:.1f} % of "
             f"{self.tokens} positions"
         )
